@@ -1,0 +1,80 @@
+"""Where each tensor of a block lies inside the block's flat arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+TENSOR_ALIGNMENT = 64  # elements: 128 bytes of bf16, so that every view starts on a cache line and suits vector loads
+BLOCK_ALIGNMENT = 1024  # elements: a block's flat array is a whole number of rows for the row-wise norm and of pages' halves
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a block. `offset` and `numel` count elements; `decay` says whether weight decay applies."""
+
+    name: str  # the model's own parameter name, as in its state dict
+    shape: tuple[int, ...]
+    offset: int
+    decay: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a block's flat arrays that share all hyper-parameters."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The tensors of one block, packed. Every array of the block (weight, moments, gradient) uses the same layout."""
+
+    tensors: tuple[TensorSpec, ...]
+    numel: int  # padded; padding is zero in every array and stays zero under every optimizer
+
+    @classmethod
+    def pack(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]]) -> FlatLayout:
+        """Lay out (name, shape, decay) triples in the given order."""
+        specs = []
+        offset = 0
+        for name, shape, decay in tensors:
+            spec = TensorSpec(name, tuple(shape), offset, decay)
+            specs.append(spec)
+            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
+        return cls(tuple(specs), round_up(offset, BLOCK_ALIGNMENT))
+
+    @property
+    def parameters(self) -> int:
+        """Number of real parameters, without padding."""
+        return sum(spec.numel for spec in self.tensors)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of the block as views into `flat`, a contiguous array of `numel` elements of any dtype."""
+        assert flat.numel() == self.numel, (flat.numel(), self.numel)
+        return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
+
+    def segments(self) -> list[Segment]:
+        """The whole block cut into runs of equal hyper-parameters; padding belongs to the tensor before it."""
+        segments: list[Segment] = []
+        ends = [t.offset for t in self.tensors[1:]] + [self.numel]
+        for tensor, end in zip(self.tensors, ends, strict=True):
+            if segments and segments[-1].decay == tensor.decay:
+                segments[-1] = Segment(segments[-1].start, end, tensor.decay)
+            else:
+                segments.append(Segment(tensor.offset, end, tensor.decay))
+        return segments
