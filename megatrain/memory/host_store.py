@@ -1,0 +1,87 @@
+"""Host RAM as the home of parameters and optimizer state: a few flat arrays per block, in large slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from megatrain.memory.layout import FlatLayout, round_up
+from megatrain.memory.slab import Slab
+
+SLAB_BYTES = 16 << 30  # larger mappings register no faster, and one failure should name a piece that a person can picture
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array that every block has. Transferred arrays are pinned when the store serves a GPU."""
+
+    name: str
+    dtype: torch.dtype
+    transferred: bool = False
+
+
+class HostStore:
+    """Owns the arrays of all blocks in host RAM. Use as a context manager, or `close` it.
+
+    Args:
+        layouts: one per block, in execution order.
+        arrays: the arrays of each block; all share its layout. New arrays are zero.
+        pinned: pin transferred arrays for CUDA.
+        threads: for the first touch.
+    """
+
+    def __init__(self, layouts: Sequence[FlatLayout], arrays: Iterable[ArraySpec], *, pinned: bool = False, threads: int = 8) -> None:
+        self.layouts = tuple(layouts)
+        self.arrays = {spec.name: spec for spec in arrays}
+        self._slabs: list[Slab] = []
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        try:
+            for spec in self.arrays.values():
+                self._place(spec, pinned and spec.transferred, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, spec: ArraySpec, pinned: bool, threads: int) -> None:
+        """Cut the array of all blocks into slabs at block boundaries."""
+        sizes = [round_up(layout.numel * spec.dtype.itemsize, PAGE) for layout in self.layouts]
+        start = 0
+        while start < len(sizes):
+            stop = start + 1
+            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
+                stop += 1
+            slab = Slab(spec.name, sum(sizes[start:stop]), pinned=pinned, threads=threads)
+            self._slabs.append(slab)
+            offset = 0
+            for block in range(start, stop):
+                nbytes = self.layouts[block].numel * spec.dtype.itemsize
+                self._views[spec.name, block] = slab.bytes[offset : offset + nbytes].view(spec.dtype)
+                offset += sizes[block]
+            start = stop
+
+    def array(self, name: str, block: int) -> torch.Tensor:
+        """The flat array `name` of a block: 1-D, `layouts[block].numel` elements, a view of the store's memory."""
+        return self._views[name, block]
+
+    def has(self, name: str) -> bool:
+        return name in self.arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the store holds."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def close(self) -> None:
+        self._views.clear()
+        while self._slabs:
+            self._slabs.pop().close()
+
+    def __enter__(self) -> HostStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

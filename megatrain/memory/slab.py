@@ -1,0 +1,73 @@
+"""Large pieces of host memory: anonymous, on huge pages, touched in parallel, and pinned where a GPU will read them.
+
+`cudaHostAlloc` is four times slower than mapping, touching and registering, and rounds sizes up (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain.errors import OutOfMemory
+from megatrain.memory.layout import round_up
+
+HUGE_PAGE = 2 << 20
+TOUCH_BYTES = 1 << 30  # one thread's share of a first touch
+
+
+class Slab:
+    """`nbytes` of zeroed host memory, owned until `close`.
+
+    Args:
+        nbytes: size; rounded up to whole huge pages.
+        pinned: register the memory with CUDA, so that copies run asynchronously at full PCIe speed.
+        threads: that touch the memory first; the kernel zeroes pages on the touching core.
+
+    Raises:
+        OutOfMemory: the mapping or its registration was refused.
+    """
+
+    def __init__(self, name: str, nbytes: int, *, pinned: bool, threads: int) -> None:
+        self.name = name
+        self.nbytes = round_up(max(nbytes, 1), HUGE_PAGE)
+        self.pinned = False
+        try:
+            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemory(f"cannot reserve {self.nbytes / 2**30:.1f} GiB of host memory for {name}: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= HUGE_PAGE:
+            self._advise_huge()
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pinned:
+            self._touch(threads)
+            self._register()
+
+    def _advise_huge(self) -> None:
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel built without transparent huge pages: slower, not wrong
+            return
+
+    def _touch(self, threads: int) -> None:
+        """Fault every page in, on several cores: a page is zeroed by the core that first writes to it."""
+        starts = range(0, self.nbytes, TOUCH_BYTES)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda start: self.bytes[start : start + TOUCH_BYTES].zero_(), starts))
+
+    def _register(self) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))  # type: ignore[attr-defined]
+        if code != 0:
+            raise OutOfMemory(
+                f"CUDA could not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code}); "
+                "raise the memlock limit (ulimit -l unlimited) or lower the model's size"
+            )
+        self.pinned = True
+
+    def close(self) -> None:
+        """Unpin and drop the memory. Views that are still held keep the mapping alive until they go."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[attr-defined]
+            self.pinned = False
+        del self.bytes

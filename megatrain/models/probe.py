@@ -1,0 +1,170 @@
+"""One dry run of a weightless model that finds out how its family is put together, and refuses what cannot be streamed exactly.
+
+Streaming is right only if layers exchange nothing but hidden states, and if every other parameter is used either before the first layer
+or after the last. Both are observed here rather than assumed: the model's own forward runs on a few tokens, with spies for layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import ModelError
+from megatrain.models.recorder import LayerCall, split_hidden
+
+PROBE_TOKENS = 4
+
+
+@dataclass
+class Findings:
+    """What the dry run observed."""
+
+    returns_tuple: bool = False  # the layers return (hidden, None, ...) instead of hidden
+    before: list[str] = field(default_factory=list)  # parameters used before layer 0, in order of use
+    after: list[str] = field(default_factory=list)  # parameters used after the last layer, in order of use
+
+
+class Spy(nn.Module):
+    """Stands in for a layer during the probe and checks what the model hands from layer to layer."""
+
+    def __init__(self, layer: nn.Module, index: int, probe: Probe) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer
+        self.index = index
+        self.__dict__["probe"] = probe
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["probe"].visit(self.index, self.__dict__["layer"], *split_hidden(args, kwargs))
+
+
+class Probe:
+    """The state of one dry run over `model`, whose decoder stack is `layers`."""
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        self.model = model
+        self.family = type(model).__name__
+        self.originals = list(layers)
+        self.layers = layers
+        self.findings = Findings()
+        self.passed_on: torch.Tensor | None = None  # what the previous layer returned
+        self.visited = 0
+
+    def refuse(self, reason: str) -> ModelError:
+        return ModelError(f"{self.family} cannot be streamed exactly: {reason}")
+
+    def visit(self, index: int, layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check one layer call, and return the hidden states unchanged in the form in which the layer would."""
+        if index != self.visited:
+            raise self.refuse(f"its layers do not run once each in order (layer {index} ran as number {self.visited})")
+        if index > 0 and hidden is not self.passed_on:
+            raise self.refuse(f"the model changes the hidden states between layers {index - 1} and {index}")
+        for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
+            name = pytree.keystr(path)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise self.refuse(f"layer {index} receives {name}, which needs a gradient besides the hidden states")
+            if "Cache" in type(value).__name__:
+                raise self.refuse(f"layer {index} receives a key-value cache ({name}) although none was asked for")
+        if index == 0:
+            self.findings.returns_tuple = self.returns_tuple(layer, hidden, LayerCall(args, kwargs))
+        self.visited += 1
+        self.passed_on = hidden.clone()
+        return (self.passed_on,) if self.findings.returns_tuple else self.passed_on
+
+    def returns_tuple(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> bool:
+        """Call the real layer on the meta device, where it costs nothing, to learn the form of its output."""
+        twin = copy.deepcopy(layer).to("meta")
+        try:
+            output = twin(*to_meta((hidden, *call.args)), **to_meta(call.kwargs))
+        except Exception as error:  # whatever a layer's code raises on tensors without data
+            raise self.refuse(f"its layer {type(layer).__name__} cannot run without data ({type(error).__name__}: {error})") from error
+        if isinstance(output, torch.Tensor):
+            return False
+        if not isinstance(output, tuple) or any(isinstance(extra, torch.Tensor) for extra in output[1:]):
+            raise self.refuse("its layers return more than hidden states")
+        return True
+
+    def note_use(self, name: str) -> None:
+        used = self.findings.before if self.visited == 0 else self.findings.after
+        if name not in used:
+            used.append(name)
+
+    def run(self) -> Findings:
+        """Run the model's forward on PROBE_TOKENS tokens with spies for layers."""
+        handles = []
+        for path, module in self.model.named_modules():
+            names = [f"{path}.{leaf}" if path else leaf for leaf, p in module._parameters.items() if p is not None]
+            if names and not any(module is inner for layer in self.originals for inner in layer.modules()):
+                handles.append(module.register_forward_pre_hook(lambda _m, _a, names=names: [self.note_use(n) for n in names] and None))
+        replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
+        try:
+            with torch.enable_grad():
+                self.model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long), use_cache=False)
+        finally:
+            replace_all(self.layers, self.originals)
+            for handle in handles:
+                handle.remove()
+        if self.visited != len(self.originals):
+            raise self.refuse(f"only {self.visited} of its {len(self.originals)} layers ran")
+        return self.findings
+
+
+def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
+    """Put `modules` in the places of a stack, one for one."""
+    for index, module in enumerate(modules):
+        stack[index] = module
+
+
+def to_meta(tree: Any) -> Any:
+    """Every tensor of a nested structure on the meta device: shapes and dtypes without data."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), tree)
+
+
+@contextmanager
+def zeros_outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[None]:
+    """Give the parameters outside the layers real, all-zero CPU memory while the context lasts.
+
+    The zeros are never written, so the operating system backs them all by one page: this costs no memory to speak of.
+    """
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    stand_ins: dict[int, nn.Parameter] = {}
+    replaced = []
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in inside:
+                if id(parameter) not in stand_ins:
+                    stand_ins[id(parameter)] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+                replaced.append((module, leaf, parameter))
+                module._parameters[leaf] = stand_ins[id(parameter)]
+    try:
+        yield
+    finally:
+        for module, leaf, parameter in replaced:
+            module._parameters[leaf] = parameter
+
+
+def probe(model: nn.Module, layers: nn.ModuleList) -> Findings:
+    """How `model` is put together.
+
+    Raises:
+        ModelError: naming the family and the reason for which streaming it would not be exact.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with zeros_outside(model, list(layers)):
+            return Probe(model, layers).run()
+    finally:
+        model.train(was_training)

@@ -1,0 +1,232 @@
+"""A transformers model without weights: its modules, with parameters that are views into streamed buffers.
+
+Every decoder layer keeps its own module (it is only Python objects), so whatever depends on a layer's index or type stays right by
+construction. Binding is done once: a block always lands in the same slot, so its parameters can point there for good.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.errors import ModelError
+from megatrain.memory.layout import FlatLayout
+from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
+from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
+from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside get parameters on the meta device, but real buffers (rotary frequencies, scales)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # a tied parameter is meta already and must stay the same object
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=True)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def choose_attention(config: Any, attention: str) -> str:
+    """The attention implementation to ask transformers for.
+
+    `auto` is PyTorch's scaled-dot-product attention, except where the family caps attention logits, which that function cannot do.
+    """
+    if attention != "auto":
+        return attention
+    text = config.get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else "sdpa"
+
+
+def build_model(config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """A causal LM of `config`, in training mode, with meta parameters of `dtype`.
+
+    Raises:
+        ModelError: transformers has no causal LM for this configuration, or refuses the attention implementation.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    wanted = choose_attention(config, attention)
+    try:
+        with meta_parameters():
+            try:
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation=wanted, dtype=dtype, trust_remote_code=trust_remote_code
+                )
+            except ValueError:
+                if attention != "auto" or wanted == "eager":
+                    raise
+                # `auto` means the fastest that the family supports, and this one does not support SDPA (attention sinks, say)
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation="eager", dtype=dtype, trust_remote_code=trust_remote_code
+                )
+            model.tie_weights()
+    except (ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"model type {config.model_type!r} cannot be built as a causal language model: {error}") from error
+    return model.train()  # type: ignore[no-any-return]
+
+
+class Skeleton:
+    """The modules of one model, without weights, and its anatomy.
+
+    Args:
+        config: a transformers configuration of a decoder-only family.
+        attention: "auto" or a name that transformers knows.
+        dtype: of the parameters and of the computation.
+
+    Raises:
+        ModelError: the family cannot be streamed exactly; the message says why.
+    """
+
+    def __init__(self, config: Any, *, attention: str = "auto", dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False) -> None:
+        self.dtype = dtype
+        self.model = build_model(config, attention, dtype, trust_remote_code)
+        self.config = self.model.config
+        text = config.get_text_config()
+        path, stack = find_layers(self.model, text.num_hidden_layers)
+        findings = probe(self.model, stack)
+        self.layers: list[nn.Module] = list(stack)
+        self.recorders = [Recorder(m, i, i == len(self.layers) - 1, findings.returns_tuple) for i, m in enumerate(self.layers)]
+        self.anatomy = self._dissect(path, findings.before, findings.after, text)
+        replace_all(stack, self.recorders)
+
+    def _dissect(self, path: str, before: list[str], after: list[str], text: Any) -> Anatomy:
+        """Assign every parameter to one block."""
+        by_name = dict(self.model.named_parameters(remove_duplicate=False))
+        owner_of: dict[int, str] = {}
+        tied = []
+        members: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
+        prefixes = [f"{path}.{i}." for i in range(len(self.layers))]
+        in_layers = [[n for n in by_name if n.startswith(prefix)] for prefix in prefixes]
+        for index, names in enumerate([before, *in_layers, after]):
+            for name in names:
+                owner = owner_of.setdefault(id(by_name[name]), name)
+                if owner == name:
+                    members[index].append(name)
+                elif index == len(self.layers) + 1 and owner in members[0]:
+                    tied.append((name, owner))
+                elif owner not in members[index]:
+                    raise ModelError(f"{type(self.model).__name__}: {name} shares its weights with {owner}, which cannot be streamed yet")
+        homeless = [name for name, p in by_name.items() if id(p) not in owner_of]
+        if homeless:
+            raise ModelError(f"{type(self.model).__name__}: {homeless[0]} is used neither before the first nor after the last layer")
+        names_of_blocks = ["embed", *(f"layers.{i}" for i in range(len(self.layers))), "head"]
+        blocks = tuple(
+            Block(i, label, layout_of((n, by_name[n]) for n in names))
+            for i, (label, names) in enumerate(zip(names_of_blocks, members, strict=True))
+        )
+        positions = getattr(text, "max_position_embeddings", None)
+        return Anatomy(blocks, tuple(tied), text.model_type, text.hidden_size, text.vocab_size, positions)
+
+    # -- binding ----------------------------------------------------------------------------------------------------------------
+
+    def bind(self, block: Block, flat: torch.Tensor) -> list[nn.Parameter]:
+        """Make the block's parameters views into `flat` (the block's layout, any device). Returns them in layout order.
+
+        Autograd sees `flat` as the parameters' memory; whoever re-fills it must write through another tensor on the same storage, which
+        has its own version counter, or graphs retained over a re-fill would be refused.
+        """
+        parameters = [nn.Parameter(view) for view in block.layout.views(flat).values()]
+        for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
+            self._set(spec.name, parameter)
+            for alias, owner in self.anatomy.tied:
+                if owner == spec.name:
+                    self._set(alias, parameter)
+        return parameters
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        module, leaf = self._owner(name)
+        module._parameters[leaf] = parameter
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """(module, attribute) that holds a parameter, looking through the recorders at the layers."""
+        module: nn.Module = self.model
+        *path, leaf = name.split(".")
+        for part in path:
+            module = module[int(part)] if isinstance(module, nn.ModuleList) else getattr(module, part)
+            if isinstance(module, Recorder):
+                module = module.__dict__["layer"]
+        return module, leaf
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the model's buffers, which are few and small, to where it computes."""
+        for root in (self.model, *self.layers):
+            for module in root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(device)
+
+    def set_training(self, training: bool) -> None:
+        """Training mode (dropout active) or evaluation mode, for everything including the layers."""
+        for root in (self.model, *self.layers):
+            root.train(training)
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if any part of the model draws random numbers in training mode."""
+        drops = any(isinstance(m, nn.Dropout) and m.p > 0 for root in (self.model, *self.layers) for m in root.modules())
+        rates = (value for key, value in self.config.get_text_config().to_dict().items() if "dropout" in key or key.endswith("pdrop"))
+        return drops or any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+    # -- computing --------------------------------------------------------------------------------------------------------------
+
+    def _play(self, tape: Tape, **inputs: Any) -> Any:
+        for recorder in self.recorders:
+            recorder.tape = tape
+        return self.model(use_cache=False, **inputs)
+
+    def embed(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[LayerCall]]:
+        """The input of layer 0, [batch, tokens, hidden], and what every layer receives besides it.
+
+        `inputs` holds input_ids [batch, tokens] and whatever else the model's forward takes, on the computing device.
+        """
+        tape = Tape()
+        try:
+            self._play(tape, **inputs)
+        except ReachedEnd:
+            pass
+        assert tape.hidden is not None and len(tape.calls) == len(self.layers)
+        return tape.hidden, tape.calls
+
+    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
+        output = self.layers[index](hidden, *call.args, **call.kwargs)
+        return output[0] if self.recorders[index].returns_tuple else output
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of n positions from the last layer's output [n, hidden], through the model's own norm, head, scale and cap.
+
+        Every position enters as a sequence of one token, since nothing after the last layer mixes tokens.
+        """
+        rows = hidden.unsqueeze(1)
+        output = self._play(Tape(injected=rows), inputs_embeds=rows.detach())
+        return output.logits.squeeze(1)  # type: ignore[no-any-return]
+
+    def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
+        """What `embed` returns for a micro-batch of this shape, as meta tensors: for the planner, which must allocate nothing large."""
+        with zeros_outside(self.model, self.layers), torch.no_grad():
+            hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
+        return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
+
+
+def flat_alias(flat: torch.Tensor) -> torch.Tensor:
+    """A second tensor on the same storage as `flat`, with a version counter of its own."""
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), flat.storage_offset(), flat.shape)  # type: ignore[call-overload, no-any-return]
+
+
+def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
+    """The layouts of all blocks, in execution order."""
+    return tuple(block.layout for block in anatomy.blocks)
