@@ -1,0 +1,188 @@
+"""Bytes a piece of the model needs while it computes, found by running it on the meta device and counting storages.
+
+The module is the family's own, so the figure holds for every family by construction; nothing is allocated and no device
+is touched. Every storage that an operation creates under `LiveBytes` is counted once when it appears and given back
+when its last tensor dies, through forward and backward, as an eager allocator would see it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatrain.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes beyond parameters and inputs: alive between forward and backward, and at the worst moment of both.
+
+    `saved_bytes` includes the output; `peak_bytes` includes all gradients that the backward returns at once.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages created while the mode is active: `live` now, `peak` at the worst moment."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._notice(tensor, counted=False)  # an input of ours was noticed when it was made; any other is the caller's
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._notice(tensor, counted=True)
+        return out
+
+    def _notice(self, tensor: Tensor, *, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes() if counted else 0
+        # torch keeps a storage's Python object alive as long as the storage itself, so the callback runs when the bytes are freed
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.pop(key, None)
+        self.live -= nbytes
+
+
+class AssumeYes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers yes to every yes-or-no question about values of meta tensors, which have none.
+
+    Models ask only whether nothing is padded and nothing is packed, to leave out the attention mask. Runs with masks pass one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Replaces scaled_dot_product_attention by a stand-in that allocates what the fused kernels do.
+
+    On the meta device torch decomposes attention into matrix products, whose tokens x tokens matrices no fused kernel allocates.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _fused_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedAttentionFunction(torch.autograd.Function):
+    """Shapes of fused attention: keeps query, key, value [B, heads, T, d], the output and the fp32 log-sum-exp [B, heads, T]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        # the kernels write [B, T, heads, d], so that the transpose after attention costs no copy
+        batch, heads, tokens, _ = query.shape
+        out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, logsumexp, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        dquery_sums = torch.empty_like(query, dtype=torch.float32)  # flash and cuDNN add up dquery in fp32 and round at the end
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del dquery_sums
+        return *grads, None
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Takes the arguments of scaled_dot_product_attention; a boolean mask is turned into a bias of query's dtype, as there."""
+    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    return _FusedAttentionFunction.apply(query, key, value, bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def layer_peak_bytes(
+    layer: nn.Module,
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...] = (),
+    *,
+    fused_attention: bool = True,
+    device: torch.device | str = "meta",
+) -> Footprint:
+    """Footprint of one decoder layer's forward and backward for one micro-batch.
+
+    layer: a transformers decoder layer, parameters on any device (only shapes are read unless `device` is a real one).
+    hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states.
+    kwargs, args: what the model's own forward passes to this layer besides the hidden states. fused_attention: False for eager attention.
+    Raises ModelError when the layer cannot run without data (its shapes depend on values).
+    """
+    parameters = {name: _blank(p, dtype, device).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()}
+    buffers = {name: _blank(b, b.dtype, device) for name, b in layer.named_buffers()}
+    blank_args, blank_kwargs = tree_map_only(Tensor, lambda t: _blank(t, t.dtype, device), (args, dict(kwargs)))
+    hidden_btd = torch.empty(hidden_shape, dtype=dtype, device=device, requires_grad=True)
+
+    def forward() -> Tensor:
+        out = torch.func.functional_call(layer, {**parameters, **buffers}, (hidden_btd, *blank_args), blank_kwargs)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    trained = [p for p in parameters.values() if p.requires_grad]
+    with torch.random.fork_rng(devices=[]):  # a dry run must not move the caller's random state
+        return call_peak_bytes(forward, [hidden_btd, *trained], fused_attention=fused_attention, what=type(layer).__name__)
+
+
+def call_peak_bytes(
+    forward: Callable[[], Tensor], inputs: Iterable[Tensor], *, fused_attention: bool = True, what: str = "this computation"
+) -> Footprint:
+    """Footprint of `forward()` and of the gradient of its output with respect to all `inputs` at once.
+
+    inputs: leaf tensors that require gradients, made before the call and so not counted. Used as it is for the LM head and its
+    loss on one chunk: pass a closure from hidden states and head weights to the summed loss. The incoming gradient is not counted.
+    """
+    wanted = list(inputs)
+    live = LiveBytes()
+    attention = FusedAttention if fused_attention else nullcontext
+    try:
+        with torch.enable_grad(), AssumeYes():
+            with attention(), live:
+                out = forward()
+            saved_bytes = live.live
+            grad_out = torch.ones_like(out)  # outside the mode: it belongs to the caller
+            with live:
+                torch.autograd.grad(out, wanted, grad_out, allow_unused=True)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ModelError(f"{what}: its memory cannot be found without data ({error}); set train.micro_batch_tokens by hand") from error
+    return Footprint(saved_bytes, live.peak)
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of all distinct storages in a nest of dicts, lists and tensors, such as a micro-batch's captured keyword arguments."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(tree)}.values())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _blank(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor of the same shape; ones, so that a real run stays finite."""
+    return torch.ones(tensor.shape, dtype=dtype, device=device)
