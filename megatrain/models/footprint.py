@@ -87,7 +87,7 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
+        if func is functional.scaled_dot_product_attention and _has_fused_kernel(*args, **(kwargs or {})):
             return _fused_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -97,9 +97,9 @@ class _FusedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        # the kernels write [B, T, heads, d], so that the transpose after attention costs no copy
         batch, heads, tokens, _ = query.shape
-        out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        # flash and cuDNN lay the output out as the query, which decides whether the transpose after attention has to copy
+        out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(batch, heads, tokens, value.shape[-1])
         logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
         return out
@@ -111,6 +111,11 @@ class _FusedAttentionFunction(torch.autograd.Function):
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del dquery_sums
         return *grads, None
+
+
+def _has_fused_kernel(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> bool:
+    """Whether torch has more than matrix products for it: heads that merely broadcast (Falcon's multi-query form) get no kernel."""
+    return enable_gqa or query.shape[1] == key.shape[1]
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
@@ -162,7 +167,7 @@ def call_peak_bytes(
     live = LiveBytes()
     attention = FusedAttention if fused_attention else nullcontext
     try:
-        with torch.enable_grad(), AssumeYes():
+        with torch.enable_grad(), AssumeYes():  # type: ignore[no-untyped-call]
             with attention(), live:
                 out = forward()
             saved_bytes = live.live
