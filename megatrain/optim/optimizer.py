@@ -1,0 +1,42 @@
+"""What an optimizer declares, and the one thing it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of optimizer state, an element per parameter, zero before the first update."""
+
+    name: str
+    dtype: torch.dtype
+
+
+class Optimizer(Protocol):
+    """Store, planner and checkpoint read `state_arrays`; the engine calls `update` on slices of a block, from many threads."""
+
+    name: ClassVar[str]
+    state_arrays: ClassVar[tuple[StateArray, ...]]
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    def compile(self) -> None:
+        """Prepare whatever the first `update` would otherwise pay for."""
+
+    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
+        """Update one flat range in place.
+
+        `views`: equally long, contiguous 1-D CPU slices of "weight", "remainder" (bfloat16 precision only), "grad" and
+        every array of `state_arrays`. `step` counts updates from 1. `grad_scale` multiplies the gradient first (the clip
+        factor). An element's result depends on that element alone, so any cut into ranges gives the same bits; a range
+        of zeros stays zero. Releases the GIL.
+        """

@@ -1,0 +1,57 @@
+"""The fp32 master weight as two halves: the bf16 weight that the GPU computes with, and an int16 remainder.
+
+With `u` the 32 bits of the master, all arithmetic modulo 2^32 (modulo 2^16 for the weight):
+
+    weight    = (u + 0x8000) >> 16        nearest bf16, ties away from zero
+    remainder = int16(u & 0xFFFF)         the low half, read as signed
+    u         = (weight << 16) + sign_extend(remainder)
+
+Every pattern comes back, NaN and infinities included. Rounding ties to even, as `.to(torch.bfloat16)` does, would lose
+the direction of a tie. One consequence: a finite master within half a bf16 step of overflow has an infinite weight.
+The same arithmetic, fused with the update, is in kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 23  # elements: temporaries stay at 32 MiB however large the tensor is
+
+
+def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """(weight, remainder) of an fp32 CPU or device tensor of any shape: bfloat16 and int16, of the same shape.
+
+    `out` gives the two tensors to write, contiguous and of `master.numel()` elements (views into a store, say); they are returned.
+    """
+    assert master.dtype == torch.float32, master.dtype
+    if out is None:
+        weight = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+        out = (weight, torch.empty_like(weight, dtype=torch.int16))
+    weight, remainder = out
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16), (weight.dtype, remainder.dtype)
+    bits = master.detach().contiguous().view(torch.int32).view(-1)
+    high, low = weight.view(torch.int16).view(-1), remainder.view(-1)
+    assert high.numel() == low.numel() == bits.numel(), (weight.shape, remainder.shape, master.shape)
+    for start in range(0, bits.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        low[part].copy_(bits[part])  # int32 to int16 keeps the low half
+        high[part].copy_((bits[part] + 0x8000).bitwise_right_shift_(16))  # the sum wraps; so does the narrowing
+    return out
+
+
+def join_master(weight: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
+    """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of the same shape.
+
+    `out` gives the contiguous float32 tensor to write; it is returned.
+    """
+    if out is None:
+        out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    dtypes = (weight.dtype, remainder.dtype, out.dtype)
+    assert dtypes == (torch.bfloat16, torch.int16, torch.float32), dtypes
+    assert out.numel() == weight.numel() == remainder.numel(), (out.shape, weight.shape, remainder.shape)
+    low = remainder.contiguous().view(-1)
+    bits = out.view(torch.int32).view(-1)
+    bits.copy_(weight.detach().contiguous().view(torch.int16).view(-1))
+    bits.bitwise_left_shift_(16).add_(low)  # int16 is sign-extended by the addition; no temporaries
+    return out
