@@ -1,0 +1,87 @@
+"""How much memory a run has taken, as the machine sees it rather than as we counted it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def host_bytes() -> int:
+    """Peak resident bytes of this process and its living children, each at its own peak (Linux counts it as VmHWM).
+
+    Pages that several processes map are counted for each: the sum is never less than what the machine had to hold.
+    """
+    import psutil
+
+    own = psutil.Process()
+    return sum(_peak_resident_bytes(process) for process in (own, *own.children(recursive=True)))
+
+
+def _peak_resident_bytes(process: Any) -> int:
+    import psutil
+
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:  # not Linux, or the child is gone: what is resident now is the best there is
+        try:
+            return int(process.memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a zombie has no memory
+
+
+class GpuMeter:
+    """Peak bytes of one GPU's memory as its driver counts them (NVML): torch's allocator, the CUDA context, libraries, all of it.
+
+    NVML has no peak of its own, so the largest of all readings is kept. torch's allocator does not hand memory back between steps,
+    which makes one reading a step enough. Where the driver does not say which process holds how much (in a container, often), the
+    device's whole use counts, neighbours included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` may be a CPU: then every reading is None, as it is when the driver does not answer."""
+        self._nvml: Any = None
+        self._peak_bytes = 0
+        if device.type == "cuda":
+            self._open(device)
+
+    def _open(self, device: torch.device) -> None:
+        import pynvml
+        import torch
+
+        try:
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(device).uuid  # NVML knows nothing of CUDA_VISIBLE_DEVICES, but it knows the chip
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except pynvml.NVMLError:
+            return
+        self._nvml = pynvml
+
+    def __enter__(self) -> GpuMeter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def peak_bytes(self) -> int | None:
+        """Read the driver and return the largest reading so far; None without a GPU."""
+        if self._nvml is None:
+            return None
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        return self._peak_bytes
+
+    def _used_bytes(self) -> int:
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory)
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)

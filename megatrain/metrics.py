@@ -1,0 +1,151 @@
+"""What a run writes down about itself: `metrics.jsonl`, one JSON object a step and one an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatrain.errors import StorageError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the seconds of one step went. They add up to the step: what is hidden behind something else is not counted."""
+
+    compute: float = 0.0  # blocks being computed, and everything not named below
+    wait_upload: float = 0.0  # compute stood still for weights on their way to the GPU
+    wait_update: float = 0.0  # an upload stood still for the optimizer on the host
+    wait_download: float = 0.0  # compute stood still for a gradient staging buffer
+    data: float = 0.0  # the loop stood still for its next rows
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def shares(self) -> dict[str, float]:
+        """Each part over the whole, 0 to 1."""
+        seconds: dict[str, float] = asdict(self)
+        whole = sum(seconds.values()) or 1.0
+        return {name: part / whole for name, part in seconds.items()}
+
+    def bound(self) -> tuple[str, float]:
+        """The largest share: its name, and how much it is."""
+        shares = self.shares()
+        name = max(shares, key=lambda key: shares[key])
+        return name, shares[name]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`; the field names are its keys, in this order."""
+
+    step: int  # optimizer steps so far, this one included
+    loss: float  # mean over the step's target tokens
+    grad_norm: float | None  # global, before clipping; None where none was computed
+    lr: float
+    tokens: int  # real tokens: padding never counts
+    target_tokens: int
+    epoch: float
+    step_s: float
+    tokens_per_s: float
+    tflops: float  # 6 x all trained parameters x tokens / step time
+    mfu: float | None  # matrix products and causal attention over the GPU's peak; None where the peak is unknown
+    gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
+    host_bytes: int  # peak resident memory of all processes
+    skipped: bool  # no update was made: a non-finite norm, or no targets
+    time: StepTime
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object: NaN and infinities are null, for JSON has no word for them."""
+        return {field.name: _finite(getattr(self, field.name)) for field in fields(self)}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, StepTime):
+        return {name: _finite(seconds) for name, seconds in asdict(value).items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` of a run folder. Every line reaches the operating system before the call returns, so that a killed
+    process loses none of them."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """Open, keeping what is there. Raises StorageError when the file cannot be written."""
+        self.path = Path(run_dir) / METRICS_FILE
+        try:
+            self._file = self.path.open("ab", buffering=0)  # nothing of a line that failed may wait to be written later
+        except OSError as error:
+            raise self._storage_error(error) from error
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.to_dict())
+
+    def write_eval(self, step: int, eval_loss: float, eval_target_tokens: int) -> None:
+        """An evaluation after `step` updates; 0 is the one before the first step."""
+        self._write({"step": step, "eval_loss": _finite(eval_loss), "eval_target_tokens": eval_target_tokens})
+
+    def truncate_to(self, step: int) -> None:
+        """Forget everything after `step`, and a last line that a kill has torn: a run that resumes from a checkpoint writes it again."""
+        kept = 0
+        for start, row, length in _lines(self.path):
+            if row is None or row["step"] > step:
+                break
+            kept = start + length
+        os.ftruncate(self._file.fileno(), kept)  # the file is open for appending: the next write goes to the new end
+
+    def _write(self, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            raise self._storage_error(error) from error
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return StorageError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another output folder")
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`, steps and evaluations, in order, up to the first broken one."""
+    rows = []
+    for _, row, _ in _lines(Path(run_dir) / METRICS_FILE):
+        if row is None:
+            break
+        rows.append(row)
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
+    """(offset, object, length in bytes) of each line; the object is None if the line is not whole."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            yield offset, _parsed(line), len(line)
+            offset += len(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

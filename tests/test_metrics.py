@@ -1,0 +1,133 @@
+"""metrics.jsonl: the keys of the interface, valid JSON whatever the loss, and a clean cut on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import StorageError
+from megatrain.metrics import METRICS_FILE, MetricsWriter, StepMetrics, StepTime, read_metrics
+
+STEP = StepMetrics(
+    step=1,
+    loss=2.5,
+    grad_norm=0.75,
+    lr=1e-5,
+    tokens=2000,
+    target_tokens=1500,
+    epoch=0.1,
+    step_s=2.0,
+    tokens_per_s=1000.0,
+    tflops=1.6,
+    mfu=None,
+    gpu_peak_bytes=None,
+    host_bytes=2**30,
+    skipped=False,
+    time=StepTime(compute=1.5, wait_update=0.5),
+)
+
+
+def write(run_dir: Path, steps: int, eval_every: int = 2) -> None:
+    with MetricsWriter(run_dir) as writer:
+        writer.write_eval(0, 3.0, 100)
+        for step in range(1, steps + 1):
+            writer.write_step(replace(STEP, step=step))
+            if step % eval_every == 0:
+                writer.write_eval(step, 3.0 - step / 10, 100)
+
+
+def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
+    write(tmp_path, 1)
+    row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
+    keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped time"
+    assert " ".join(row) == keys
+    assert list(row["time"]) == ["compute", "wait_upload", "wait_update", "wait_download", "data"]
+    assert row["loss"] == 2.5
+    assert row["skipped"] is False
+
+
+def test_an_evaluation_has_its_own_keys(tmp_path):
+    write(tmp_path, 0)
+    assert read_metrics(tmp_path) == [{"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(tmp_path, value):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(replace(STEP, loss=value, grad_norm=value, skipped=True))
+        writer.write_eval(1, value, 5)
+    text = (tmp_path / METRICS_FILE).read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    step, evaluation = read_metrics(tmp_path)
+    assert step["loss"] is None
+    assert step["grad_norm"] is None
+    assert evaluation["eval_loss"] is None
+
+
+def test_every_line_survives_a_kill(tmp_path):
+    child = os.fork()
+    if child == 0:
+        writer = MetricsWriter(tmp_path)
+        writer.write_step(STEP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_opening_again_appends(tmp_path):
+    write(tmp_path, 2)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(replace(STEP, step=3))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 9])
+def test_resume_cuts_back_to_the_checkpoint_and_writes_on(tmp_path, step):
+    write(tmp_path, 5)
+    before = [row for row in read_metrics(tmp_path) if row["step"] <= step]
+    with MetricsWriter(tmp_path) as writer:
+        writer.truncate_to(step)
+        writer.write_step(replace(STEP, step=step + 1))
+    rows = read_metrics(tmp_path)
+    assert rows[:-1] == before
+    assert rows[-1]["step"] == step + 1
+
+
+def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
+    write(tmp_path, 6)
+    path = tmp_path / METRICS_FILE
+    whole = path.read_bytes()
+    for length in random.Random(0).sample(range(len(whole)), 200):
+        path.write_bytes(whole[:length])
+        with MetricsWriter(tmp_path) as writer:
+            writer.truncate_to(4)
+            writer.write_step(replace(STEP, step=5))
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert b"".join(lines[:-1]) == whole[: sum(map(len, lines[:-1]))]
+        assert json.loads(lines[-1])["step"] == 5
+
+
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match=r"nowhere.metrics\.jsonl: cannot be written \(No such file"):
+        MetricsWriter(tmp_path / "nowhere")
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with MetricsWriter(tmp_path) as writer, pytest.raises(StorageError, match="No space left"):
+        writer.write_step(STEP)
+
+
+def test_times_add_up_and_the_largest_share_bounds_the_step():
+    both = StepTime(compute=1.0, data=0.5) + StepTime(compute=2.0, wait_update=6.5)
+    assert both == StepTime(compute=3.0, wait_update=6.5, data=0.5)
+    assert both.bound() == ("wait_update", 0.65)
+    assert StepTime().bound()[1] == 0.0
