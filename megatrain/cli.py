@@ -1,0 +1,262 @@
+"""The command line: parses arguments, calls one function, prints its result. torch is imported only by what a command calls.
+
+Results go to stdout, logs to stderr. Exit codes: 0 ok, 1 unexpected, 2 usage or config, 3 data, 4 does not fit, 5 out of memory,
+6 diverged, 7 storage, 8 verification, 75 stopped by a signal with a checkpoint, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatrain.errors import ConfigError, MegaTrainError, OutOfMemory, StorageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNEXPECTED = 1
+INTERRUPTED = 130
+PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
+app = typer.Typer(
+    name="megatrain",
+    help="Train models far larger than GPU memory: every parameter, full precision, one command.",
+    epilog="Add --debug to any command for the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5.")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Train a model as a config file says."""
+    from megatrain.config import load_config
+
+    settings = load_config(config, overrides or ())  # a typo is reported before torch is imported
+    from megatrain.recipes import run
+
+    _finish(run.train(settings), as_json)
+
+
+@app.command()
+def resume(run_dir: RunDir, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Continue a run from its newest complete checkpoint."""
+    _need_folder(run_dir)
+    from megatrain.recipes import run
+
+    _finish(run.resume(run_dir, overrides or []), as_json)
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Say whether a run fits this machine, and how.
+
+    Loads no weights. Exits 4 when the run does not fit.
+    """
+    from megatrain.config import load_config
+
+    settings = load_config(config, overrides or ())
+    from megatrain.recipes import run
+
+    found = run.plan(settings)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        found.render(_console())
+    found.check()
+
+
+@app.command("data")
+def show_data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows with their loss mask, and counts."""
+    from megatrain.config import load_config
+
+    settings = load_config(config, overrides or ())
+    from megatrain.recipes import run
+
+    counts = run.show_data(settings, rows, as_json)
+    if counts is not None:
+        _print_json(counts)
+
+
+@app.command("eval")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder or checkpoint.")],
+    data: Annotated[str | None, typer.Option(help="Rows to evaluate on; the run's held-out rows unless given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the held-out loss of a run or checkpoint."""
+    _need_folder(folder)
+    from megatrain.recipes import run
+
+    result = run.evaluate(folder, data, as_json)
+    if as_json:
+        _print_json(result)
+    else:
+        _print_pairs(result)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")],
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; the checkpoint's own unless given.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="final, best, last or checkpoint-N.")] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder."""
+    _need_folder(run_dir)
+    if dtype not in (None, "bfloat16", "float32"):
+        raise ConfigError(f"command line: --dtype must be bfloat16 or float32, not {dtype!r}")
+    from megatrain.export import export as export_model
+
+    typer.echo(export_model(run_dir, out, dtype, checkpoint))
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, checkpoint or exported model.")],
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; read from stdin unless given.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a prompt, greedily, with a trained model."""
+    _need_folder(folder)
+    if prompt is None and sys.stdin.isatty():
+        raise ConfigError("command line: PROMPT is missing; write it after the folder, or pipe it in")
+    question = sys.stdin.read() if prompt is None else prompt
+    if not question.strip():
+        raise ConfigError("command line: PROMPT is empty; write something to answer")
+    from megatrain.recipes import run
+
+    answer = run.generate(folder, question, max_new_tokens)
+    if as_json:
+        _print_json({"prompt": question, "answer": answer})
+    else:
+        typer.echo(answer)
+
+
+@app.command()
+def init(
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="File to write; stdout unless given.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented config to start from."""
+    from megatrain.config import example_config
+
+    if path is None:
+        typer.echo(example_config(), nl=False)
+        return
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(example_config())
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; choose another name or add --force") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {path}; name your model and data in it, then `megatrain plan {path}`", err=True)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the config, for editors."""
+    from megatrain.config import config_schema
+
+    _print_json(config_schema())
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"megatrain {version('megatrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Train models far larger than GPU memory: every parameter, full precision, one command."""
+
+
+def _finish(summary: Any, as_json: bool) -> None:
+    """Print a run's summary and leave with its exit code."""
+    if as_json:
+        _print_json(summary.to_dict())
+    else:
+        summary.render(_console())
+    raise typer.Exit(summary.exit_code)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _print_pairs(result: Mapping[str, object]) -> None:
+    for name, value in result.items():
+        typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def _need_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; name the folder that a run wrote (`output` in its config)")
+
+
+def exit_code_of(error: Exception) -> tuple[int, str]:
+    """The exit code and the sentence for an error that ended a command."""
+    if isinstance(error, MegaTrainError):
+        return error.exit_code, str(error)
+    if isinstance(error, MemoryError):
+        return OutOfMemory.exit_code, "out of host memory; set memory.host, or a smaller train.micro_batch_tokens"
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        return StorageError.exit_code, f"{error.filename or 'storage'}: {error.strerror}; free some space or choose another folder"
+    text = " ".join(str(error).split())
+    return UNEXPECTED, f"unexpected {type(error).__name__}{': ' + text if text else ''}; run again with --debug for the traceback"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `--debug` may stand anywhere and prints the traceback of an error."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    try:
+        app(args=[argument for argument in given if argument != "--debug"], prog_name="megatrain")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  the last resort: every error becomes a sentence and a code
+        code, sentence = exit_code_of(error)
+        if debug:
+            traceback.print_exception(error)
+        for line in sentence.splitlines():
+            typer.echo(f"error: {line}", err=True)
+        return code
+    return 0

@@ -1,0 +1,227 @@
+"""From a file and `key=value` arguments to a Config: known names, precedence, and errors that say where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
+from megatrain.config.fields import Config, OptimizerOptions
+from megatrain.config.names import ACCUMULATION, ALIASES, BETA1, BETA2, RIVALS, ROWS_PER_DEVICE, Alias, Key, is_harmless, refusal_of
+from megatrain.config.values import nearest, shown
+from megatrain.errors import ConfigError
+
+TOP = ""  # the section of top-level keys
+_ALIAS_SECTIONS = (TOP, "train")
+_HINTS = {
+    ("model",): "name a hub id, a folder, or {config: folder, init: random}",
+    ("data",): "name what to train on: data: {train: rows.jsonl}",
+    ("data", "train"): "name a file, a folder or a hub id",
+}
+
+
+def _sections() -> dict[str, tuple[str, ...]]:
+    """Keys of every section; `TOP` holds the top level."""
+    keys: dict[str, tuple[str, ...]] = {TOP: tuple(Config.model_fields)}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys[name] = tuple(field.annotation.model_fields)
+    return keys
+
+
+SECTIONS = _sections()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value on its way into the config."""
+
+    key: Key  # ours
+    value: Any
+    place: str
+    typed: str  # the dotted name its user wrote
+
+    def problem(self, reason: str) -> str:
+        return f"{self.place}: {self.typed}: {reason}"
+
+
+Leaves = dict[Key, Leaf]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file, then apply `key=value` arguments (dotted keys, YAML values) over it.
+
+    Raises ConfigError, one line per fault: `cfg.yaml:7: train.learning_rte: did you mean learning_rate?`
+    """
+    path = Path(path)
+    document = read_yaml(read_text(path), str(path))
+    if document.value is not None and not isinstance(document.value, dict):
+        raise ConfigError(f"{document.place}: a config is a mapping of keys, such as `model: folder`, not {shown(plain(document))}")
+    collector = _Collector()
+    collector.mapping(document.value or {})
+    in_file = collector.finish()
+    for override in overrides:
+        collector.mapping(_parse_override(override))
+    leaves = _combine_halves(_overlay(in_file, collector.finish()))
+    return _validate(leaves, str(path))
+
+
+def _parse_override(override: str) -> dict[str, Located]:
+    """`train.seq_len=512` as the mapping {train: {seq_len: 512}}."""
+    dotted, equals, text = override.partition("=")
+    names = dotted.split(".")
+    if not equals or not all(name.strip() for name in names):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5")
+    tree = Located(read_yaml(text, f"{COMMAND_LINE}: {dotted}", numbered=False).value, COMMAND_LINE)
+    for name in reversed(names):
+        tree = Located({name: tree}, COMMAND_LINE)
+    assert isinstance(tree.value, dict)
+    return tree.value
+
+
+class _Collector:
+    """Gathers the leaves of one source and every fault in its names."""
+
+    def __init__(self) -> None:
+        self.leaves: Leaves = {}
+        self.problems: list[str] = []
+
+    def finish(self) -> Leaves:
+        """The leaves gathered so far; starts anew. Raises ConfigError with all faults."""
+        self._refuse_rivals()
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        leaves, self.leaves = self.leaves, {}
+        return leaves
+
+    def mapping(self, entries: dict[str, Located], section: str = TOP) -> None:
+        """Take in the keys of one section."""
+        for name, entry in entries.items():
+            self._entry(section, name, entry)
+
+    def _entry(self, section: str, name: str, entry: Located) -> None:
+        key = (section, name) if section else (name,)
+        leaf = Leaf(key, plain(entry), entry.place, ".".join(key))
+        if section == TOP and name in SECTIONS and name != TOP:
+            self._section(name, entry, leaf)
+        elif name in SECTIONS[section]:
+            self._add(leaf)
+        elif section in _ALIAS_SECTIONS and name in ALIASES:
+            self._alias(ALIASES[name], leaf)
+        elif refusal := refusal_of(name):
+            if not is_harmless(refusal, leaf.value):
+                self.problems.append(leaf.problem(refusal.reason))
+        else:
+            self.problems.append(leaf.problem(_unknown(section, name)))
+
+    def _section(self, name: str, entry: Located, leaf: Leaf) -> None:
+        if isinstance(entry.value, dict):
+            self.mapping(entry.value, name)
+        elif name == "model" and isinstance(entry.value, str):
+            self._add(Leaf(("model", "path"), entry.value, leaf.place, leaf.typed))
+        elif entry.value is not None:
+            own = "a hub id, a folder or a mapping" if name == "model" else "a mapping"
+            example = f"{name}: {{{SECTIONS[name][0]}: ...}}"
+            self.problems.append(leaf.problem(f"must be {own} such as `{example}`, not {shown(leaf.value)}"))
+
+    def _alias(self, alias: Alias, leaf: Leaf) -> None:
+        try:
+            self._add(Leaf(alias.key, alias.convert(leaf.value), leaf.place, leaf.typed))
+        except ValueError as error:
+            self.problems.append(leaf.problem(str(error)))
+
+    def _add(self, leaf: Leaf) -> None:
+        if leaf.key == ("optimizer", "betas") and isinstance(leaf.value, list) and len(leaf.value) == 2:
+            for key, beta in zip((BETA1, BETA2), leaf.value, strict=True):
+                self._add(Leaf(key, beta, leaf.place, leaf.typed))
+            return
+        first = self.leaves.get(leaf.key)
+        if first is not None and first.typed != leaf.typed:  # the same name twice only happens on the command line, where the last counts
+            self.problems.append(leaf.problem(f"means the same as {first.typed} at {first.place}; keep one"))
+        self.leaves[leaf.key] = leaf
+
+    def _refuse_rivals(self) -> None:
+        for ways in RIVALS:
+            given = [leaf for keys in ways for leaf in [_first_set(self.leaves, keys)] if leaf]
+            for leaf in given[1:]:
+                self.problems.append(leaf.problem(f"excludes {given[0].typed} at {given[0].place}; keep one"))
+
+
+def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:
+    return next((leaves[key] for key in keys if key in leaves and leaves[key].value is not None), None)
+
+
+def _unknown(section: str, name: str) -> str:
+    """What to say about a key that nobody knows."""
+    homes = [other for other, keys in SECTIONS.items() if name in keys and other != section]
+    if not homes and name in ALIASES:
+        homes, name = [ALIASES[name].key[0]], ALIASES[name].key[-1]
+    if homes:
+        return f"did you mean {homes[0] + '.' if homes[0] else ''}{name}?"
+    near = nearest(name, SECTIONS[section])
+    if near is None and section in _ALIAS_SECTIONS:
+        near = nearest(name, ALIASES)
+    if near is None:
+        everywhere = {key: f"{other}.{key}" for other, keys in SECTIONS.items() if other for key in keys}
+        near = everywhere.get(nearest(name, everywhere) or "")
+    return f"did you mean {near}?" if near else f"unknown key; known here are {', '.join(SECTIONS[section])}"
+
+
+def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
+    """Upper over lower. Naming one of several rival keys retires the others, and naming another model forgets all about the first."""
+    retired: set[Key] = set()
+    for ways in RIVALS:
+        if any(_first_set(upper, keys) for keys in ways):
+            retired |= {key for keys in ways if not _first_set(upper, keys) for key in keys}
+    path = upper.get(("model", "path"))
+    if path is not None and path.typed != "model.path":
+        retired |= {key for key in lower if key[0] == "model"}
+    return {key: leaf for key, leaf in lower.items() if key not in retired} | upper
+
+
+def _combine_halves(leaves: Leaves) -> Leaves:
+    """Replace keys that are halves of one of ours: rows a device and accumulation, beta1 and beta2."""
+    whole = {key: leaf for key, leaf in leaves.items() if key not in (ROWS_PER_DEVICE, ACCUMULATION, BETA1, BETA2)}
+    rows, times = leaves.get(ROWS_PER_DEVICE), leaves.get(ACCUMULATION)
+    if rows is None and times is not None:
+        raise ConfigError(times.problem("needs per_device_train_batch_size beside it: their product is the rows of a step"))
+    if rows is not None:
+        key = ("train", "rows_per_step")
+        whole[key] = Leaf(key, rows.value * (times.value if times else 1), rows.place, rows.typed)
+    betas = [leaves.get(BETA1), leaves.get(BETA2)]
+    given = next((beta for beta in betas if beta), None)
+    key = ("optimizer", "betas")
+    if given is not None and key not in whole:  # a whole `betas` that is no pair is refused as it stands
+        defaults = OptimizerOptions().betas
+        pair = [beta.value if beta else default for beta, default in zip(betas, defaults, strict=True)]
+        whole[key] = Leaf(key, pair, given.place, given.typed)
+    return whole
+
+
+def _validate(leaves: Leaves, source: str) -> Config:
+    tree: dict[str, Any] = {}
+    for key, leaf in leaves.items():
+        target = tree
+        for section in key[:-1]:
+            target = target.setdefault(section, {})
+        target[key[-1]] = leaf.value
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [_problem(leaves, source, dict(fault)) for fault in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+    return config.with_places({".".join(key): f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()})
+
+
+def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:
+    """One line for one of pydantic's errors."""
+    inside: str = fault.get("ctx", {}).get("key", "")
+    key: Key = (*(str(part) for part in fault["loc"]), *(inside.split(".") if inside else ()))[:2]
+    leaf = leaves.get(key) or leaves.get(key[:1])
+    if fault["type"] == "missing":
+        return f"{source}: {'.'.join(key)}: missing; {_HINTS[key]}"
+    return leaf.problem(fault["msg"]) if leaf else f"{source}: {'.'.join(key)}: {fault['msg']}"

@@ -1,0 +1,128 @@
+"""The kinds of value a config key can hold, each with the sentence that says what it wants."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+Auto = Literal["auto"]
+
+# Bare K, M, G and T are binary, as docker, systemd and slurm read them.
+_UNIT_BYTES = {"": 1, "B": 1}
+_UNIT_BYTES |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)}
+_UNIT_BYTES |= {f"{p}{end}": 1024**n for n, p in enumerate("KMGT", start=1) for end in ("", "IB")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
+
+
+def wrong(reason: str, key: str = "") -> PydanticCustomError:
+    """The error of a value. `key` names the key inside the section that the reason is about, when the check saw the whole section."""
+    return PydanticCustomError("megatrain", "{reason}", {"reason": reason, "key": key})
+
+
+def shown(value: object) -> str:
+    """A value as a user would write it in YAML, cut to a readable length."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
+    assert text is not None
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like `name`, or None when none is close."""
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def parse_size(value: object) -> object:
+    """Bytes of a human size (`80GiB`, `512 MB`, `1.5TB`, a plain number of bytes). Whatever is not a size is returned as it is."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNIT_BYTES:
+        return value
+    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 tokens is a whole number
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _expanded(value: object) -> object:
+    return os.path.expanduser(value) if isinstance(value, str) else value  # YAML has no shell before it to do so
+
+
+def _as_path(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) and value.strip() else value
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def wanted(description: str, ready: Callable[[object], object] = _same) -> WrapValidator:
+    """Validate `ready(value)`, and on any refusal say what the key wants instead of which part of its type objected."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(ready(value))
+        except ValidationError:
+            raise wrong(f"must be {description}, not {shown(value)}") from None
+
+    return WrapValidator(check)
+
+
+def choice(literal: object, refused: Mapping[str, str] | None = None) -> BeforeValidator:
+    """One of the texts of a Literal. `refused` gives the reason for names that users know but we cannot honour."""
+    names = get_args(literal)
+    reasons = refused or {}
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value in names:
+            return value
+        if isinstance(value, str) and value.lower() in reasons:
+            raise wrong(f"{value} is {reasons[value.lower()]}; choose from {', '.join(names)}")
+        near = nearest(value, names) if isinstance(value, str) else None
+        hint = f"; did you mean {near}?" if near else ""
+        raise wrong(f"must be one of {', '.join(names)}, not {shown(value)}{hint}")
+
+    return BeforeValidator(check)
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES)]
+_Share = Annotated[float, Field(gt=0, lt=1)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Text = Annotated[str, Field(pattern=r"\S")]
+
+Flag = Annotated[bool, wanted("true or false")]
+Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
+Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
+SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
+TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]
+FolderPath = Annotated[Path, wanted("a folder", _as_path)]
+Count = Annotated[_Count, wanted("a whole number of at least 1", _whole)]
+CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _whole)]
+CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _whole)]
+SequenceLength = Annotated[Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _whole)]
+Seed = Annotated[Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)]
+Positive = Annotated[Annotated[float, Field(gt=0)], wanted("a number above 0")]
+PositiveOrNull = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null")]
+ClipNorm = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null for no clipping")]
+NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
+Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
+FractionOrNull = Annotated[Annotated[float, Field(gt=0, le=1)] | None, wanted("a share above 0 and at most 1, or null")]
+Betas = Annotated[tuple[_Beta, _Beta], wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999]", _as_tuple)]
+SizeOrAuto = Annotated[_Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)]
+HeldOut = Annotated[
+    _Share | _Count | _Text | None,
+    wanted("a share of the rows above 0 and below 1, a number of rows, a file, folder or hub id, or null", _expanded),
+]
