@@ -1,0 +1,241 @@
+"""What this machine has: memory of every tier, cores, limits. Read once, before anything is allocated.
+
+Nothing here creates a CUDA context or imports torch: NVML answers for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatrain.errors import ConfigError
+
+MIB = 2**20
+GIB = 2**30
+
+# What the driver reports beyond torch's own reservation once matrix products and attention have run, H200, torch 2.11, CUDA 13:
+# 619 MiB for the bare context, 771 after cuBLAS and cuDNN, 840 when all kernels of a 7B layer had been loaded.
+CUDA_CONTEXT_BYTES = 850 * MIB
+# cuBLAS keeps a workspace inside torch's reservation for each stream that multiplies: 32 MiB on Hopper, 8 before; we have one.
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+# Resident memory of the process without any array of ours: Python, torch, transformers, datasets, numba and its compiled kernels.
+# Measured: 0.55 GiB on the CPU build; 1.53 GiB with CUDA's host side (less datasets and kernels), H200 host.
+CPU_RUNTIME_BYTES = int(0.6 * GIB)
+CUDA_RUNTIME_BYTES = int(1.75 * GIB)
+
+UPDATE_THREADS_KEPT_FREE = 2  # one core drives the GPU, one feeds data and copies
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a run will use. Bytes as the driver counts them, before a context of ours exists."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All that the planner knows about a machine. Bytes unless said otherwise."""
+
+    gpu: Gpu | None  # None: training runs on the CPU
+    host_total_bytes: int  # RAM of the machine or of the container, whichever is smaller
+    host_available_bytes: int  # what this process may grow to, its present size included
+    physical_cores: int  # that this process may run on
+    disk_free_bytes: int  # where the run folder will be
+    memlock_bytes: int | None  # how much may be pinned; None: no limit
+    context_bytes: int  # of the GPU, before the first array
+    runtime_bytes: int  # of the host, before the first array
+
+
+def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
+    """Read the machine. `device` is "auto", "cpu" or "cuda"; `output_folder` need not exist yet.
+
+    Raises:
+        ConfigError: "cuda" is asked for and no NVIDIA GPU is visible.
+    """
+    gpu = None if device == "cpu" else visible_gpu()
+    if gpu is None and device.startswith("cuda"):
+        raise ConfigError(
+            "device: cuda was asked for, but no NVIDIA GPU is visible; set device: cpu, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    memory = psutil.virtual_memory()
+    limit, room = cgroup_memory()
+    own_bytes = psutil.Process().memory_info().rss
+    return Hardware(
+        gpu=gpu,
+        host_total_bytes=memory.total if limit is None else min(memory.total, limit),
+        host_available_bytes=own_bytes + (memory.available if room is None else min(memory.available, room)),
+        physical_cores=physical_cores(),
+        disk_free_bytes=disk_free(Path(output_folder)),
+        memlock_bytes=memlock_limit(),
+        context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES if gpu else 0,
+        runtime_bytes=CUDA_RUNTIME_BYTES if gpu else CPU_RUNTIME_BYTES,
+    )
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use (its affinity mask can be smaller than the machine)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def update_threads(cores: int | None = None) -> int:
+    """How many threads the optimizer update gets: all physical cores but two, at least one."""
+    return max(1, (physical_cores() if cores is None else cores) - UPDATE_THREADS_KEPT_FREE)
+
+
+def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether `device` ("cpu" or "cuda...") multiplies bf16 matrices faster than fp32 ones.
+
+    GPUs from compute capability 8.0 on do; CPUs with AMX or AVX512-BF16 (2.3 times on a Zen 4 core), or Arm's bf16 extension.
+    """
+    if device.startswith("cuda"):
+        gpu = visible_gpu()
+        return gpu is not None and gpu.capability >= (8, 0)
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.lower().startswith(("flags", "features")) and ":" in line), [])
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags)
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes for this user on the file system that holds `folder`, or its nearest existing parent."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def memlock_limit() -> int | None:
+    """The soft limit on locked memory; None when there is none. It binds pinned memory only on systems that count it there."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# -- GPU ----------------------------------------------------------------------------------------------------------------------------
+
+
+def visible_gpu() -> Gpu | None:
+    """The first GPU that CUDA would show this process, or None."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = "0" if visible is None else visible.split(",")[0].strip()
+    if chosen in ("", "-1"):
+        return None
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            if chosen.isdigit():
+                handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))
+            else:
+                handle = nvml.nvmlDeviceGetHandleByUUID(chosen)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+            name = nvml.nvmlDeviceGetName(handle)
+        except nvml.NVMLError:  # an index or UUID that does not exist here: CUDA shows no device either
+            return None
+    return Gpu(name if isinstance(name, str) else name.decode(), memory.total, memory.free, (capability[0], capability[1]))
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """pynvml, initialised; None on a machine without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+# -- cgroups ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _CgroupFiles:
+    """Where one version of the memory controller keeps its figures."""
+
+    limit: str
+    usage: str
+    reclaimable: str  # key in memory.stat: page cache that the kernel gives up before it kills
+
+
+_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V1_UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned 64-bit number
+
+
+def cgroup_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int | None]:
+    """(smallest memory limit, room left under the tightest one) over this process's cgroup and its parents; None where no limit is set.
+
+    Both versions of cgroups are read, for a machine may mount either, or version 1 for memory beside an empty version 2.
+    """
+    limits: list[int] = []
+    rooms: list[int] = []
+    for folder, files in _cgroup_folders(mount, membership):
+        limit = _number(folder / files.limit)
+        usage = _number(folder / files.usage)
+        if limit is None or limit >= _V1_UNLIMITED:
+            continue
+        limits.append(limit)
+        if usage is not None:
+            rooms.append(max(0, limit - usage + _stat(folder / "memory.stat", files.reclaimable)))
+    return min(limits, default=None), min(rooms, default=None)
+
+
+def _cgroup_folders(mount: Path, membership: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+    """The existing folders of this process's memory controllers, from its own up to the mount point."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = mount, _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            root, files = mount / "memory", _CGROUP_V1
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        # inside a container the path may be the host's and lead nowhere; the mount point itself is then the container's group
+        for folder in [own, *own.parents]:
+            if (root / folder / files.limit).exists():
+                yield root / folder, files
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _stat(file: Path, key: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key + " ")), 0)
