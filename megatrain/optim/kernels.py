@@ -4,9 +4,10 @@ Every array is read and written once: the update is bound by DRAM, and nothing b
 vectorised: contiguous arrays from their first element (an index range with offsets costs a factor of six), float32
 constants computed outside, `error_model="numpy"` (no branch for a division by zero), and no call inside.
 
-The arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation, so the results agree with it bit for bit:
-`lerp` is one fused multiply-add, everything else is rounded after each operation. So no fastmath: a contraction that the
-compiler chooses would change the last bit from machine to machine.
+The arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation: `lerp` and `addcmul` end in one fused multiply-add,
+everything else is rounded after each operation. Given the same gradients the moments have its bits; the weights may differ
+by a rounding, because torch takes its square roots from MKL, which are not always the nearest, and these are. No fastmath: a
+contraction that the compiler chooses would change the last bit from machine to machine.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _adamw_split(
         master = float_of_bits(np.int32((np.int32(weight[i]) << 16) + np.int32(remainder[i])))
         g = float_of_bits(np.int32(np.int32(grad[i]) << 16)) * grad_scale
         m = fma(g - exp_avg[i], one_minus_beta1, exp_avg[i])
-        v = exp_avg_sq[i] * beta2 + (one_minus_beta2 * g) * g
+        v = fma(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
         denominator = math.sqrt(v) / root_correction2 + eps
         bits = bits_of_float(master * decay + (minus_step_size * m) / denominator)
         exp_avg[i] = m
@@ -80,7 +81,7 @@ def _adamw_float32(
     for i in range(weight.size):
         g = grad[i] * grad_scale
         m = fma(g - exp_avg[i], one_minus_beta1, exp_avg[i])
-        v = exp_avg_sq[i] * beta2 + (one_minus_beta2 * g) * g
+        v = fma(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
         denominator = math.sqrt(v) / root_correction2 + eps
         exp_avg[i] = m
         exp_avg_sq[i] = v

@@ -1,0 +1,101 @@
+"""The split of the master weight is exact: every pattern comes back, and the weight is the nearest bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.optim import AdamW, split
+from megatrain.optim.split import join_master, split_master
+
+LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)  # exact, just above, below, at and above a tie, just below the next
+
+
+def every_high_half() -> Tensor:
+    """All 65,536 upper halves with each of LOW_HALVES: signed zeros, denormals, infinities and NaN of every kind among them."""
+    high = torch.arange(1 << 16, dtype=torch.int64)
+    bits = torch.cat([(high << 16) + low for low in LOW_HALVES])
+    return bits.to(torch.int32).view(torch.float32)  # narrowing keeps the low 32 bits
+
+
+def sampled(count: int = 1 << 22) -> Tensor:
+    """Random patterns over the whole range of 32 bits."""
+    return torch.randint(-(1 << 31), 1 << 31, (count,), generator=torch.Generator().manual_seed(0)).to(torch.int32).view(torch.float32)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+@pytest.mark.parametrize("patterns", [every_high_half, sampled])
+def test_every_pattern_comes_back(patterns):
+    master = patterns()
+    assert torch.equal(bits(join_master(*split_master(master))), bits(master))
+
+
+@pytest.mark.parametrize("patterns", [every_high_half, sampled])
+def test_the_halves_are_those_of_the_definition(patterns):
+    master = patterns()
+    weight, remainder = split_master(master)
+    u = bits(master).to(torch.int64) & 0xFFFFFFFF
+    assert torch.equal(weight.view(torch.int16).to(torch.int64) & 0xFFFF, ((u + 0x8000) >> 16) & 0xFFFF)
+    assert torch.equal(remainder.to(torch.int64) & 0xFFFF, u & 0xFFFF)
+
+
+def test_the_weight_is_the_nearest_bfloat16_with_ties_away_from_zero():
+    master = every_high_half()
+    master = master[master.abs() < torch.finfo(torch.bfloat16).max]
+    weight, remainder = split_master(master)
+    tie = remainder == -0x8000
+    assert torch.equal(weight[~tie].view(torch.int16), master[~tie].to(torch.bfloat16).view(torch.int16))
+    assert bool((weight[tie].double().abs() > master[tie].double().abs()).all())
+    toward_zero = (weight[tie].view(torch.int16) - 1).view(torch.bfloat16)
+    assert torch.equal((weight[tie].double() - master[tie].double()).abs(), (toward_zero.double() - master[tie].double()).abs())
+
+
+def test_every_split_weight_is_a_bfloat16_that_a_checkpoint_gives_back():
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    high, low = split_master(weight.float())
+    assert torch.equal(high, weight)
+    assert not low.any()
+
+
+def test_chunks_do_not_show(monkeypatch):
+    master = sampled(10_007)
+    whole = split_master(master)
+    monkeypatch.setattr(split, "CHUNK", 1000)
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(split_master(master), whole, strict=True))
+
+
+def test_shapes_are_kept_and_strides_are_not_trusted():
+    master = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).t()
+    weight, remainder = split_master(master)
+    assert weight.shape == remainder.shape == master.shape
+    assert torch.equal(join_master(weight, remainder), master)
+    assert torch.equal(join_master(weight.t(), remainder.t()), master.t())
+    assert join_master(*split_master(torch.tensor(1.5))).item() == 1.5
+    assert split_master(torch.empty(0, 3))[0].shape == (0, 3)
+
+
+def test_out_writes_into_the_given_views():
+    master = torch.randn(3, 5, generator=torch.Generator().manual_seed(3))
+    weights, remainders, masters = torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20, dtype=torch.int16), torch.zeros(20)
+    split_master(master, out=(weights[2:17], remainders[2:17]))
+    join_master(weights[2:17], remainders[2:17], out=masters[2:17])
+    assert torch.equal(masters[2:17], master.flatten())
+    assert not weights[:2].any()
+    assert not weights[17:].any()
+    assert not masters[17:].any()
+
+
+def test_the_kernel_splits_as_this_module_does():
+    """An update with rate zero rewrites every finite master as it was."""
+    master = every_high_half()
+    master = master[master.abs() < torch.finfo(torch.bfloat16).max]
+    weight, remainder = split_master(master)
+    views = {"weight": weight.clone(), "remainder": remainder.clone(), "grad": torch.zeros_like(weight)}
+    views |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    AdamW().update(views, lr=0.0, weight_decay=0.0, step=1, grad_scale=1.0)
+    assert torch.equal(views["weight"].view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(views["remainder"], remainder)
