@@ -56,7 +56,7 @@ class FlatLayout:
             spec = TensorSpec(name, tuple(shape), offset, decay)
             specs.append(spec)
             offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
-        return cls(tuple(specs), round_up(offset, BLOCK_ALIGNMENT))
+        return cls(tuple(specs), round_up(max(offset, 1), BLOCK_ALIGNMENT))
 
     @property
     def parameters(self) -> int:

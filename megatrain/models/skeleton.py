@@ -101,6 +101,7 @@ class Skeleton:
         self.layers: list[nn.Module] = list(stack)
         self.recorders = [Recorder(m, i, i == len(self.layers) - 1, findings.returns_tuple) for i, m in enumerate(self.layers)]
         self.anatomy = self._dissect(path, findings.before, findings.after, text)
+        self.has_dropout = self._draws_random_numbers()
         replace_all(stack, self.recorders)
 
     def _dissect(self, path: str, before: list[str], after: list[str], text: Any) -> Anatomy:
@@ -148,10 +149,10 @@ class Skeleton:
         return parameters
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
-        module, leaf = self._owner(name)
+        module, leaf = self.owner(name)
         module._parameters[leaf] = parameter
 
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
+    def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a parameter, looking through the recorders at the layers."""
         module: nn.Module = self.model
         *path, leaf = name.split(".")
@@ -174,9 +175,8 @@ class Skeleton:
         for root in (self.model, *self.layers):
             root.train(training)
 
-    @property
-    def has_dropout(self) -> bool:
-        """True if any part of the model draws random numbers in training mode."""
+    def _draws_random_numbers(self) -> bool:
+        """Whether any part of the model does, in training mode."""
         drops = any(isinstance(m, nn.Dropout) and m.p > 0 for root in (self.model, *self.layers) for m in root.modules())
         rates = (value for key, value in self.config.get_text_config().to_dict().items() if "dropout" in key or key.endswith("pdrop"))
         return drops or any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -1,0 +1,100 @@
+"""Engines from what users have: a checkpoint or a configuration, and a few choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.engine.engine import PRECISIONS, Engine, Settings
+from megatrain.errors import ConfigError
+from megatrain.hardware import bf16_is_fast, update_threads
+from megatrain.models.initialize import initialize
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.pretrained import load_config, resolve_source
+from megatrain.models.weights import load_weights
+from megatrain.optim import AdamW, Optimizer
+from megatrain.optim.split import split_master
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU where there is none."""
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device; install a CUDA build of torch or use device: cpu")
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bfloat16 with fp32 master weights where the hardware is fast at it, else float32."""
+    if precision == "auto":
+        return "bfloat16" if bf16_is_fast(device.type) else "float32"
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision: {precision!r} is not built; choose one of auto, {', '.join(PRECISIONS)}")
+    return precision
+
+
+def build(
+    config: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    precision: str = "auto",
+    attention: str = "auto",
+    max_grad_norm: float | None = 1.0,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    settings: Settings | None = None,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """An engine for a transformers configuration, its weights still zero. The arguments are those of `Engine`, with `auto` allowed."""
+    where = choose_device(str(device))
+    resolved = choose_precision(precision, where)
+    skeleton = Skeleton(config, attention=attention, dtype=PRECISIONS[resolved], trust_remote_code=trust_remote_code)
+    return Engine(
+        skeleton,
+        optimizer=optimizer or AdamW(),
+        precision=resolved,
+        max_grad_norm=max_grad_norm,
+        device=where,
+        settings=settings or Settings(update_threads=update_threads()),
+        seed=seed,
+    )
+
+
+def from_pretrained(source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **options: Any) -> Engine:
+    """An engine with the weights of a local folder, a GGUF file or a hub id. Options as for `build`."""
+    resolved = resolve_source(source, revision)
+    engine = build(load_config(resolved, trust_remote_code), trust_remote_code=trust_remote_code, **options)
+    try:
+        load_weights(engine.anatomy, engine.store, resolved)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Engine:
+    """An engine with random weights, by the family's own rule, for a transformers configuration or the folder of one."""
+    if isinstance(config, (str, Path)):
+        config = load_config(resolve_source(config, None), trust_remote_code)
+    engine = build(config, trust_remote_code=trust_remote_code, **options)
+
+    def write(block: int, master: torch.Tensor) -> None:
+        write_master(engine, block, master)
+
+    initialize(engine.skeleton, engine.seed, engine.device, write)
+    return engine
+
+
+def write_master(engine: Engine, block: int, master: torch.Tensor) -> None:
+    """Set a block's weights from a flat fp32 tensor on any device."""
+    store = engine.store
+    if engine.precision == "float32":
+        store.array("weight", block).copy_(master)
+        return
+    weight, remainder = split_master(master)
+    store.array("weight", block).copy_(weight)
+    store.array("remainder", block).copy_(remainder)

@@ -1,0 +1,359 @@
+"""The engine: a model whose parameters and optimizer state live in host RAM, and which trains by streaming through the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatrain.engine.gradients import Gradient, Gradients
+from megatrain.engine.staging import GradientRing
+from megatrain.engine.step import Batch, Passes
+from megatrain.engine.streamer import Streamer
+from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.update import Updater
+from megatrain.errors import MegaTrainError
+from megatrain.losses import Loss, next_token
+from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.skeleton import Skeleton, layouts_of
+from megatrain.optim import AdamW, Optimizer
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the engine divides a step and the memory; the planner's choices, or yours.
+
+    Attributes:
+        groups: the micro-batches of a step are cut into so many groups; each weight crosses to the device once per group and direction.
+        sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter) instead of travelling.
+        head_chunk: targets whose logits exist at a time.
+        update_threads: host threads that run the optimizer.
+    """
+
+    groups: int = 1
+    sums_on_device: bool = False
+    head_chunk: int = 2048
+    update_threads: int = 2
+
+    @property
+    def sums(self) -> str:
+        """Where fp32 gradient sums live between groups: nowhere, on the device, or streamed to and from the host."""
+        if self.groups == 1:
+            return "ring"
+        return "device" if self.sums_on_device else "host"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step saw.
+
+    Attributes:
+        loss: sum of losses over sum of targets, over all micro-batches of the step; 0 if there was no target.
+        grad_norm: global L2 norm before clipping; None until `step` was called.
+        skipped: no update was made: a non-finite loss or gradient, or no target.
+        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download).
+    """
+
+    loss: float
+    target_tokens: int
+    grad_norm: float | None = None
+    skipped: bool = False
+    stalls_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss over all targets of an evaluation."""
+
+    loss: float
+    target_tokens: int
+
+
+class _NotFinite(Exception):
+    """The loss is not finite and nothing was updated yet."""
+
+
+def state_specs(optimizer: Optimizer, precision: str, *, clip: bool, sums: str) -> list[ArraySpec]:
+    """The arrays of every block in host RAM (DESIGN: the bytes)."""
+    dtype = PRECISIONS[precision]
+    specs = [ArraySpec("weight", dtype, transferred=True)]
+    if precision == "bfloat16":
+        specs.append(ArraySpec("remainder", torch.int16))
+    specs += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
+    if clip:
+        specs.append(ArraySpec("grad", dtype, transferred=True))
+    if sums == "host":
+        specs.append(ArraySpec("grad_sum", torch.float32, transferred=True))
+    return specs
+
+
+class Engine:
+    """Trains a skeleton whose weights stream from a host store. Close it, or use it as a context manager.
+
+    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something is loaded.
+
+    Args:
+        skeleton: the model without weights.
+        optimizer: hyper-parameters and update rule.
+        precision: "bfloat16" (bf16 computation, exact fp32 master weights) or "float32".
+        max_grad_norm: clip the global gradient norm to this; None: no clipping and no model-sized gradient buffer, `train_step` only.
+        device: where to compute. On the CPU the same schedule runs with worker threads for streams.
+        seed: of dropout and of random initialisation.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        *,
+        optimizer: Optimizer,
+        precision: str,
+        max_grad_norm: float | None,
+        device: torch.device,
+        settings: Settings,
+        seed: int = 0,
+    ) -> None:
+        self.skeleton, self.optimizer, self.precision = skeleton, optimizer, precision
+        self.max_grad_norm, self.device, self.settings, self.seed = max_grad_norm, device, settings, seed
+        self.updates = 0
+        self.skipped = 0
+        layouts, dtype, cuda = layouts_of(skeleton.anatomy), PRECISIONS[precision], device.type == "cuda"
+        specs = state_specs(optimizer, precision, clip=max_grad_norm is not None, sums=settings.sums)
+        self.store = HostStore(layouts, specs, pinned=cuda, threads=max(settings.update_threads, 1))
+        self._compute = Compute(device)
+        self._upload, self._download = Lane("upload", device), Lane("download", device)
+        self._updater = Updater(self.store, optimizer, settings.update_threads)
+        self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
+        self._ring: GradientRing | None = None
+        if max_grad_norm is None:
+            self._ring = GradientRing(max(x.numel for x in layouts), dtype, pinned=cuda, wait_ready=self._updater.wait_ready)
+        self._gradients = Gradients(
+            layouts,
+            dtype,
+            settings.sums,
+            [0] if skeleton.anatomy.embed_feeds_head else [],
+            self._compute,
+            self._upload,
+            self._download,
+            self._destination,
+            (lambda block: self.store.array("grad_sum", block)) if settings.sums == "host" else None,
+        )
+        parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
+        skeleton.move_buffers(device)
+        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, seed)
+        self._pending: list[Gradient] | None = None
+        self._targets = 0
+        optimizer.compile()
+
+    # -- making one -----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, **options: Any) -> Engine:
+        """An engine with the weights of a local folder, a GGUF file or a hub id. Options: see `megatrain.engine.build.build`."""
+        from megatrain.engine.build import from_pretrained
+
+        return from_pretrained(source, **options)
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> Engine:
+        """An engine with random weights for a transformers configuration or the folder of one."""
+        from megatrain.engine.build import from_config
+
+        return from_config(config, **options)
+
+    def _destination(self, block: int) -> torch.Tensor:
+        """Where a block's finished gradient goes on the host."""
+        if self._ring is not None:
+            return self._ring.take(block, self.store.layouts[block].numel)
+        return self.store.array("grad", block)
+
+    # -- training -------------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> StepResult:
+        """Gradients of the mean loss over all targets of all micro-batches, however they are cut. Follow it with `step`.
+
+        Args:
+            micro_batches: dicts of CPU tensors: input_ids int64 [batch, tokens]; labels int64 of the same shape, -100 where there is no
+                target, not shifted (the loss shifts, as transformers does); attention_mask or position_ids if needed.
+
+        Raises:
+            MegaTrainError: called twice without `step`, or without gradient clipping (use `train_step`).
+        """
+        if self._ring is not None:
+            raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
+        pending: list[Gradient] = []
+        return self._run(micro_batches, loss, pending.append, check_loss=False, pending=pending)
+
+    def _run(self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]) -> StepResult:
+        if self._pending is not None:
+            raise MegaTrainError("forward_backward was called twice; call step in between")
+        denominator = sum(loss.denominator(batch) for batch in micro_batches)
+        self._targets = round(denominator)
+        if denominator == 0:
+            self._pending = []
+            return StepResult(0.0, 0)
+
+        def on_loss(total: torch.Tensor) -> None:
+            if check_loss and not math.isfinite(float(total)):
+                raise _NotFinite
+
+        self._passes.step = self.updates + self.skipped
+        with self._attention():
+            total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, self.settings.groups, on_gradient, on_loss)
+        self._pending = pending
+        return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
+
+    def step(self, lr: float | None = None) -> float:
+        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.
+
+        Returns:
+            The global gradient norm before clipping. If it is not finite the step is skipped, and the state stays as it was, bit for bit.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise MegaTrainError("step was called without forward_backward")
+        norm = self._gradients.norm(pending) if pending else 0.0
+        if not pending or not math.isfinite(norm):
+            self.skipped += 1
+            return norm
+        assert self.max_grad_norm is not None
+        self._streamer.invalidate()
+        self.updates += 1
+        scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
+        for gradient in sorted(pending, key=lambda g: g.block):  # forward order: the next forward needs embed first
+            self._updater.submit(gradient, lr=self._rate(lr), step=self.updates, grad_scale=scale)
+        return norm
+
+    def train_step(self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None) -> StepResult:
+        """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward still runs.
+
+        Raises:
+            DivergedError: without clipping, a gradient that is not finite after other blocks were updated. (A non-finite loss is skipped.)
+        """
+        if self._ring is None:
+            result = self.forward_backward(micro_batches, loss)
+            norm = self.step(lr)
+            skipped = self._targets == 0 or not math.isfinite(norm)
+            return StepResult(result.loss, result.target_tokens, norm, skipped, result.stalls_s)
+        return self._train_unclipped(micro_batches, loss, self._rate(lr))
+
+    def _train_unclipped(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+        pending: list[Gradient] = []
+
+        def on_gradient(gradient: Gradient) -> None:
+            pending.append(gradient)
+            self._updater.submit(gradient, lr=lr, step=self.updates + 1, grad_scale=1.0, check_finite=True)
+
+        try:
+            result = self._run(micro_batches, loss, on_gradient, check_loss=True, pending=pending)
+        except _NotFinite:
+            self.skipped += 1
+            return StepResult(math.nan, self._targets, math.nan, True, self._compute.take_stalls())
+        self._pending = None
+        if not pending:
+            self.skipped += 1
+            return StepResult(0.0, 0, 0.0, True)
+        self._streamer.invalidate()
+        self.updates += 1
+        return StepResult(result.loss, result.target_tokens, self._gradients.norm(pending), False, result.stalls_s)
+
+    def _rate(self, lr: float | None) -> float:
+        return self.optimizer.lr if lr is None else lr
+
+    # -- using the model ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> EvalResult:
+        """Mean loss over all targets, in evaluation mode."""
+        targets = sum(loss.denominator(batch) for batch in micro_batches)
+        if targets == 0:
+            return EvalResult(0.0, 0)
+        with self._attention(), torch.no_grad():
+            total = float(self._passes.evaluate(micro_batches, loss))
+        self._compute.take_stalls()
+        return EvalResult(total / targets, round(targets))
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocab] on the device, whole: for checks, not for training."""
+        with self._attention(), torch.no_grad():
+            return self._passes.logits(input_ids)
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
+        """Greedy continuation of input_ids [1, tokens]. Every token streams the whole model once: for a look, not for serving."""
+        tokens: list[int] = []
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
+            context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            with self._attention(), torch.no_grad():
+                tokens.append(int(self._passes.last_logits(context)[0].argmax()))
+        return tokens
+
+    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) of every tensor as the device computes with it; views of host memory, valid until the next step."""
+        for block in self.anatomy.blocks:
+            self.wait_ready(block.index)
+            yield from block.layout.views(self.store.array("weight", block.index)).items()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write weights and configuration as a Hugging Face folder, which transformers and vLLM load."""
+        from megatrain.models.weights import save_pretrained
+
+        save_pretrained(self, Path(folder))
+
+    # -- state ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.skeleton.anatomy
+
+    @property
+    def hf_config(self) -> Any:
+        return self.skeleton.config
+
+    def wait_ready(self, block: int) -> None:
+        """Return once the last update of a block is done. Every reader of the store calls this first."""
+        self._updater.wait_ready(block)
+
+    def state(self) -> dict[str, int]:
+        """The counters that a checkpoint keeps beside the arrays."""
+        return {"updates": self.updates, "skipped": self.skipped, "seed": self.seed}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Take over the counters of a checkpoint whose arrays were just loaded into the store."""
+        self.updates, self.skipped, self.seed = state["updates"], state["skipped"], state["seed"]
+        self._passes.seed = self.seed
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Tell the engine that the store was written from outside, so that no block on the device is taken for current."""
+        self._streamer.invalidate()
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """The order in which attention kernels are tried: cuDNN's first on Hopper and newer, where it is fastest, flash elsewhere."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        if torch.cuda.get_device_capability(self.device) >= (9, 0) and not torch.are_deterministic_algorithms_enabled():
+            order.insert(0, SDPBackend.CUDNN_ATTENTION)
+        return sdpa_kernel(order, set_priority=True)
+
+    def close(self) -> None:
+        """Finish running updates, stop the threads, give the memory back."""
+        self._upload.close()
+        self._download.close()
+        self._updater.close()
+        self.store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,178 @@
+"""Weight gradients on their way from backward to the optimizer: summed in fp32 on the device, measured there, then downloaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
+
+STAGING_BUFFERS = 2  # one downloads while the next is filled
+SUM_BUFFERS = 2  # fp32 sums that travel between groups: one in use, one downloading
+
+
+@dataclass
+class Buffer:
+    """A flat device buffer and the event after which it may be overwritten."""
+
+    flat: torch.Tensor
+    free: Event | None = None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One block's finished gradient: where it lands on the host, when, and its sum of squares (a one-element host tensor)."""
+
+    block: int
+    values: torch.Tensor
+    landed: Event
+    square_sum: torch.Tensor
+
+
+def sums_mode(groups: int, fits_device: bool) -> str:
+    """Where fp32 gradient sums live between groups: nowhere ("ring") with one group, else on the device or, streamed, on the host."""
+    if groups == 1:
+        return "ring"
+    return "device" if fits_device else "host"
+
+
+class Gradients:
+    """Sums each block's gradient over the micro-batches of a step.
+
+    Sums are fp32 and taken in micro-batch order whatever the mode, so groups do not change a bit.
+
+    Args:
+        layouts: of all blocks, in execution order.
+        dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
+        mode: "ring" (one group per step), "device" (sums of all blocks stay on the device between groups) or "host" (they travel).
+        resident: blocks whose sum stays on the device for the whole step in any mode: a tied embedding, from head to embed.
+        destination: where a block's finished gradient goes on the host, [numel] of `dtype`.
+        host_sums: for mode "host", a block's fp32 array on the host.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        dtype: torch.dtype,
+        mode: str,
+        resident: Sequence[int],
+        compute: Compute,
+        upload: Lane,
+        download: Lane,
+        destination: Callable[[int], torch.Tensor],
+        host_sums: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.layouts = layouts
+        self.mode = mode
+        self.compute, self.upload, self.download = compute, upload, download
+        self.destination, self.host_sums = destination, host_sums
+        device, pinned = compute.device, compute.is_cuda
+        kept = range(len(layouts)) if mode == "device" else resident
+        self._own = {block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in kept}
+        passing = [layout.numel for block, layout in enumerate(layouts) if block not in self._own]
+        count = SUM_BUFFERS if mode == "host" else 1
+        self._ring = [Buffer(torch.zeros(max(passing), device=device)) for _ in range(count)] if passing else []
+        largest = max(layout.numel for layout in layouts)
+        self._staging = [Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(STAGING_BUFFERS)]
+        self._square_sums = torch.zeros(len(layouts), device=device)
+        self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
+        self._turn = 0
+        self._open: dict[int, tuple[Buffer, dict[str, torch.Tensor], Event | None]] = {}
+        self._sums_landed: dict[int, Event] = {}
+        self._started: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Forget the sums of the previous step."""
+        self._started.clear()
+        self._sums_landed.clear()
+        self._open.clear()
+
+    def open(self, block: int) -> None:
+        """Make the block's sum ready to be added to: zero in the step's first group, what earlier groups left in later ones."""
+        if block in self._open:
+            return  # a tied embedding is opened by the head and closed by embed
+        layout = self.layouts[block]
+        buffer = self._own.get(block) or self._next_in_ring()
+        flat = buffer.flat[: layout.numel]
+        arriving = None
+        if block not in self._started:
+            self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
+            flat.zero_()
+        elif block not in self._own:
+            arriving = self._fetch_sum(block, flat, buffer)
+        self._started.add(block)
+        self._open[block] = (buffer, layout.views(flat), arriving)
+
+    def _next_in_ring(self) -> Buffer:
+        self._turn += 1
+        return self._ring[self._turn % len(self._ring)]
+
+    def _fetch_sum(self, block: int, flat: torch.Tensor, buffer: Buffer) -> Event:
+        assert self.host_sums is not None
+        source, free, written = self.host_sums(block), buffer.free, self._sums_landed[block]
+
+        def job(_: Event) -> None:
+            self.upload.wait(free)  # wait: another block's sum still leaves this buffer
+            written.synchronize()  # wait: this block's sum of the previous group may still be on its way down
+            flat.copy_(source, non_blocking=True)
+
+        return self.upload.submit(job)
+
+    def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
+        """Add one micro-batch's gradients, by tensor name, to the block's open sum. None counts as zero."""
+        buffer, views, arriving = self._open[block]
+        if arriving is not None:
+            self.compute.wait(arriving, "upload")
+            self._open[block] = (buffer, views, None)
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                views[name].add_(gradient)
+
+    def close(self, block: int, *, last_group: bool) -> Gradient | None:
+        """The block's backward of this group is complete. In the last group, measure, round and download its gradient."""
+        buffer, _, arriving = self._open.pop(block)
+        self.compute.wait(arriving, "upload")
+        flat = buffer.flat[: self.layouts[block].numel]
+        if last_group:
+            return self._finish(block, flat, buffer)
+        if block not in self._own:
+            assert self.host_sums is not None
+            buffer.free = self._sums_landed[block] = self._send(flat, self.host_sums(block))
+        return None
+
+    def _finish(self, block: int, total: torch.Tensor, buffer: Buffer) -> Gradient:
+        staging = self._staging[block % STAGING_BUFFERS]
+        self.compute.wait(staging.free, "download")  # wait: an earlier gradient still leaves this buffer
+        finished = staging.flat[: total.numel()]
+        finished.copy_(total)
+        self._square_sums[block] = square_sum(finished)
+        buffer.free = self.compute.record()
+        values, scalar = self.destination(block), self._square_sums_host[block : block + 1]
+        staging.free = landed = self._send(finished, values, (self._square_sums[block : block + 1], scalar))
+        return Gradient(block, values, landed, scalar)
+
+    def _send(self, source: torch.Tensor, target: torch.Tensor, scalar: tuple[torch.Tensor, torch.Tensor] | None = None) -> Event:
+        ready = self.compute.record()
+
+        def job(_: Event) -> None:
+            self.download.wait(ready)  # wait: the gradient must have been computed
+            target.copy_(source, non_blocking=True)
+            if scalar is not None:
+                scalar[1].copy_(scalar[0], non_blocking=True)
+
+        return self.download.submit(job)
+
+    def norm(self, blocks: Sequence[Gradient]) -> float:
+        """Global L2 norm of the finished gradients, as they will be applied. Waits for all of them to land."""
+        for gradient in blocks:
+            gradient.landed.synchronize()
+        return float(self._square_sums_host.double().sum().sqrt())
+
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a flat array, fp32 from any dtype: row by row first, so that no long chain of additions loses digits."""
+    rows = torch.linalg.vector_norm(flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32)
+    return rows.double().square().sum().float()

@@ -1,0 +1,164 @@
+"""Who runs when: one lane per transfer direction and one for updates, the compute stream, and the events between them.
+
+A lane is a worker thread with a queue; on CUDA its jobs enqueue work on the lane's own stream, on the CPU they do the work themselves. So
+the CPU runs the same asynchronous order as the GPU, and a missing wait shows up there as a wrong number.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+
+class Event:
+    """Marks the completion of a piece of work.
+
+    `host` is set once the work is done (CPU) or enqueued (CUDA); `cuda` then completes with it. `update_wait_s` is the part of the work's
+    duration that a lane spent waiting for a deferred update, for the stall attribution.
+    """
+
+    def __init__(self) -> None:
+        self.host = threading.Event()
+        self.cuda: torch.cuda.Event | None = None
+        self.error: BaseException | None = None
+        self.update_wait_s = 0.0
+
+    def wait_host(self) -> None:
+        """Block this thread until the work is done or enqueued; re-raise the error that stopped it."""
+        self.host.wait()
+        if self.error is not None:
+            raise self.error
+
+    def synchronize(self) -> None:
+        """Block this thread until the work is done, on the GPU too."""
+        self.wait_host()
+        if self.cuda is not None:
+            self.cuda.synchronize()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.host.set()
+
+
+Job = Callable[[Event], None]  # receives its own completion event, to note on it how long it waited for what
+
+
+class Lane:
+    """Runs jobs in order on one worker thread, and on CUDA on one stream.
+
+    After a job fails every later one fails with the same error: nothing may compute with what did not arrive.
+
+    Args:
+        device: a CUDA device gives the lane a stream; None or CPU gives it none.
+    """
+
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        self.name = name
+        self.stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.delay: Callable[[], None] | None = None  # tests inject sleeps here: before every job, in its thread and on its stream
+        self._queue: queue.SimpleQueue[tuple[Job, Event] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> Event:
+        """Queue a job; the event completes with it."""
+        event = Event()
+        self._queue.put((job, event))
+        return event
+
+    def wait(self, event: Event | None) -> None:
+        """Inside a job: what follows in this lane runs after `event`."""
+        if event is None:
+            return
+        event.wait_host()
+        if event.cuda is not None:
+            if self.stream is not None:
+                self.stream.wait_event(event.cuda)
+            else:
+                event.cuda.synchronize()
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)
+        while (item := self._queue.get()) is not None:
+            job, event = item
+            if self._error is None:
+                try:
+                    self._perform(job, event)
+                except BaseException as error:  # carried to whoever waits, on its own thread
+                    self._error = error
+            event.finish(self._error)
+
+    def _perform(self, job: Job, event: Event) -> None:
+        if self.stream is None:
+            if self.delay is not None:
+                self.delay()
+            job(event)
+            return
+        with torch.cuda.stream(self.stream):
+            if self.delay is not None:
+                self.delay()
+            job(event)
+            event.cuda = torch.cuda.Event()
+            event.cuda.record(self.stream)
+
+
+class Compute:
+    """The stream that computes: CUDA's current stream, or simply the calling thread. Accounts for the time it waits, by cause."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._stall_s: dict[str, float] = {}
+        self._timed: list[tuple[str, Event, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def wait(self, event: Event | None, cause: str) -> None:
+        """What is computed next runs after `event`. `cause` names the wait in the metrics: upload, update or download."""
+        if event is None:
+            return
+        if event.cuda is None:
+            started = time.perf_counter()
+            event.wait_host()
+            if event.cuda is None:  # CUDA events appear when their job was enqueued
+                self._add(cause, event, time.perf_counter() - started)
+                return
+        event.wait_host()
+        stream = torch.cuda.current_stream(self.device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(event.cuda)
+        after.record(stream)
+        self._timed.append((cause, event, before, after))
+
+    def record(self) -> Event:
+        """An event that completes when everything computed so far is done."""
+        event = Event()
+        if self.is_cuda:
+            event.cuda = torch.cuda.Event()
+            event.cuda.record(torch.cuda.current_stream(self.device))
+        event.finish()
+        return event
+
+    def _add(self, cause: str, event: Event, seconds: float) -> None:
+        update = min(seconds, event.update_wait_s)
+        self._stall_s["wait_update"] = self._stall_s.get("wait_update", 0.0) + update
+        self._stall_s[f"wait_{cause}"] = self._stall_s.get(f"wait_{cause}", 0.0) + seconds - update
+
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds of waiting by cause since the last call. On CUDA call it only after a synchronisation."""
+        for cause, event, before, after in self._timed:
+            self._add(cause, event, before.elapsed_time(after) / 1000)
+        self._timed.clear()
+        stalls, self._stall_s = self._stall_s, {}
+        return stalls
