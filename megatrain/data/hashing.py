@@ -1,0 +1,22 @@
+"""A seeded hash of 64-bit numbers, for shuffles that every numpy release and machine repeats bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+    """Scrambled values, uint64 of the same shape, one to one for a given seed (the finaliser of SplitMix64, Steele et al. 2014)."""
+    golden = 0x9E3779B97F4A7C15
+    start = np.uint64((seed + 1) * golden % 2**64)
+    mixed = values.astype(np.uint64) * np.uint64(golden) + start
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """A shuffle of range(size), int64 [size], that follows from seed and epoch alone."""
+    keys = mix64(mix64(np.arange(size, dtype=np.uint64), seed), epoch)
+    return np.argsort(keys, kind="stable").astype(np.int64)

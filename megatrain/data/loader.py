@@ -1,0 +1,240 @@
+"""Batches in a reproducible order: a seeded shuffle, steps of so many real tokens, micro-batches of so many padded ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain.data.dataset import IndexArray, Rows
+from megatrain.data.hashing import permutation
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100  # a label that is no target, as torch's cross entropy and transformers have it
+MicroBatch = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loader stands: the next row is number `index` of epoch `epoch`'s shuffle; `step` steps were given out."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one optimizer step. `tokens` are real ones, padding not counted; `epoch` is where the data stands after the step."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    target_tokens: int
+    rows: int
+    epoch: float
+    after: Position
+
+
+class Loader:
+    """Iterates over StepBatch, from its position to the end of the run.
+
+    Each epoch is shuffled anew by (seed, epoch). A step takes rows in that order until the next one would exceed `tokens_per_step`
+    real tokens (one row at least), or takes `rows_per_step` rows. An epoch's last step is as small as what is left; no step mixes
+    epochs. `epochs` may be a fraction; None repeats until `max_steps`. Within a step rows are sorted by length, longest first, and cut
+    into right-padded micro-batches of rows x longest <= `micro_batch_tokens`.
+
+    `position()` is a JSON-able dict of where the run stands after the last batch that was handed out; `restore` continues from it
+    bit-identically and reads nothing of what was consumed, however many batches were being prepared. Raises DataError for rows that fit no micro-batch and for a
+    position of other data or another seed.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        micro_batch_tokens: int,
+        pad_id: int,
+        seed: int,
+        tokens_per_step: int | None = None,
+        rows_per_step: int | None = None,
+        epochs: float | None = 1,
+        max_steps: int | None = None,
+    ) -> None:
+        assert (tokens_per_step is None) != (rows_per_step is None), "one of tokens_per_step and rows_per_step"
+        assert epochs is not None or max_steps is not None, "a run needs an end"
+        check_longest(rows, micro_batch_tokens)
+        self._rows = rows
+        self._tokens_per_step = tokens_per_step
+        self._rows_per_step = rows_per_step
+        self._micro_batch_tokens = micro_batch_tokens
+        self._pad_id = pad_id
+        self._seed = seed
+        self._epochs = math.inf if epochs is None else epochs
+        self._max_steps = max_steps
+        self._position = Position()
+        self._order = _EpochOrder(rows, seed)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Batches from the position on; the next one is prepared by a thread while the caller works on this one."""
+        with ThreadPoolExecutor(1, thread_name_prefix="megatrain-data") as thread:
+            pending = self._prepare(thread, self._position)
+            while pending is not None:
+                batch = pending.result()
+                pending = self._prepare(thread, batch.after)  # a pure function of the position: preparing ahead changes nothing
+                self._position = batch.after
+                yield batch
+
+    def position(self) -> dict[str, int | str]:
+        """Where the run stands after the last batch handed out, with what identifies the data and the shuffle."""
+        return {**asdict(self._position), "seed": self._seed, "data": self._rows.digest}
+
+    def restore(self, position: Mapping[str, object]) -> None:
+        """Continue from a saved position; the size of a step may differ from then. Raises DataError if it is not of this data."""
+        if position.get("data") != self._rows.digest:
+            raise DataError("the training rows are not those of the checkpoint: the data, the tokenizer or how rows are cut has changed")
+        if position.get("seed") != self._seed:
+            raise DataError(f"the checkpoint's rows were shuffled with train.seed {position.get('seed')}, not {self._seed}")
+        step, epoch, index = (position.get(name) for name in ("step", "epoch", "index"))
+        if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(index, int)):
+            raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
+        if step < 0 or epoch < 0 or not 0 <= index < len(self._rows):
+            raise DataError(f"the checkpoint's data position lies outside the data: {dict(position)}")
+        self._position = Position(step, epoch, index)
+
+    def steps_total(self) -> int:
+        """Steps of the whole run, those given out included: counted from the rows' lengths, nothing is read."""
+        if self._max_steps is not None and self._epochs == math.inf:
+            return self._max_steps
+        position = self._position
+        while not self._ended(position):
+            limit = math.inf if self._max_steps is None else self._max_steps - position.step
+            steps, index = self._steps_left_in_epoch(position, limit)
+            position = self._normal(Position(position.step + steps, position.epoch, index))
+        return position.step
+
+    def _prepare(self, thread: ThreadPoolExecutor, position: Position) -> Future[StepBatch] | None:
+        return None if self._ended(position) else thread.submit(self._build, position)
+
+    def _build(self, position: Position) -> StepBatch:
+        order, ends = self._order.of(position.epoch)
+        stop = self._step_end(ends, position.index, self._epoch_rows(position.epoch))
+        chosen = order[position.index : stop]
+        lengths = self._rows.lengths[chosen]
+        after = self._normal(Position(position.step + 1, position.epoch, stop))
+        return StepBatch(
+            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id)),
+            tokens=int(lengths.sum()),
+            target_tokens=int(self._rows.target_counts[chosen].sum()),
+            rows=len(chosen),
+            epoch=position.epoch + stop / len(self._rows),
+            after=after,
+        )
+
+    def _step_end(self, ends: IndexArray, index: int, epoch_rows: int) -> int:
+        """One past the last row of the step that starts at `index`; `ends` are the running token counts of the epoch."""
+        if self._rows_per_step is not None:
+            return min(index + self._rows_per_step, epoch_rows)
+        assert self._tokens_per_step is not None
+        before = int(ends[index - 1]) if index else 0
+        stop = int(np.searchsorted(ends, before + self._tokens_per_step, side="right"))
+        return min(max(stop, index + 1), epoch_rows)
+
+    def _steps_left_in_epoch(self, position: Position, limit: float) -> tuple[int, int]:
+        """Steps from here to the epoch's end, at most `limit`, and the row they end at."""
+        epoch_rows = self._epoch_rows(position.epoch)
+        if self._rows_per_step is not None:
+            steps = int(min(limit, -(-(epoch_rows - position.index) // self._rows_per_step)))
+            return steps, min(position.index + steps * self._rows_per_step, epoch_rows)
+        _, ends = _EpochOrder(self._rows, self._seed).of(position.epoch)  # its own: the thread may be using the other
+        steps, index = 0, position.index
+        while index < epoch_rows and steps < limit:
+            index = self._step_end(ends, index, epoch_rows)
+            steps += 1
+        return steps, index
+
+    def _epoch_rows(self, epoch: int) -> int:
+        """Rows of this epoch that are trained on: all, or a share of them in a fraction of an epoch."""
+        share = min(1.0, self._epochs - epoch)
+        return max(0, min(len(self._rows), math.ceil(share * len(self._rows) - 1e-9)))
+
+    def _normal(self, position: Position) -> Position:
+        """The same position, with an epoch's end written as the start of the next."""
+        if position.index < self._epoch_rows(position.epoch):
+            return position
+        return replace(position, epoch=position.epoch + 1, index=0)
+
+    def _ended(self, position: Position) -> bool:
+        out_of_steps = self._max_steps is not None and position.step >= self._max_steps
+        return out_of_steps or position.index >= self._epoch_rows(position.epoch)
+
+
+class _EpochOrder:
+    """Remembers the shuffle of the last epoch asked for."""
+
+    def __init__(self, rows: Rows, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._order: IndexArray = np.zeros(0, np.int64)
+        self._ends: IndexArray = np.zeros(0, np.int64)
+
+    def of(self, epoch: int) -> tuple[IndexArray, IndexArray]:
+        """The epoch's row order, int64 [rows], and the running count of tokens along it, int64 [rows]."""
+        if epoch != self._epoch:
+            self._order = permutation(len(self._rows), self._seed, epoch)
+            self._ends = np.cumsum(self._rows.lengths[self._order])
+            self._epoch = epoch
+        return self._order, self._ends
+
+
+def held_out_batches(rows: Rows, micro_batch_tokens: int, pad_id: int) -> Iterator[MicroBatch]:
+    """Micro-batches over all rows once, longest first, always in the same order. Raises DataError for a row that fits none."""
+    check_longest(rows, micro_batch_tokens)
+    return micro_batches(rows, np.arange(len(rows)), micro_batch_tokens, pad_id)
+
+
+def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
+    """Raises DataError if the longest row is longer than a micro-batch."""
+    longest = int(rows.lengths.max())
+    if longest > micro_batch_tokens:
+        raise DataError(
+            f"a row of {longest} tokens does not fit a micro-batch of {micro_batch_tokens}; "
+            f"set train.micro_batch_tokens to {longest} or more, or a smaller train.seq_len"
+        )
+
+
+def micro_batches(rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int) -> Iterator[MicroBatch]:
+    """The chosen rows, longest first, in micro-batches of rows x longest <= micro_batch_tokens."""
+    by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
+    start = 0
+    while start < len(by_length):
+        longest = int(rows.lengths[by_length[start]])
+        stop = start + max(1, micro_batch_tokens // longest)
+        yield collate(rows, by_length[start:stop].tolist(), pad_id)
+        start = stop
+
+
+def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:
+    """input_ids and labels (-100: no target, not shifted), int64 [rows, longest] on the CPU; attention_mask only where there is padding."""
+    import torch
+
+    found = [rows.row(index) for index in chosen]
+    longest = max(len(ids) for ids, _ in found)
+    input_ids = np.full((len(found), longest), pad_id, np.int64)
+    labels = np.full((len(found), longest), IGNORED, np.int64)
+    attention = np.zeros((len(found), longest), np.int64)
+    for number, (ids, mask) in enumerate(found):
+        input_ids[number, : len(ids)] = ids
+        labels[number, : len(ids)] = np.where(mask, ids, IGNORED)
+        attention[number, : len(ids)] = 1
+    batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    if not attention.all():
+        batch["attention_mask"] = torch.from_numpy(attention)
+    return batch

@@ -1,0 +1,78 @@
+"""Pre-training rows: documents end to end, cut into blocks of equal length."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, TokenRows
+from megatrain.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Blocks of `seq_len` tokens over concatenated documents; the last block holds the remainder, if that is two tokens or more.
+
+    Every token but a block's first is a target, document starts included. Attention is not cut at document borders; each document
+    ends with the end-of-sequence token. Blocks are gathered when asked for; nothing is copied ahead.
+    """
+
+    documents: TokenRows
+    seq_len: int
+
+    @property
+    def counts(self) -> Counts:
+        return self.documents.counts
+
+    @cached_property
+    def _ends(self) -> IndexArray:
+        return np.cumsum(self.documents.lengths)
+
+    @property
+    def remainder(self) -> int:
+        """Tokens after the last whole block."""
+        return int(self._ends[-1]) % self.seq_len
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) // self.seq_len + (self.remainder >= 2)
+
+    @cached_property
+    def lengths(self) -> IndexArray:
+        lengths = np.full(len(self), self.seq_len, np.int64)
+        if self.remainder >= 2:
+            lengths[-1] = self.remainder
+        return lengths
+
+    @property
+    def target_counts(self) -> IndexArray:
+        return self.lengths - 1
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.blake2b(f"{self.documents.digest} {self.seq_len}".encode(), digest_size=8).hexdigest()
+
+    def row(self, index: int) -> tuple[IdArray, MaskArray]:
+        start = index * self.seq_len
+        stop = start + int(self.lengths[index])
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        pieces, place = [], start
+        while place < stop:
+            ids, _ = self.documents.row(first)
+            begin = int(self._ends[first]) - len(ids)
+            pieces.append(ids[place - begin : stop - begin])
+            place, first = place + len(pieces[-1]), first + 1
+        mask = np.ones(stop - start, np.bool_)
+        mask[0] = False
+        return np.concatenate(pieces), mask
+
+
+def pack(documents: TokenRows, seq_len: int) -> PackedRows:
+    """Blocks of `seq_len` tokens. Raises DataError when the documents hold fewer than two tokens."""
+    assert seq_len >= 2, "a block of one token has nothing to predict"
+    packed = PackedRows(documents, seq_len)
+    if not len(documents) or not len(packed):
+        raise DataError("the documents hold fewer than two tokens; there is nothing to train on")
+    return packed

