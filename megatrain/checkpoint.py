@@ -1,0 +1,331 @@
+"""Checkpoints that survive a dying disk or machine: written beside the last, made real by one rename, checked before they are trusted.
+
+A checkpoint is a Hugging Face model folder plus `optimizer/` (remainder and moments, one file per block), `state.json` (where the run is)
+and `MANIFEST.json` (sizes and hashes, written last). Every tensor file carries its step, so that files of two steps are never read as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megatrain.errors import ConfigError, StorageError
+from megatrain.export import INDEX, Trained, array_sources, weight_plan, write_description
+from megatrain.manifest import MANIFEST, Manifest, describe_files, read_bytes, read_manifest, verify_checkpoint
+from megatrain.models.safetensors_io import IO_THREADS, StoredTensor, open_shards, read_header, read_into, storage_error
+from megatrain.models.safetensors_writer import TensorSource, WrittenFile, encode_index, write_bytes, write_files
+from megatrain.optim import Optimizer
+from megatrain.run_folder import (
+    RunLock,
+    checkpoint_name,
+    checkpoints,
+    discard,
+    find_checkpoint,
+    link_tree,
+    make_run_dir,
+    point,
+    put_in_place,
+    sync_folder,
+    tidy,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+__all__ = [
+    "Resumable",
+    "RunLock",
+    "Saved",
+    "checkpoint_bytes",
+    "checkpoints",
+    "find_checkpoint",
+    "find_resumable",
+    "load_checkpoint",
+    "mark_best",
+    "save_checkpoint",
+    "verify_checkpoint",
+    "write_final",
+]
+
+SMALL_FILES_BYTES = 64 << 20  # allowance for tokenizer, configuration and headers when free space is checked
+
+
+class Saved(Trained, Protocol):
+    """What a checkpoint needs of an engine."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    def state(self) -> dict[str, int]:
+        """Counters and seeds."""
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Take over what `state` gave; called after the store's arrays were loaded."""
+
+
+# -- saving -------------------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    run_dir: Path | str,
+    step: int,
+    engine: Saved,
+    tokenizer: PreTrainedTokenizerBase | None,
+    state: Mapping[str, Any],
+    keep: int = 2,
+    generation_config: GenerationConfig | None = None,
+) -> Path:
+    """Write `checkpoint-<step>`, point `last` to it, and remove all but the newest `keep` checkpoints (`best` is kept besides).
+
+    Blocks are written in the order in which the pending update finishes them, so the update runs on meanwhile. `state` is whatever the
+    caller needs to go on (data position, random state, ...) and must be JSON.
+
+    Raises:
+        StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing of the new one is left.
+    """
+    assert keep >= 1, keep
+    run_dir = Path(run_dir)
+    make_run_dir(run_dir)
+    target = run_dir / checkpoint_name(step)
+    partial_folder = run_dir / f"{target.name}.tmp"
+    about = _encode_state(step, engine, state)
+    with _system_errors(target, "save it"):
+        tidy(run_dir)
+        _check_space(run_dir, engine)
+        try:
+            partial_folder.mkdir()
+            files = _write_tensors(partial_folder, step, engine)
+            files.append(write_bytes(partial_folder / "state.json", about))
+            write_description(partial_folder, engine.hf_config, generation_config, tokenizer, engine.store.arrays["weight"].dtype)
+            _complete(partial_folder, step, _next_sequence(run_dir), files)
+            put_in_place(partial_folder, target)
+        finally:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+        point(run_dir, "last", target)
+        _prune(run_dir, keep)
+    return target
+
+
+@contextmanager
+def _system_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError that reached us from a library or a rename into our own sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(Path(error.filename or path), error, doing) from error
+
+
+def saved_arrays(engine: Saved) -> dict[str, torch.dtype]:
+    """The store's arrays that a run continues from: the master weight and what the optimizer declares. Gradients do not outlive a step."""
+    names = {"weight", "remainder", *(array.name for array in engine.optimizer.state_arrays)}
+    return {spec.name: spec.dtype for spec in engine.store.arrays.values() if spec.name in names}
+
+
+def checkpoint_bytes(engine: Saved) -> int:
+    """Bytes of tensors in one checkpoint."""
+    return engine.anatomy.parameters * sum(dtype.itemsize for dtype in saved_arrays(engine).values())
+
+
+def _check_space(run_dir: Path, engine: Saved) -> None:
+    need, free = checkpoint_bytes(engine) + SMALL_FILES_BYTES, shutil.disk_usage(run_dir).free
+    if need > free:
+        raise StorageError(
+            f"{run_dir}: a checkpoint needs {need / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; free space there, or lower "
+            "checkpoint.keep"
+        )
+
+
+def _write_tensors(folder: Path, step: int, engine: Saved) -> list[WrittenFile]:
+    """Weights as a model folder has them, and `optimizer/`; each file tagged with the step."""
+    weights = weight_plan(engine)
+    (folder / "optimizer").mkdir()
+    files = write_files(folder, weights | _optimizer_plan(engine), {"format": "pt", "step": str(step)})
+    if len(weights) > 1:
+        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+    return files
+
+
+def _complete(folder: Path, step: int, sequence: int, files: list[WrittenFile]) -> None:
+    """Write the manifest, when everything that it lists is on the disk. `files` are those whose hashes are known."""
+    known = {file.name for file in files}
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = files + _sync_and_describe(folder, [name for name in names if name not in known])
+    for subfolder in sorted(path for path in folder.rglob("*") if path.is_dir()):
+        sync_folder(subfolder)
+    write_bytes(folder / MANIFEST, Manifest(step, sequence, {file.name: file for file in files}).encode())
+    sync_folder(folder)
+
+
+def _sync_and_describe(folder: Path, names: list[str]) -> list[WrittenFile]:
+    """For files that a library wrote."""
+    for name in names:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    return describe_files(folder, names)
+
+
+def _optimizer_plan(engine: Saved) -> dict[str, list[TensorSource]]:
+    """One file per block with all that is not in the model's own files: `exp_avg/model.norm.weight` and so on."""
+    arrays = [name for name in saved_arrays(engine) if name != "weight"]
+    return {
+        _optimizer_file(block.index): [s for array in arrays for s in array_sources(engine, array, block.index, f"{array}/")]
+        for block in engine.anatomy.blocks
+    }
+
+
+def _optimizer_file(block: int) -> str:
+    return f"optimizer/block-{block:05d}.safetensors"
+
+
+def _encode_state(step: int, engine: Saved, state: Mapping[str, Any]) -> bytes:
+    about = {"step": step, "made_of": _identity(engine), "engine": engine.state(), "state": dict(state)}
+    return json.dumps(about, indent=1).encode() + b"\n"
+
+
+def _identity(engine: Saved) -> dict[str, Any]:
+    """What must agree between a checkpoint and the engine that continues from it."""
+    arrays = {name: str(dtype).removeprefix("torch.") for name, dtype in saved_arrays(engine).items()}
+    return {
+        "model": engine.anatomy.family,
+        "parameters": engine.anatomy.parameters,
+        "precision": engine.precision,
+        "optimizer": engine.optimizer.name,
+        "arrays": arrays,
+    }
+
+
+def _next_sequence(run_dir: Path) -> int:
+    return 1 + max((_sequence(path) for path in checkpoints(run_dir)), default=0)
+
+
+def _sequence(checkpoint: Path) -> int:
+    """When it was saved, in saves; a folder without a readable manifest counts as the oldest."""
+    try:
+        return read_manifest(checkpoint).sequence
+    except StorageError:
+        return 0
+
+
+def _prune(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and those that `last` and `best` point to; `final` has files of its own."""
+    by_age = sorted(checkpoints(run_dir), key=_sequence, reverse=True)
+    pointed = {(run_dir / name).resolve() for name in ("last", "best")}
+    for path in by_age[keep:]:
+        if path.resolve() not in pointed:
+            discard(path)
+
+
+def mark_best(run_dir: Path | str, checkpoint: Path | str) -> None:
+    """Point `best` to a checkpoint of the run, which is then kept. Raises StorageError."""
+    run_dir = Path(run_dir)
+    with _system_errors(run_dir / "best", "point it to the checkpoint"):
+        point(run_dir, "best", run_dir / Path(checkpoint).name)
+
+
+def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Path:
+    """Make `final/` of a checkpoint (by default the last), as hard links: it costs no space while that checkpoint is kept.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        StorageError: the disk fails.
+    """
+    run_dir = Path(run_dir)
+    source = find_checkpoint(run_dir, "last" if checkpoint is None else Path(checkpoint).name)
+    partial_folder, target = run_dir / "final.tmp", run_dir / "final"
+    with _system_errors(target, "write it"):
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        try:
+            link_tree(source, partial_folder)
+            sync_folder(partial_folder)
+            put_in_place(partial_folder, target)
+        finally:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+    return target
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The newest intact checkpoint, if any, and a warning for each newer one that is not intact."""
+
+    path: Path | None
+    warnings: tuple[str, ...]
+
+
+def find_resumable(run_dir: Path | str, deep: bool = True) -> Resumable:
+    """Look for a checkpoint to go on from, newest save first; with `deep` every byte of it is checked."""
+    run_dir = Path(run_dir)
+    candidates = sorted(checkpoints(run_dir), key=_sequence, reverse=True)
+    if (run_dir / "final").is_dir():  # the same bytes as a checkpoint's, unless that was removed by hand
+        candidates.append(run_dir / "final")
+    warnings = []
+    for path in candidates:
+        try:
+            verify_checkpoint(path, deep)
+        except StorageError as error:
+            warnings.append(str(error))
+        else:
+            return Resumable(path, tuple(warnings))
+    return Resumable(None, tuple(warnings))
+
+
+def load_checkpoint(path: Path | str, engine: Saved, verify: bool = True) -> dict[str, Any]:
+    """Restore every array of the engine bit for bit, and its counters; returns the `state` that was saved.
+
+    `verify=False` is for a folder that `find_resumable` has just read to its last byte. If loading fails half-way the engine must not be
+    used: its arrays are of two origins.
+
+    Raises:
+        StorageError: the checkpoint is damaged or mixed; the message names the file.
+        ConfigError: it is of another model, precision or optimizer.
+    """
+    path = Path(path)
+    manifest = verify_checkpoint(path, deep=verify)
+    about = json.loads(read_bytes(path / "state.json"))
+    if about["step"] != manifest.step:
+        raise StorageError(
+            f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step {manifest.step}; use another checkpoint"
+        )
+    _refuse_other(path, about["made_of"], _identity(engine))
+    weights = open_shards(path)
+    jobs = [job for block in engine.anatomy.blocks for job in _places(path, weights, engine, block.index)]
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)
+    with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="load") as pool:
+        for future in [pool.submit(partial(read_into, stored, out)) for stored, out in jobs]:
+            future.result()
+    engine.load_state(about["engine"])
+    state: dict[str, Any] = about["state"]
+    return state
+
+
+def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
+    for key, value in running.items():
+        if saved[key] != value:
+            raise ConfigError(f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; resume with the run's own config")
+
+
+def _places(path: Path, weights: Mapping[str, StoredTensor], engine: Saved, block: int) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """(tensor on disk, where it belongs) for all saved arrays of a block; checks names, shapes and dtypes."""
+    states = read_header(path / _optimizer_file(block)).tensors
+    for array in saved_arrays(engine):
+        views = engine.store.layouts[block].views(engine.store.array(array, block))
+        for name, view in views.items():
+            stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
+            if stored is None or stored.shape != tuple(view.shape) or stored.dtype != view.dtype:
+                raise ConfigError(f"{path}: has no {array} of {name} with shape {list(view.shape)}; it is of another model")
+            yield stored, view

@@ -1,0 +1,226 @@
+"""Where a pretrained model comes from: a local folder, a GGUF file or a hub id; and its configuration and tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+]  # no code, no pickle
+MAX_CONFIG_BYTES = 16 << 20
+ANSWER = "zq7answer7qz"  # stands for an assistant's answer when a chat template is asked how it ends a turn
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on this machine. For kind "gguf", `gguf_file` names the file inside the folder `path`."""
+
+    kind: Literal["folder", "gguf"]
+    path: Path
+    gguf_file: str | None = None
+
+    @property
+    def file(self) -> Path:
+        """The GGUF file, or the folder."""
+        return self.path / self.gguf_file if self.gguf_file else self.path
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> Source:
+    """Find the model that `source` names: a local folder or GGUF file if there is one, else a hub id, which is downloaded.
+
+    From the hub come configuration, tokenizer and safetensors files only. `revision` is a hub branch, tag or commit.
+
+    Raises:
+        ModelError: there is no such folder, it holds no model, or the hub has no such model or cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _resolve_folder(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{path}: is a file; name the folder that holds the model's config.json, or a .gguf file")
+        return Source("gguf", path.parent, path.name)
+    name = str(source)
+    if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
+        raise ModelError(f"{name}: no such file or folder{_nearest(path)}")
+    return Source("folder", _download(name, revision, path))
+
+
+def _resolve_folder(folder: Path) -> Source:
+    if (folder / "config.json").is_file():
+        return Source("folder", folder)
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return Source("gguf", folder, ggufs[0].name)
+    if ggufs:
+        raise ModelError(f"{folder}: holds {len(ggufs)} GGUF files; name one of them, {ggufs[0].name} for example")
+    if (folder / "last").exists():
+        raise ModelError(f"{folder}: is a run folder; name one of its checkpoints, {folder / 'last'} for example")
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder}: is an adapter, not a model; merge it into its base model first")
+    raise ModelError(f"{folder}: has no config.json; name a folder that holds a Hugging Face model")
+
+
+def _nearest(path: Path) -> str:
+    """A hint at what the user may have meant by a path that does not exist."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f" (nor is there a folder {parent}); check the path"
+    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
+    return f"; did you mean {parent / close[0]}?" if close else "; check the path"
+
+
+def _download(name: str, revision: str | None, path: Path) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as error:  # what the hub's own errors derive from
+        at = f" at revision {revision}" if revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{name}{at}: is not a local folder{_nearest(path)} The hub did not deliver a model of that name either ({reason}); "
+            "check the name, or download the model where the hub can be reached and name its folder"
+        ) from error
+
+
+# -- configuration and tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration. Nothing that it says about implementations or quantisation is obeyed.
+
+    Raises:
+        ModelError: it is missing or malformed, needs code from the folder, or describes quantised weights.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    file = source.file if source.kind == "gguf" else source.path / "config.json"
+    if source.kind == "folder" and file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; this is not a model's configuration")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, **_gguf_argument(source))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError, StrictDataclassError) as error:
+        raise ModelError(f"{file}: {_explain(error)}") from error
+    _refuse_quantised(config, file)
+    # A configuration may name a kernel repository to download and run; the implementation is the user's choice alone.
+    config._attn_implementation = None
+    config._experts_implementation = None
+    return config
+
+
+def _gguf_argument(source: Source) -> dict[str, Any]:
+    return {"gguf_file": source.gguf_file} if source.gguf_file else {}
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "needs Python code from the model's folder; read that code, and set trust_remote_code if you trust it"
+    return f"cannot be used: {text[:400] or type(error).__name__}"
+
+
+def _refuse_quantised(config: Any, file: Path) -> None:
+    stated = config.to_dict()
+    for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            quantised = part.get(key)
+            if quantised:
+                method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
+                raise ModelError(
+                    f"{file}: the weights are quantised ({method}); training needs the unquantised model in bf16, fp16 or fp32"
+                )
+
+
+def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a pad token: its own, or else its end-of-sequence token.
+
+    A GGUF file does not always carry the right end-of-sequence token; where its chat template ends a turn with a special token, that is it.
+
+    Raises:
+        ModelError: it is missing, malformed, or needs code from the folder.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, **_gguf_argument(source))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
+        raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
+    turn = end_of_turn(tokenizer)
+    if source.kind == "gguf" and turn is not None:
+        tokenizer.eos_token = turn
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The special token with which the chat template ends an assistant's turn; None without a template or such a token."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError, TypeError):  # a template of another kind of data; it says nothing about turns
+        return None
+    tail = str(text).rpartition(ANSWER)[2]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content in tail]
+    return min(special, key=lambda token: (tail.index(token), -len(token)), default=None)
+
+
+def load_generation_config(source: Source) -> GenerationConfig | None:
+    """generation_config.json of the folder, if it has one.
+
+    Raises:
+        ModelError: it is malformed.
+    """
+    from transformers import GenerationConfig
+
+    if source.kind == "gguf" or not (source.path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source.path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{source.path / 'generation_config.json'}: {_explain(error)}") from error
+
+
+def load_config_and_tokenizer(
+    source: Source, trust_remote_code: bool = False
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, GenerationConfig | None]:
+    """Configuration, tokenizer and generation settings of a model, agreeing on its special tokens.
+
+    `trust_remote_code` must come from the user, never from a file.
+
+    Raises:
+        ModelError: as `load_config`, `load_tokenizer` and `load_generation_config`.
+    """
+    from transformers import GenerationConfig
+
+    config = load_config(source, trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    generation = load_generation_config(source)
+    if source.kind == "gguf":
+        tokens = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+        known = {f"{name}_token_id": value for name, value in tokens.items() if value is not None}
+        for key, value in known.items():
+            setattr(config, key, value)
+        generation = GenerationConfig(**known)  # type: ignore[no-untyped-call]
+    return config, tokenizer, generation

@@ -1,0 +1,256 @@
+"""Safetensors files, read tensor by tensor into memory that exists already, with nothing in them taken on trust.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes of little-endian header length, a JSON header, then the tensors' bytes without
+gaps. Writing lives in `safetensors_writer`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.errors import ModelError, StorageError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
+CHUNK_ELEMENTS = 1 << 22  # elements per read: 16 MiB of fp32, so that a few threads together need little memory
+IO_THREADS = 8  # a disk with a queue wants several requests at once
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies in a file. `offset` counts bytes from the start of the file."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says about itself."""
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
+    """The sentence for a failed system call on `path`."""
+    reason = f"{error.strerror or error} (errno {error.errno})"
+    advice = "free space there or choose another folder" if error.errno in FULL else "check the disk and the folder's permissions"
+    return StorageError(f"{path}: cannot {doing}: {reason}; {advice}")
+
+
+def open_regular(path: Path) -> int:
+    """A read-only descriptor of a regular file; a pipe or a device in a model folder is refused instead of being waited for.
+
+    Raises:
+        StorageError: the file is missing, unreadable or not a regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise storage_error(path, error, "open it for reading") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(f"{path}: is not a regular file; the folder is not a model or checkpoint that can be trusted")
+    return fd
+
+
+def _fill(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Read exactly `len(view)` bytes at `offset`; a short read is continued, the end of the file is an error."""
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+        except OSError as error:
+            raise storage_error(path, error, "read it") from error
+        if got == 0:
+            raise StorageError(f"{path}: ends at byte {offset + done}, {len(view) - done} bytes too early; copy or download it again")
+        done += got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not copied."""
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def read_header(path: Path) -> Header:
+    """Parse and check the header of one safetensors file; the sizes it claims are checked before anything is allocated.
+
+    Raises:
+        StorageError: the file is missing, truncated or malformed, or its tensors overlap, leave gaps or reach past its end.
+    """
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size < 8:
+            raise StorageError(f"{path}: {size} bytes are too few for a safetensors file; copy or download it again")
+        prefix = bytearray(8)
+        _fill(fd, memoryview(prefix), 0, path)
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or length > size - 8:
+            raise StorageError(f"{path}: claims a header of {length} bytes in a file of {size}; it is truncated or not a safetensors file")
+        text = bytearray(length)
+        _fill(fd, memoryview(text), 8, path)
+    finally:
+        os.close(fd)
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
+        return _parse_header(path, entries, 8 + length, size)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(f"{path}: malformed safetensors header ({error}); copy or download the file again") from error
+
+
+def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
+    """Check a decoded header against the file's `size`; `start` is where the data begin. Raises ValueError and its kin."""
+    if not isinstance(entries, dict):
+        raise ValueError("not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is not a table of strings")
+    tensors: dict[str, StoredTensor] = {}
+    spans: list[tuple[int, int]] = []
+    for name, entry in entries.items():
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number")
+        tensor = StoredTensor(name, path, DTYPES[entry["dtype"]], tuple(shape), start + begin)
+        if end - begin != tensor.nbytes:
+            raise ValueError(f"tensor {name!r} needs {tensor.nbytes} bytes and has {end - begin}")
+        tensors[name] = tensor
+        spans.append((begin, end))
+    reached = 0
+    for begin, end in sorted(spans):
+        if begin != reached:
+            raise ValueError(f"tensors overlap or leave a gap at byte {start + min(begin, reached)}")
+        reached = end
+    if start + reached != size:
+        raise ValueError(f"the tensors end at byte {start + reached} and the file at {size}")
+    return Header(path, tensors, metadata)
+
+
+def open_shards(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a Hugging Face model folder by name, from model.safetensors or the shards of model.safetensors.index.json.
+
+    Raises:
+        ModelError: there are no safetensors weights.
+        StorageError: a shard or the index is missing or malformed, or the index points outside the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return read_header(single).tensors
+    if not index.exists():
+        raise _no_weights(folder)
+    files = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(files.values())):
+        stored = read_header(folder / file).tensors
+        misplaced = [name for name in stored if files.get(name) != file]
+        if misplaced:
+            raise StorageError(f"{folder / file}: holds {misplaced[0]}, which {index.name} does not place there; download the folder again")
+        tensors.update(stored)
+    lost = [name for name in files if name not in tensors]
+    if lost:
+        raise StorageError(f"{folder / files[lost[0]]}: lacks {lost[0]}, which {index.name} places there; download the folder again")
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The weight map of an index file: tensor name -> file name inside the same folder."""
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+    except OSError as error:
+        raise storage_error(index, error, "read it") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(f"{index}: malformed index ({error}); copy or download it again") from error
+    if not isinstance(files, dict):
+        raise StorageError(f"{index}: weight_map is not a table; copy or download it again")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or "\0" in file or file in {"", ".", ".."}:
+            raise StorageError(f"{index}: places {name} in {file!r}, which is not a file of this folder; do not trust this folder")
+    return files
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if pickles:
+        return ModelError(
+            f"{folder}: has only pickled weights ({pickles[0].name}), which may run code when read; convert them where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return ModelError(f"{folder}: has neither model.safetensors nor model.safetensors.index.json; name a folder with a model's weights")
+
+
+def read_chunks(stored: StoredTensor, chunk: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first element, values) of consecutive flat pieces of at most `chunk` elements, each in memory of its own."""
+    fd = open_regular(stored.path)
+    try:
+        for begin in range(0, stored.numel, chunk):
+            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+            _fill(fd, bytes_of(piece), stored.offset + begin * stored.dtype.itemsize, stored.path)
+            yield begin, piece
+    finally:
+        os.close(fd)
+
+
+def read_into(stored: StoredTensor, out: torch.Tensor) -> None:
+    """Read a tensor straight into `out`, a contiguous CPU tensor of its dtype and number of elements."""
+    assert (out.dtype, out.numel()) == (stored.dtype, stored.numel), (stored, out.dtype, out.shape)
+    fd = open_regular(stored.path)
+    try:
+        _fill(fd, bytes_of(out), stored.offset, stored.path)
+    finally:
+        os.close(fd)
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """Read a whole tensor into new memory."""
+    out = torch.empty(stored.shape, dtype=stored.dtype)
+    read_into(stored, out)
+    return out
