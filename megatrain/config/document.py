@@ -103,9 +103,9 @@ class _Reader:
     def value(self, node: yaml.Node, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise ConfigError(f"{self.place(node.start_mark.line)}: nested more than {MAX_DEPTH} deep; no key is")
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node.value, depth)
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
             return [plain(self.value(item, depth + 1)) for item in node.value]
         return self._scalar(node)
 
@@ -121,7 +121,7 @@ class _Reader:
         return entries
 
     def _scalar(self, node: yaml.Node) -> object:
-        text = str(node.value)
+        text = str(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         kind = node.tag.removeprefix(_TAG)
         try:
             match kind:
@@ -137,4 +137,4 @@ class _Reader:
                     return text
         except (KeyError, ValueError):
             pass
-        raise ConfigError(f"{self.place(node.start_mark.line)}: {text!r} cannot be read as {node.tag}; write it as a plain value")
+        raise ConfigError(f"{self.place(node.start_mark.line)}: {text!r} cannot be read as {node.tag}; write a plain value")

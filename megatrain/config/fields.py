@@ -157,7 +157,8 @@ class TrainOptions(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.tokens_per_step is None) == (self.rows_per_step is None):
-            raise wrong("the size of a step is tokens_per_step or rows_per_step, and one excludes the other; set one", key="rows_per_step")
+            key = "tokens_per_step" if self.tokens_per_step is None else "rows_per_step"
+            raise wrong("the size of a step is tokens_per_step or rows_per_step, and one excludes the other; set one", key)
         if self.epochs is None and self.max_steps is None:
             raise wrong("without epochs and max_steps the run has no end; set one", key="epochs")
         if self.warmup >= 1 and not self.warmup.is_integer():

@@ -76,7 +76,10 @@ def _parse_override(override: str) -> dict[str, Located]:
     names = dotted.split(".")
     if not equals or not all(name.strip() for name in names):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5")
-    tree = Located(read_yaml(text, f"{COMMAND_LINE}: {dotted}", numbered=False).value, COMMAND_LINE)
+    try:
+        tree = read_yaml(text, COMMAND_LINE, numbered=False)
+    except ConfigError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {dotted}{str(error).removeprefix(COMMAND_LINE)}") from None
     for name in reversed(names):
         tree = Located({name: tree}, COMMAND_LINE)
     assert isinstance(tree.value, dict)

@@ -1,0 +1,302 @@
+"""The command line: what it calls, what it prints where, and how it ends."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import megatrain
+from megatrain import cli, errors
+from megatrain.config import config_schema, example_config, load_config
+
+CONFIG = "model: some/folder\ndata: {train: rows.jsonl}\n"
+HEAVY = ("torch", "transformers", "numba", "datasets", "numpy")
+
+
+class Summary:
+    """What a finished run hands back."""
+
+    def __init__(self, exit_code: int = 0) -> None:
+        self.exit_code = exit_code
+
+    def to_dict(self) -> dict[str, object]:
+        return {"steps": 3, "exit_code": self.exit_code}
+
+    def render(self, console) -> None:
+        console.print("3 steps")
+
+
+class Plan:
+    """A plan that fits unless `problem` says otherwise."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem = problem
+
+    def to_dict(self) -> dict[str, object]:
+        return {"host_bytes": 5}
+
+    def render(self, console) -> None:
+        console.print("5 bytes")
+
+    def check(self) -> None:
+        if self.problem:
+            raise errors.PlanError(self.problem)
+
+
+class Recorder(ModuleType):
+    """Stands for megatrain.recipes.run: notes each call, and returns or raises what `answers` holds."""
+
+    def __init__(self) -> None:
+        super().__init__("megatrain.recipes.run")
+        self.calls: list[tuple[object, ...]] = []
+        self.answers: dict[str, object] = {
+            "train": Summary(),
+            "resume": Summary(),
+            "plan": Plan(),
+            "evaluate": {"eval_loss": 1.25, "rows": 4},
+            "generate": "Paris.",
+            "show_data": {"rows": 9},
+            "export": Path("out"),
+        }
+
+    def call(self, name: str, *arguments: object) -> object:
+        self.calls.append((name, *arguments))
+        answer = self.answers[name]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def recipes(monkeypatch, tmp_path):
+    """A recorder in place of the recipes and of export, in a folder with a config and a run."""
+    recorder = Recorder()
+    export = ModuleType("megatrain.export")
+    for name in recorder.answers:
+        target = export if name == "export" else recorder
+        setattr(target, name, lambda *arguments, name=name: recorder.call(name, *arguments))
+    package = ModuleType("megatrain.recipes")
+    package.run = recorder  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatrain.recipes", package)
+    monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
+    monkeypatch.setitem(sys.modules, "megatrain.export", export)
+    monkeypatch.chdir(tmp_path)
+    Path("cfg.yaml").write_text(CONFIG)
+    Path("run").mkdir()
+    return recorder
+
+
+def test_train_hands_the_config_over_and_prints_the_summary(recipes, capsys):
+    assert cli.main(["train", "cfg.yaml", "train.seed=4"]) == 0
+    assert recipes.calls == [("train", load_config("cfg.yaml", ["train.seed=4"]))]
+    assert capsys.readouterr() == ("3 steps\n", "")
+
+
+@pytest.mark.parametrize("code", [0, 75, 130])
+@pytest.mark.parametrize("command", [["train", "cfg.yaml"], ["resume", "run"]])
+def test_a_run_ends_with_the_code_of_its_summary(recipes, capsys, command, code):
+    recipes.answers[command[0]] = Summary(code)
+    assert cli.main([*command, "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"steps": 3, "exit_code": code}
+
+
+def test_resume_hands_over_the_folder_and_overrides(recipes):
+    assert cli.main(["resume", "run", "train.max_steps=9"]) == 0
+    assert recipes.calls == [("resume", Path("run"), ["train.max_steps=9"])]
+
+
+def test_plan_prints_and_fits(recipes, capsys):
+    assert cli.main(["plan", "cfg.yaml"]) == 0
+    assert capsys.readouterr().out == "5 bytes\n"
+    assert cli.main(["plan", "cfg.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"host_bytes": 5}
+
+
+def test_plan_that_does_not_fit_is_still_shown(recipes, capsys):
+    recipes.answers["plan"] = Plan("needs 6 GiB of host RAM, 5 is available; set memory.host")
+    assert cli.main(["plan", "cfg.yaml"]) == 4
+    out, err = capsys.readouterr()
+    assert (out, err) == ("5 bytes\n", "error: needs 6 GiB of host RAM, 5 is available; set memory.host\n")
+
+
+def test_data_shows_rows_or_counts(recipes, capsys):
+    config = load_config("cfg.yaml")
+    assert cli.main(["data", "cfg.yaml", "--rows", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"rows": 9}
+    recipes.answers["show_data"] = None
+    assert cli.main(["data", "cfg.yaml"]) == 0
+    assert capsys.readouterr().out == ""
+    assert recipes.calls == [("show_data", config, 5, True), ("show_data", config, 3, False)]
+
+
+def test_eval_prints_the_loss(recipes, capsys):
+    assert cli.main(["eval", "run", "--data", "held.jsonl"]) == 0
+    assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
+    assert cli.main(["eval", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
+    assert recipes.calls == [("evaluate", Path("run"), "held.jsonl", False), ("evaluate", Path("run"), None, True)]
+
+
+def test_export_prints_the_folder(recipes, capsys):
+    assert cli.main(["export", "run", "out", "--dtype", "float32", "--checkpoint", "best"]) == 0
+    assert capsys.readouterr().out == "out\n"
+    assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best")]
+
+
+def test_export_knows_two_types(recipes, capsys):
+    assert cli.main(["export", "run", "out", "--dtype", "int4"]) == 2
+    assert capsys.readouterr().err == "error: command line: --dtype must be bfloat16 or float32, not 'int4'\n"
+
+
+def test_generate_prints_the_answer(recipes, capsys):
+    assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+    assert recipes.calls == [("generate", Path("run"), "Capital of France?", 7)]
+
+
+@pytest.mark.parametrize(("piped", "terminal", "code"), [("Hi?", False, 0), (" \n", False, 2), ("", True, 2)])
+def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, terminal, code):
+    class Stdin:
+        def isatty(self):
+            return terminal
+
+        def read(self):
+            return piped
+
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    assert cli.main(["generate", "run", "--json"]) == code
+    assert recipes.calls == ([("generate", Path("run"), "Hi?", 128)] if code == 0 else [])
+
+
+@pytest.mark.parametrize("command", [["resume"], ["eval"], ["export", "out"], ["generate", "Hi?"]])
+def test_a_missing_folder_is_named(recipes, capsys, command):
+    assert cli.main([command[0], "nowhere", *command[1:]]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere: no such folder; ")
+    assert recipes.calls == []
+
+
+ERRORS = [
+    (errors.MegaTrainError, 1),
+    (errors.ConfigError, 2),
+    (errors.ModelError, 2),
+    (errors.DataError, 3),
+    (errors.PlanError, 4),
+    (errors.OutOfMemory, 5),
+    (errors.DivergedError, 6),
+    (errors.StorageError, 7),
+    (errors.VerificationError, 8),
+]
+
+
+def test_every_error_class_has_a_row():
+    classes = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.MegaTrainError)}
+    assert classes == {error for error, _ in ERRORS}
+
+
+@pytest.mark.parametrize(("error", "code"), ERRORS)
+@pytest.mark.parametrize("command", [["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"]])
+def test_errors_are_a_sentence_and_a_code(recipes, capsys, command, error, code):
+    recipes.answers[command[0]] = error("rows.jsonl:7: not JSON; mend the line")
+    assert cli.main(command) == code
+    assert capsys.readouterr() == ("", "error: rows.jsonl:7: not JSON; mend the line\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RuntimeError("a\nb"), 1, "unexpected RuntimeError: a b; run again with --debug"),
+        (AssertionError(), 1, "unexpected AssertionError; run again with --debug"),
+        (MemoryError(), 5, "out of host memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 7, "runs/x: No space left on device; free some space"),
+        (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
+    ],
+)
+def test_unexpected_errors_are_one_sentence(recipes, capsys, error, code, words):
+    recipes.answers["train"] = error
+    assert cli.main(["train", "cfg.yaml"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {words}")
+
+
+def test_ctrl_c_ends_with_130(recipes):
+    recipes.answers["train"] = KeyboardInterrupt()
+    assert cli.main(["train", "cfg.yaml"]) == 130
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "train", "cfg.yaml"], ["train", "cfg.yaml", "--debug"]])
+def test_debug_shows_the_traceback_anywhere_on_the_line(recipes, capsys, arguments):
+    recipes.answers["train"] = ValueError("deep down")
+    assert cli.main(arguments) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "ValueError: deep down" in err
+
+
+def test_no_traceback_without_debug(recipes, capsys):
+    recipes.answers["train"] = ValueError("deep down")
+    cli.main(["train", "cfg.yaml"])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trian"], ["train"], ["train", "cfg.yaml", "--fast"], ["data", "cfg.yaml", "--rows", "-1"], ["export", "run"]]
+)
+def test_wrong_usage_is_2(recipes, arguments):
+    assert cli.main(arguments) == 2
+    assert recipes.calls == []
+
+
+def test_a_config_error_needs_no_recipes(capsys):
+    assert cli.main(["train", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == "error: nowhere.yaml: no such file; write one with `megatrain init nowhere.yaml`\n"
+
+
+def test_init_writes_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    assert capsys.readouterr().out == example_config()
+    assert cli.main(["init", "mine.yaml"]) == 0
+    assert Path("mine.yaml").read_text() == example_config()
+    Path("mine.yaml").write_text("precious")
+    assert cli.main(["init", "mine.yaml"]) == 2
+    assert Path("mine.yaml").read_text() == "precious"
+    assert cli.main(["init", "mine.yaml", "--force"]) == 0
+    assert Path("mine.yaml").read_text() == example_config()
+    assert cli.main(["init", "nowhere/mine.yaml"]) == 2
+    assert "error: nowhere/mine.yaml: cannot be written" in capsys.readouterr().err
+
+
+def test_schema_is_json(capsys):
+    assert cli.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == config_schema()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import megatrain",
+        "import megatrain.cli",
+        "import megatrain.config",
+        "import megatrain.errors",
+        "from megatrain.cli import main; main(['--help'])",
+        "from megatrain.cli import main; main(['train', '--help'])",
+        "from megatrain.cli import main; main(['schema'])",
+        "from megatrain.cli import main; main(['train', 'nowhere.yaml'])",
+    ],
+)
+def test_help_and_config_import_nothing_heavy(statement):
+    code = f"{statement}\nimport sys\nheavy = [name for name in {HEAVY} if name in sys.modules]\nassert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_a_command(tmp_path):
+    root = str(Path(next(iter(megatrain.__path__))).parent)
+    command = [sys.executable, "-m", "megatrain", "train", "nowhere.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": root})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: nowhere.yaml: no such file")
