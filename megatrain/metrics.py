@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,11 @@ class StepTime:
     wait_update: float = 0.0  # an upload stood still for the optimizer on the host
     wait_download: float = 0.0  # compute stood still for a gradient staging buffer
     data: float = 0.0  # the loop stood still for its next rows
+
+    @classmethod
+    def of(cls, step_s: float, waits_s: Mapping[str, float]) -> StepTime:
+        """A step of `step_s` seconds that stood still as `waits_s` says (by the names above); the rest is `compute`."""
+        return cls(compute=max(0.0, step_s - sum(waits_s.values())), **waits_s)
 
     def __add__(self, other: StepTime) -> StepTime:
         return StepTime(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))

@@ -131,3 +131,10 @@ def test_times_add_up_and_the_largest_share_bounds_the_step():
     assert both == StepTime(compute=3.0, wait_update=6.5, data=0.5)
     assert both.bound() == ("wait_update", 0.65)
     assert StepTime().bound()[1] == 0.0
+
+
+def test_what_no_wait_explains_is_computation():
+    assert StepTime.of(2.0, {"wait_update": 0.5, "data": 0.25}) == StepTime(compute=1.25, wait_update=0.5, data=0.25)
+    assert StepTime.of(1.0, {"wait_upload": 1.5}).compute == 0.0
+    with pytest.raises(TypeError):
+        StepTime.of(1.0, {"wait_coffee": 0.5})
