@@ -19,20 +19,20 @@ SOURCES = [path for folder in ("megatrain", "tests", "examples", "benchmarks") f
 FILE_LINES = 400
 FUNCTION_LINES = 60
 
+# fmt: off
 # A room is a module or a package directly under megatrain. It imports rooms of its own floor or below, never of a floor above.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "config"),
     ("models", "memory", "optim", "hardware"),
-    # fmt: off
     (
         "engine", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
         "plan", "plan_view", "metrics", "meters", "flops", "report", "summary",
     ),
-    # fmt: on
     ("recipes",),
     ("cli",),
     ("__init__", "__main__"),  # the door: it may name everything
 )
+# fmt: on
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What the floors alone do not say.
