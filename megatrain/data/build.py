@@ -179,13 +179,13 @@ def _sample(raw: RawRow, formats: dict[str, RowFormat], options: DataOptions) ->
 
 
 def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) -> None:
-    if counts.bad and options.on_bad_row == "refuse":
-        rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
-        raise DataError(f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: skip)")
     if not counts.read:
         raise DataError(f"{source.name}: holds no rows")
     if counts.bad == counts.read:
-        raise DataError(f"{source.name}: all {counts.read} rows are bad; the first: {counts.first_bad[0]}")
+        raise DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
+    if counts.bad and options.on_bad_row == "refuse":
+        rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
+        raise DataError(f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: skip)")
     if not written:
         cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}" if counts.truncated else ""
         raise DataError(f"{source.name}: no token to train on in {counts.read - counts.bad} rows{cut}; no row has an answer left")

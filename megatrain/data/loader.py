@@ -51,8 +51,8 @@ class Loader:
     into right-padded micro-batches of rows x longest <= `micro_batch_tokens`.
 
     `position()` is a JSON-able dict of where the run stands after the last batch that was handed out; `restore` continues from it
-    bit-identically and reads nothing of what was consumed, however many batches were being prepared. Raises DataError for rows that fit no micro-batch and for a
-    position of other data or another seed.
+    bit-identically and reads nothing of what was consumed, however many batches were being prepared.
+    Raises DataError for rows that fit no micro-batch and for a position of other data or another seed.
     """
 
     def __init__(

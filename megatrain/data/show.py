@@ -86,7 +86,7 @@ def painted(ids: IdArray, mask: MaskArray, tokenizer: PreTrainedTokenizerBase, c
     """A row as text with its special tokens visible and its targets marked."""
     from rich.text import Text
 
-    special = set(tokenizer.all_special_ids)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     text = Text()
     kinds = [(bool(target), token in special, token) for target, token in zip(mask.tolist(), ids.tolist(), strict=True)]
     for target, run in groupby(kinds, key=lambda kind: kind[0]):

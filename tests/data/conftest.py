@@ -45,7 +45,8 @@ def make_tokenizer() -> MakeTokenizer:
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = token_decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    base.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    base.train_from_iterator(CORPUS, trainer)
     trained = base.to_str()
 
     def make(template: str | None = CHATML, trim_offsets: bool = True, bos: bool = False, eos: str | None = "<|endoftext|>") -> Any:

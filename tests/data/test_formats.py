@@ -67,7 +67,8 @@ def test_weight_zero_is_context():
 
 
 def test_text_parts_are_joined_and_strings_reach_the_template():
-    row = {"messages": [{"role": "user", "name": "eve", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "id": 3}]}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = {"messages": [{"role": "user", "name": "eve", "content": parts, "id": 3}]}
     assert read(row).messages[0].as_template_input() == {"role": "user", "content": "ab", "name": "eve"}
 
 

@@ -1,0 +1,245 @@
+"""From files to tokenised rows: counts, refusals, cache, holding out, and thousands of mutated rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.build import DataOptions, encode_source, hold_out, load_data
+from megatrain.data.dataset import TokenRows
+from megatrain.data.hashing import mix64, permutation
+from megatrain.errors import DataError, StorageError
+
+OPTIONS = DataOptions(seq_len=64)
+SKIP = replace(OPTIONS, on_bad_row="skip")
+Write = Callable[..., Path]
+Make = Callable[..., Any]
+
+
+def pair(number: int) -> dict[str, Any]:
+    return {"prompt": f"what is {number}?", "completion": f"it is {number}"}
+
+
+def rows_of(data: TokenRows) -> list[tuple[list[int], list[bool]]]:
+    return [(ids.tolist(), mask.tolist()) for ids, mask in map(data.row, range(len(data)))]
+
+
+def test_rows_are_tokenised_in_order(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    tokenizer = make_tokenizer()
+    data = encode_source(write_jsonl([pair(n) for n in range(600)]), tokenizer, OPTIONS, cache)  # more than one batch
+    assert len(data) == data.counts.read == 600
+    ids, mask = data.row(431)
+    assert "what is 431?" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids[mask]) == "it is 431<|im_end|>"
+    assert data.lengths[431] == len(ids)
+    assert data.target_counts[431] == mask.sum()
+
+
+def test_truncation_is_counted_and_rows_left_without_target_are_dropped(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    tokenizer = make_tokenizer(None)
+    rows = [pair(1), {"prompt": "x", "completion": "y" * 90}, {"prompt": "x" * 90, "completion": "y"}]
+    data = encode_source(write_jsonl(rows), tokenizer, OPTIONS, cache)
+    whole = encode_source(write_jsonl(rows), tokenizer, replace(OPTIONS, seq_len=None), cache)
+    assert len(data) == 2
+    assert data.counts.truncated == 2
+    assert data.counts.truncated_tokens == int((whole.lengths - 64).clip(0).sum())
+    assert data.counts.without_target == 1
+    assert data.lengths.max() == 64
+
+
+def test_refusal_names_the_first_bad_row_and_how_many(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    file = write_jsonl([pair(1), {"prompt": "x"}, 3, pair(2)])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'completion' is missing \(2 rows are bad of 4; .*data\.on_bad_row: skip\)"):
+        encode_source(file, make_tokenizer(), OPTIONS, cache)
+    assert list(cache.iterdir()) == []
+    data = encode_source(file, make_tokenizer(), SKIP, cache)
+    assert (len(data), data.counts.bad, data.counts.read) == (2, 2, 4)
+    assert data.counts.first_bad[1].endswith("rows.jsonl:3: expected an object, found a number")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "holds no rows"),
+        ([1, 2], r":1: expected an object, found a number \(all 2 rows are bad\)"),
+        ([{"a": 1}], r"no known row format has the columns found \(a\); known formats are messages: messages"),
+        ([{"messages": [{"role": "user", "content": "hi"}]}], "no token to train on in 1 rows"),
+        ([{"prompt": "x" * 90, "completion": "y"}], "1 of them cut to train.seq_len 64"),
+    ],
+)
+def test_sets_with_nothing_to_train_on_are_refused(write_jsonl: Write, make_tokenizer: Make, cache: Path, rows: list[Any], message: str):
+    with pytest.raises(DataError, match=message):
+        encode_source(write_jsonl(rows), make_tokenizer(), SKIP, cache)
+
+
+def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    file = write_jsonl([pair(1)])
+    largest = encode_source(file, make_tokenizer(), OPTIONS, cache).counts.max_token_id
+    encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest + 1), cache)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: token .* has id {largest}, but the model knows {largest} tokens"):
+        encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest), cache)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(DataError, match=r"data\.format: 'parrot' is unknown"):
+        DataOptions(seq_len=1, format="parrot")
+    with pytest.raises(DataError, match=r"data\.on_bad_row: 'ignore' is unknown"):
+        DataOptions(seq_len=1, on_bad_row="ignore")
+
+
+def test_a_named_format_and_a_named_column(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    file = write_jsonl([{**pair(1), "text": "hello", "body": "world"}])
+    tokenizer = make_tokenizer()
+    named = encode_source(file, tokenizer, replace(OPTIONS, format="text"), cache)
+    assert tokenizer.decode(named.row(0)[0]) == "hello<|endoftext|>"
+    column = encode_source(file, tokenizer, replace(OPTIONS, text_field="body"), cache)
+    assert tokenizer.decode(column.row(0)[0]) == "world<|endoftext|>"
+    with pytest.raises(DataError, match="field 'nothing' is missing"):
+        encode_source(file, tokenizer, replace(OPTIONS, text_field="nothing"), cache)
+
+
+def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl: Write, make_tokenizer: Make, cache: Path, monkeypatch: Any):
+    file = write_jsonl([pair(n) for n in range(5)])
+    first = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.data.build._write", None)  # would be called if anything were tokenised
+        again = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    assert rows_of(again) == rows_of(first)
+    assert isinstance(again.ids, np.memmap)
+    encode_source(file, make_tokenizer(None), OPTIONS, cache)
+    encode_source(file, make_tokenizer(), replace(OPTIONS, train_on="all"), cache)
+    write_jsonl([pair(9)])
+    assert len(encode_source(file, make_tokenizer(), OPTIONS, cache)) == 1
+    assert len(list(cache.iterdir())) == 4
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "mask.bin", "offsets.npy", "hashes.npy", "counts.json"])
+def test_a_damaged_cache_is_made_anew(write_jsonl: Write, make_tokenizer: Make, cache: Path, name: str):
+    file = write_jsonl([pair(n) for n in range(5)])
+    first = rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache))
+    (folder,) = cache.iterdir()
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == first
+
+
+def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl: Write, make_tokenizer: Make, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="set MEGATRAIN_CACHE to another folder"):
+        encode_source(write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.1, 20), (7, 7), (0.0001, 1)])
+def test_held_out_rows_are_never_trained(write_jsonl: Write, make_tokenizer: Make, cache: Path, share: float, expected: int):
+    file = write_jsonl([pair(n) for n in range(200)])
+    train, held = load_data(file, share, make_tokenizer(), OPTIONS, seed=0, cache=cache)
+    assert (len(train), len(held or [])) == (200 - expected, expected)
+    assert isinstance(train, TokenRows)
+    assert isinstance(held, TokenRows)
+    seen = {str(row) for row in rows_of(train)}
+    assert not seen & {str(row) for row in rows_of(held)}
+    again = load_data(file, share, make_tokenizer(), OPTIONS, seed=0, cache=cache)[1]
+    other = load_data(file, share, make_tokenizer(), OPTIONS, seed=1, cache=cache)[1]
+    assert again is not None
+    assert other is not None
+    assert again.digest == held.digest
+    assert other.digest != held.digest
+
+
+def test_copies_stay_on_one_side(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    data = encode_source(write_jsonl([pair(n % 40) for n in range(120)]), make_tokenizer(), OPTIONS, cache)
+    train, held = hold_out(data, 20, seed=3)
+    assert len(held) == 18  # whole triples
+    assert not set(train.hashes[train.chosen].tolist()) & set(held.hashes[held.chosen].tolist())
+
+
+def test_what_cannot_be_held_out_is_refused(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    data = encode_source(write_jsonl([pair(1)] * 4), make_tokenizer(), OPTIONS, cache)
+    for share in (4, 9, -1, 0.999):
+        with pytest.raises(DataError, match=r"data\.eval"):
+            hold_out(data, share, seed=0)
+    with pytest.raises(DataError, match="all are copies"):
+        hold_out(data, 2, seed=0)
+
+
+def test_another_source_is_the_held_out_set(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+    train, held = load_data(write_jsonl([pair(1)]), write_jsonl([pair(2)] * 3, "b.jsonl"), make_tokenizer(), OPTIONS, seed=0, cache=cache)
+    assert held is not None
+    assert (len(train), len(held)) == (1, 3)
+
+
+def test_shuffles_are_the_same_on_every_machine():
+    assert permutation(8, seed=0, epoch=0).tolist() == [3, 7, 1, 6, 0, 2, 5, 4]
+    assert sorted(permutation(1000, 5, 2).tolist()) == list(range(1000))
+    assert permutation(1000, 5, 2).tolist() != permutation(1000, 5, 3).tolist()
+    assert len(np.unique(mix64(np.arange(10_000, dtype=np.uint64), 7))) == 10_000
+
+
+JUNK: list[Any] = [None, "", " ", "\ud800", "\x00", 0, -1.5, 1e400, True, [], {}, [[]], [None], {"a": {"b": []}}]
+JUNK += ["<|im_end|>", "a" * 300, "é☕日本"]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The value with one thing in it replaced, dropped, doubled or renamed."""
+    if rng.random() < 0.2 or not isinstance(value, dict | list) or not value:
+        return rng.choice(JUNK)
+    if isinstance(value, list):
+        index = rng.randrange(len(value))
+        action = rng.choice(["change", "drop", "double"])
+        middle = {"drop": [], "double": [value[index]] * 2}.get(action, [mutated(value[index], rng)])
+        return value[:index] + middle + value[index + 1 :]
+    key = rng.choice(list(value))
+    action = rng.choice(["change", "change", "drop", "rename"])
+    kept = {name: inner for name, inner in value.items() if name != key}
+    if action == "change":
+        return {**kept, key: mutated(value[key], rng)}
+    return kept if action == "drop" else {**kept, rng.choice(["text", "messages", "weight", "tools", "name"]): value[key]}
+
+
+TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "four"}]
+SEEDS: list[Any] = [
+    {"messages": TURNS * 2},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    {"prompt": TURNS[:2], "completion": TURNS[2:]},
+    pair(1),
+    {"instruction": "a", "input": "b", "output": "c"},
+    {"text": "hello"},
+]
+
+
+def mutated_line(row: Any, rng: random.Random) -> bytes:
+    """A mutated row as JSON, in one of five cases broken as JSON too."""
+    row = mutated(row, rng)
+    line = json.dumps(mutated(row, rng) if rng.random() < 0.3 else row).encode()
+    if rng.random() < 0.2:
+        cut = rng.randrange(len(line) + 1)
+        line = line[:cut] + rng.choice([b"", b"\xff", b"}", b'"', b"\\"]) + line[cut + rng.randrange(3) :]
+    return line
+
+
+@pytest.mark.parametrize("number", range(len(SEEDS)))
+@pytest.mark.parametrize("templated", [True, False])
+def test_mutated_rows_are_bad_or_trainable_and_never_crash(number: int, templated: bool, make_tokenizer: Make, tmp_path: Path, cache: Path):
+    rng = random.Random(number)
+    lines = [json.dumps(SEEDS[number]).encode(), *(mutated_line(SEEDS[number], rng) for _ in range(1000))]
+    (tmp_path / "mutated.jsonl").write_bytes(b"\n".join(lines))
+    tokenizer = make_tokenizer() if templated else make_tokenizer(None)
+    options = replace(SKIP, seq_len=200)
+    if not templated and number < 3:
+        with pytest.raises(DataError, match="no chat template"):
+            encode_source(tmp_path / "mutated.jsonl", tokenizer, options, cache)
+        return
+    data = encode_source(tmp_path / "mutated.jsonl", tokenizer, options, cache)
+    assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
+    assert data.counts.bad > 100
+    assert len(data) > 50
+    assert data.target_counts.min() >= 1  # no row whose loss is 0 / 0
+    assert data.lengths.max() <= 200
+    assert not any(mask[0] for _, mask in map(data.row, range(len(data))))

@@ -1,0 +1,207 @@
+"""Steps, micro-batches, counts, shuffles and resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
+from megatrain.data.loader import IGNORED, Loader, StepBatch, held_out_batches
+from megatrain.errors import DataError
+
+PAD = 0
+
+
+@dataclass
+class FakeRows:
+    """Row i is its own number, 1-based, `lengths[i]` times; the second half of it is target."""
+
+    lengths: IndexArray
+    counts: Counts = field(default_factory=Counts)
+    digest: str = "fake"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def target_counts(self) -> IndexArray:
+        return self.lengths - self.lengths // 2
+
+    def row(self, index: int) -> tuple[IdArray, MaskArray]:
+        length = int(self.lengths[index])
+        return np.full(length, index + 1, np.int32), np.arange(length) >= length // 2
+
+
+ROWS = FakeRows(np.random.default_rng(0).integers(2, 33, 101))
+
+
+def loader(rows: FakeRows = ROWS, **changes: Any) -> Loader:
+    settings: dict[str, Any] = {"micro_batch_tokens": 64, "pad_id": PAD, "seed": 0, "tokens_per_step": 100, **changes}
+    if settings.get("rows_per_step"):
+        settings["tokens_per_step"] = None
+    return Loader(rows, **settings)
+
+
+def row_numbers(batch: StepBatch) -> list[int]:
+    return [int(number) - 1 for micro in batch.micro_batches for number in micro["input_ids"][:, 0]]
+
+
+def same(one: StepBatch, other: StepBatch) -> bool:
+    pairs = zip(one.micro_batches, other.micro_batches, strict=True)
+    return one.after == other.after and all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
+
+
+@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 1}, {"tokens_per_step": 10**6}])
+def test_an_epoch_gives_every_row_once(settings: dict[str, Any]):
+    batches = list(loader(**settings))
+    assert sorted(number for batch in batches for number in row_numbers(batch)) == list(range(101))
+    assert batches[-1].epoch == 1.0
+    assert len(batches) == loader(**settings).steps_total()
+
+
+def test_steps_are_filled_with_real_tokens_until_the_next_row_would_not_fit():
+    batches = list(loader())
+    order = [number for batch in batches for number in row_numbers(batch)]
+    assert order != sorted(order)
+    for batch, following in itertools.pairwise(batches):
+        assert batch.tokens <= 100
+        assert batch.tokens + max(ROWS.lengths[row_numbers(following)]) > 100
+
+
+def test_counts_are_of_real_tokens_and_targets():
+    for batch in loader():
+        real = sum(int(ROWS.lengths[number]) for number in row_numbers(batch))
+        assert batch.tokens == real
+        assert batch.rows == len(row_numbers(batch))
+        assert batch.target_tokens == sum(int((micro["labels"] != IGNORED).sum()) for micro in batch.micro_batches)
+        masks = [micro.get("attention_mask", torch.ones_like(micro["input_ids"])) for micro in batch.micro_batches]
+        assert sum(int(mask.sum()) for mask in masks) == real
+
+
+def test_micro_batches_fit_and_are_padded_on_the_right():
+    padded = 0
+    for batch in loader(tokens_per_step=300):
+        widths = [micro["input_ids"].shape[1] for micro in batch.micro_batches]
+        assert widths == sorted(widths, reverse=True)
+        for micro in batch.micro_batches:
+            ids, labels = micro["input_ids"], micro["labels"]
+            assert ids.dtype == labels.dtype == torch.int64
+            assert ids.numel() <= 64
+            mask = micro.get("attention_mask")
+            padded += mask is not None
+            assert (mask is None) == bool((ids != PAD).all())
+            for number, row in enumerate(ids):
+                expected, targets = ROWS.row(int(row[0]) - 1)
+                length = len(expected)
+                assert row.tolist() == expected.tolist() + [PAD] * (len(row) - length)
+                wanted = np.where(targets, expected, IGNORED).tolist() + [IGNORED] * (len(row) - length)
+                assert labels[number].tolist() == wanted
+                if mask is not None:
+                    assert mask[number].tolist() == [1] * length + [0] * (len(row) - length)
+    assert padded
+
+
+def test_epochs_are_shuffled_anew_and_alike_for_a_seed():
+    first, second = (list(loader(epochs=2, seed=seed)) for seed in (0, 0))
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+    halves = [[n for batch in first for n in row_numbers(batch) if epoch < batch.epoch <= epoch + 1] for epoch in (0, 1)]
+    assert sorted(halves[0]) == sorted(halves[1])
+    assert halves[0] != halves[1]
+    assert not same(first[0], next(iter(loader(seed=1))))
+
+
+@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}])
+@pytest.mark.parametrize("stop", [0, 1, 5, 16, 17, 30])
+def test_a_saved_position_gives_the_identical_rest(settings: dict[str, Any], stop: int):
+    whole = list(loader(epochs=3, **settings))
+    interrupted = loader(epochs=3, **settings)
+    iterator = iter(interrupted)
+    for _ in range(stop):
+        next(iterator)
+    saved = json.loads(json.dumps(interrupted.position()))
+    resumed = loader(epochs=3, **settings)
+    resumed.restore(saved)
+    assert resumed.steps_total() == len(whole)
+    rest = list(resumed)
+    assert len(rest) == len(whole) - stop
+    assert all(same(a, b) for a, b in zip(rest, whole[stop:], strict=True))
+
+
+def test_resuming_reads_none_of_the_consumed_rows():
+    interrupted = loader()
+    iterator = iter(interrupted)
+    for _ in range(10):
+        next(iterator)
+    read: list[int] = []
+
+    class Watched(FakeRows):
+        def row(self, index: int) -> tuple[IdArray, MaskArray]:
+            read.append(index)
+            return super().row(index)
+
+    resumed = loader(Watched(ROWS.lengths))
+    resumed.restore(interrupted.position())
+    batch = next(iter(resumed))
+    assert read[: batch.rows] == row_numbers(batch)
+    assert len(read) < 40
+
+
+def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
+    assert len(list(loader(max_steps=5))) == loader(max_steps=5).steps_total() == 5
+    assert len(list(loader(max_steps=50, epochs=None))) == loader(max_steps=50, epochs=None).steps_total() == 50
+    assert len(list(loader(max_steps=10**9))) == loader(max_steps=10**9).steps_total()
+    part = list(loader(epochs=1.5, rows_per_step=10))
+    assert sum(batch.rows for batch in part) == 101 + 51
+    assert len(part) == loader(epochs=1.5, rows_per_step=10).steps_total()
+    assert part[-1].epoch == pytest.approx(1 + 51 / 101)
+
+
+def test_an_ended_run_stays_ended():
+    ended = loader()
+    steps = len(list(ended))
+    resumed = loader()
+    resumed.restore(ended.position())
+    assert list(resumed) == []
+    assert resumed.steps_total() == steps
+
+
+def test_positions_of_other_runs_are_refused():
+    good = loader().position()
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"data": "other"}, "not those of the checkpoint"),
+        ({"seed": 7}, r"shuffled with train\.seed 7, not 0"),
+        ({"index": "x"}, "broken"),
+        ({"index": 10**6}, "outside the data"),
+        ({"step": -1}, "outside the data"),
+    ]
+    for change, message in changes:
+        with pytest.raises(DataError, match=message):
+            loader().restore({**good, **change})
+
+
+def test_a_row_that_fits_no_micro_batch_is_refused():
+    longest = int(ROWS.lengths.max())
+    with pytest.raises(DataError, match=rf"a row of {longest} tokens does not fit a micro-batch of 8; set train\.micro_batch_tokens"):
+        loader(micro_batch_tokens=8)
+    with pytest.raises(DataError, match="does not fit"):
+        held_out_batches(ROWS, 8, PAD)
+
+
+def test_held_out_batches_hold_every_row_once():
+    found = [int(number) - 1 for micro in held_out_batches(ROWS, 64, PAD) for number in micro["input_ids"][:, 0]]
+    assert sorted(found) == list(range(101))
+
+
+def test_an_error_while_preparing_reaches_the_loop():
+    class Broken(FakeRows):
+        def row(self, index: int) -> tuple[IdArray, MaskArray]:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(loader(Broken(ROWS.lengths))))
