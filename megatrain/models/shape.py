@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,13 +99,6 @@ def shape_of(
         head=WorkingSet(tuple((n, _head(skeleton, n, loss).peak_bytes) for n in HEAD_CHUNK_TOKENS)),
         calls=WorkingSet(tuple((tokens, run.call_bytes) for tokens, run in runs.items())),
     )
-
-
-def with_layers(shape: ModelShape, layers: int) -> ModelShape:
-    """The same model with another depth, its first layer repeated: for what-if questions and for tests of depth."""
-    embed, layer, head = shape.block_numel[0], shape.block_numel[1], shape.block_numel[-1]
-    grown = (layers + 2 - len(shape.block_numel)) * layer
-    return replace(shape, block_numel=(embed, *[layer] * layers, head), parameters=shape.parameters + grown)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""The planner's view of a model."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig
+
+from megatrain.models.shape import ModelShape, WorkingSet, shape_of
+from megatrain.models.skeleton import Skeleton
+
+SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+
+
+def shape(layers: int = 2, tied: bool = False, **kwargs: bool) -> ModelShape:
+    config = LlamaConfig(**SIZES, num_hidden_layers=layers, tie_word_embeddings=tied)
+    return shape_of(Skeleton(config, dtype=torch.bfloat16), 32, [32, 64, 128], **kwargs)
+
+
+def test_working_set_is_exact_at_points_and_never_below_a_convex_curve_between_them() -> None:
+    working_set = WorkingSet(((10, 100), (20, 150), (40, 350)))
+    assert [working_set.at(n) for n in (10, 20, 40)] == [100, 150, 350]
+    assert working_set.at(15) == 125
+    assert working_set.at(30) == 250
+    assert working_set.at(50) == 450  # the last line goes on
+    assert working_set.at(1) == 100  # below the first point: its own bytes are the bound
+    assert WorkingSet(((10, 100),)).at(25) == 250
+
+
+def test_parameters_and_blocks() -> None:
+    untied, tied = shape(), shape(tied=True)
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176 + 2 * 64  # q, o, k, v, gate, up, down, two norms
+    assert untied.parameters == 2 * layer + 2 * 96 * 64 + 64
+    assert tied.parameters == untied.parameters - 96 * 64
+    assert len(untied.block_numel) == 4
+    assert tied.tied
+    assert not untied.tied
+
+
+def test_working_sets_do_not_depend_on_depth() -> None:
+    shallow, deep = shape(layers=2), shape(layers=6)
+    assert (shallow.layer, shallow.embed, shallow.head, shallow.calls) == (deep.layer, deep.embed, deep.head, deep.calls)
+
+
+def test_head_chunk_by_hand() -> None:
+    tokens, vocab, hidden = 512, 96, 64
+    # the worst moment is the loss's backward: bf16 logits are gone, fp32 copies of logits, log-probabilities and their gradient are not
+    logits = vocab * tokens
+    assert shape().head.at(tokens) >= 3 * 4 * logits
+    assert shape().head.at(tokens) <= 3 * 4 * logits + 16 * tokens * hidden + 2 * vocab * hidden + 2**12
+
+
+def test_padded_rows_bring_masks() -> None:
+    plain, padded = shape(), shape(padded=True)
+    assert padded.calls.at(128) == plain.calls.at(128) + 4 * 32 * 32  # four rows' boolean masks, shared by the layers
+    assert padded.layer.at(128) > plain.layer.at(128)
+
+
+def test_layers_share_a_sliding_mask_when_padded() -> None:
+    config = MistralConfig(**SIZES, num_hidden_layers=4, sliding_window=16)
+    padded = shape_of(Skeleton(config), 32, [64], padded=True)
+    assert padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4  # less than a mask for each layer
+
+
+def test_a_bound_skeleton_is_refused() -> None:
+    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=1))
+    block = skeleton.anatomy.blocks[1]
+    skeleton.bind(block, torch.zeros(block.layout.numel, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError, match="not bound"):
+        shape_of(skeleton, 32, [32])

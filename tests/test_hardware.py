@@ -1,0 +1,136 @@
+"""Limits are read from the machine, and the tightest one counts."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatrain import hardware
+from megatrain.errors import ConfigError
+from megatrain.hardware import MIB, bf16_is_fast, cgroup_memory, disk_free, probe, update_threads
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+    return folder
+
+
+def membership(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "self-cgroup"
+    file.write_text(text)
+    return file
+
+
+def test_version_2_takes_the_tightest_parent_and_forgives_page_cache(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    write(mount / "outer", memory__max="1000", memory__current="900", memory__stat="anon 1\ninactive_file 300")
+    write(mount / "outer/inner", memory__max="max", memory__current="100", memory__stat="inactive_file 0")
+    assert cgroup_memory(mount, membership(tmp_path, "0::/outer/inner\n")) == (1000, 1000 - 900 + 300)
+
+
+def test_version_2_inside_a_container_reads_the_mount_point(tmp_path: Path) -> None:
+    mount = write(tmp_path / "cgroup", memory__max="500", memory__current="100")
+    assert cgroup_memory(mount, membership(tmp_path, "0::/on/the/host/only\n")) == (500, 400)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    write(mount / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="5")
+    write(mount / "memory/job", memory__limit_in_bytes="700", memory__usage_in_bytes="600", memory__stat="total_inactive_file 50")
+    assert cgroup_memory(mount, membership(tmp_path, "4:cpu:/\n3:memory:/job\n0::/\n")) == (700, 150)
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    mount = write(tmp_path / "cgroup", memory__max="max", memory__current="100")
+    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (None, None)
+    assert cgroup_memory(tmp_path / "nowhere", tmp_path / "nothing") == (None, None)
+
+
+def test_a_container_limit_bounds_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (64 * MIB, 16 * MIB))
+    found = probe(tmp_path, "cpu")
+    assert found.host_total_bytes == 64 * MIB
+    own = psutil.Process().memory_info().rss
+    assert found.host_available_bytes == pytest.approx(16 * MIB + own, rel=0.1)  # what we hold already is ours
+
+
+def test_probe_of_this_machine(tmp_path: Path) -> None:
+    found = probe(tmp_path / "runs" / "not" / "there", "cpu")
+    assert found.gpu is None
+    assert found.context_bytes == 0
+    assert 0 < found.host_available_bytes <= found.host_total_bytes + psutil.Process().memory_info().rss
+    assert found.physical_cores >= 1
+    assert found.disk_free_bytes == pytest.approx(disk_free(tmp_path), rel=0.05)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="no NVIDIA GPU is visible; set device: cpu"):
+        probe(tmp_path, "cuda")
+    assert probe(tmp_path, "auto").gpu is None
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 14)])
+def test_update_threads_leave_two_cores(cores: int, threads: int) -> None:
+    assert update_threads(cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [
+        ("flags\t: fpu avx2 avx512_bf16", True),
+        ("flags : amx_bf16", True),
+        ("Features : asimd bf16", True),
+        ("flags : avx2", False),
+        ("", False),
+    ],
+)
+def test_bf16_on_cpus(tmp_path: Path, flags: str, fast: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\n" + flags + "\n")
+    assert bf16_is_fast("cpu", cpuinfo) is fast
+
+
+class FakeNvml:
+    """As much of pynvml as the probe asks."""
+
+    class NVMLError(Exception):
+        pass
+
+    asked: str | int | None = None
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        self.asked = index
+        return "handle"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.asked = uuid
+        return "handle"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> object:
+        return type("Memory", (), {"total": 80, "free": 70})
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
+        return (9, 0)
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "NVIDIA Test"
+
+
+@pytest.mark.parametrize(("visible", "asked"), [(None, 0), ("2,3", 2), ("GPU-abc", "GPU-abc")])
+def test_the_gpu_that_cuda_would_show(visible: str | None, asked: int | str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from contextlib import nullcontext
+
+    nvml = FakeNvml()
+    monkeypatch.setattr(hardware, "_nvml", lambda: nullcontext(nvml))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = probe(tmp_path, "auto")
+    assert found.gpu == hardware.Gpu("NVIDIA Test", 80, 70, (9, 0))
+    assert nvml.asked == asked
+    assert found.context_bytes > 0
+    assert bf16_is_fast("cuda")
