@@ -1,5 +1,7 @@
 """What the dry run predicts is what the same layer allocates when it really runs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,8 @@ from megatrain.models.footprint import Footprint, LiveBytes, call_peak_bytes, la
 from megatrain.models.skeleton import Skeleton
 
 ROWS, TOKENS, HIDDEN = 2, 128, 64
-COMMON = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
-LLAMA_LIKE = {**COMMON, "intermediate_size": 176, "num_key_value_heads": 2}
+COMMON: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+LLAMA_LIKE: dict[str, Any] = {**COMMON, "intermediate_size": 176, "num_key_value_heads": 2}
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_LIKE),
     "mistral": MistralConfig(**LLAMA_LIKE, sliding_window=64),

@@ -1,5 +1,7 @@
 """The planner's view of a model."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
@@ -7,10 +9,10 @@ from transformers import LlamaConfig, MistralConfig
 from megatrain.models.shape import ModelShape, WorkingSet, shape_of
 from megatrain.models.skeleton import Skeleton
 
-SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
 
 
-def shape(layers: int = 2, tied: bool = False, **kwargs: bool) -> ModelShape:
+def shape(layers: int = 2, tied: bool = False, **kwargs: Any) -> ModelShape:
     config = LlamaConfig(**SIZES, num_hidden_layers=layers, tie_word_embeddings=tied)
     return shape_of(Skeleton(config, dtype=torch.bfloat16), 32, [32, 64, 128], **kwargs)
 
