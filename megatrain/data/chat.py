@@ -74,9 +74,7 @@ class ChatTemplate:
             before, after = self._around(turns, index, text)
             start = before if start is None or start > before else start
             stop = self._past_end_of_turn(text, after) if stop is None else stop
-        if self._eos and text.startswith(self._eos, stop):  # some templates write the end of a turn before the next one
-            stop += len(self._eos)
-        stop = self._without_space_after_end_of_turn(text, start, stop)
+        stop = self._through_end_of_turn(text, start, stop)
         if start >= stop:
             raise RowError(f"messages[{index}]: the chat template leaves nothing of this answer")
         return (start, stop), rewritten
@@ -106,9 +104,14 @@ class ChatTemplate:
         found = self._end_of_turn.match(text, stop) if self._end_of_turn else None
         return found.end() if found else stop
 
-    def _without_space_after_end_of_turn(self, text: str, start: int, stop: int) -> int:
+    def _through_end_of_turn(self, text: str, start: int, stop: int) -> int:
+        """The end-of-turn token belongs to the answer, white space after it does not."""
         answer = text[start:stop].rstrip()
-        return start + len(answer) if answer.endswith(tuple(self._added)) else stop
+        if answer.endswith(tuple(self._added)):
+            return start + len(answer)
+        if self._eos and text.startswith(self._eos, stop):  # some templates end a turn only when the next one begins
+            return stop + len(self._eos)
+        return stop
 
     def _has_generation_prompt(self) -> bool:
         probe = [{"role": "user", "content": STAND_IN}]

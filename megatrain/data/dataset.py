@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -127,9 +128,8 @@ class RowWriter:
         self._folder = folder
         self._ids = (folder / "ids.bin").open("wb")
         self._mask = (folder / "mask.bin").open("wb")
-        self._lengths: list[int] = []
-        self._targets: list[int] = []
-        self._hashes: list[int] = []
+        self._lengths, self._targets = array("q"), array("q")  # 8 bytes a row, where a list of ints takes 40
+        self._hashes = array("Q")
 
     def add(self, ids: IdArray, mask: MaskArray) -> None:
         """Append a row: ids int32 [tokens], mask bool [tokens]."""

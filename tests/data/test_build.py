@@ -239,7 +239,7 @@ def test_mutated_rows_are_bad_or_trainable_and_never_crash(number: int, template
     data = encode_source(tmp_path / "mutated.jsonl", tokenizer, options, cache)
     assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
     assert data.counts.bad > 100
-    assert len(data) > 50
+    assert len(data) > 20
     assert data.target_counts.min() >= 1  # no row whose loss is 0 / 0
     assert data.lengths.max() <= 200
     assert not any(mask[0] for _, mask in map(data.row, range(len(data))))

@@ -101,6 +101,13 @@ def test_eos_ends_the_turns_of_templates_without_headers(make_tokenizer: Callabl
     assert [run.strip() for run in targets(tokenizer, conversation)] == ["b c<|endoftext|>", "e<|endoftext|>"]
 
 
+def test_a_token_written_when_the_next_turn_begins_ends_the_answer(make_tokenizer: Callable[..., Any]):
+    late = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% if not loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
+    late += "{% if add_generation_prompt %}{{ eos_token + 'assistant: ' }}{% endif %}"
+    conversation = chat([("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")])
+    assert targets(make_tokenizer(late), conversation) == ["b<|endoftext|>", "d"]
+
+
 def test_white_space_that_ends_a_turn_is_a_target_where_no_token_does(make_tokenizer: Callable[..., Any]):
     tokenizer = make_tokenizer(TEXTUAL)
     conversation = chat([("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")])
