@@ -22,6 +22,7 @@ import torch
 from megatrain.errors import ConfigError, StorageError
 from megatrain.export import INDEX, Trained, array_sources, weight_plan, write_description
 from megatrain.manifest import MANIFEST, Manifest, describe_files, read_bytes, read_manifest, verify_checkpoint
+from megatrain.models.names import published_names
 from megatrain.models.safetensors_io import IO_THREADS, StoredTensor, open_shards, read_header, read_into, storage_error
 from megatrain.models.safetensors_writer import TensorSource, WrittenFile, encode_index, write_bytes, write_files
 from megatrain.optim import Optimizer
@@ -178,9 +179,10 @@ def _sync_and_describe(folder: Path, names: list[str]) -> list[WrittenFile]:
 
 def _optimizer_plan(engine: Saved) -> dict[str, list[TensorSource]]:
     """One file per block with all that is not in the model's own files: `exp_avg/model.norm.weight` and so on."""
-    arrays = [name for name in saved_arrays(engine) if name != "weight"]
+    published = published_names(engine.anatomy)
+    names = {array: {own: f"{array}/{name}" for own, name in published.items()} for array in saved_arrays(engine) if array != "weight"}
     return {
-        _optimizer_file(block.index): [s for array in arrays for s in array_sources(engine, array, block.index, f"{array}/")]
+        _optimizer_file(block.index): [source for array in names for source in array_sources(engine, array, block.index, names[array])]
         for block in engine.anatomy.blocks
     }
 
@@ -301,8 +303,7 @@ def load_checkpoint(path: Path | str, engine: Saved, verify: bool = True) -> dic
             f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step {manifest.step}; use another checkpoint"
         )
     _refuse_other(path, about["made_of"], _identity(engine))
-    weights = open_shards(path)
-    jobs = [job for block in engine.anatomy.blocks for job in _places(path, weights, engine, block.index)]
+    jobs = list(_places(path, engine))
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
     with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="load") as pool:
@@ -319,13 +320,15 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
             raise ConfigError(f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; resume with the run's own config")
 
 
-def _places(path: Path, weights: Mapping[str, StoredTensor], engine: Saved, block: int) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """(tensor on disk, where it belongs) for all saved arrays of a block; checks names, shapes and dtypes."""
-    states = read_header(path / _optimizer_file(block)).tensors
-    for array in saved_arrays(engine):
-        views = engine.store.layouts[block].views(engine.store.array(array, block))
-        for name, view in views.items():
-            stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
-            if stored is None or stored.shape != tuple(view.shape) or stored.dtype != view.dtype:
-                raise ConfigError(f"{path}: has no {array} of {name} with shape {list(view.shape)}; it is of another model")
-            yield stored, view
+def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """(tensor on disk, where it belongs) for all saved arrays; checks names, shapes and dtypes."""
+    weights, names = open_shards(path), published_names(engine.anatomy)
+    for block in engine.anatomy.blocks:
+        states = read_header(path / _optimizer_file(block.index)).tensors
+        for array in saved_arrays(engine):
+            views = block.layout.views(engine.store.array(array, block.index))
+            for own, view in views.items():
+                stored = weights.get(names[own]) if array == "weight" else states.get(f"{array}/{names[own]}")
+                if stored is None or stored.shape != tuple(view.shape) or stored.dtype != view.dtype:
+                    raise ConfigError(f"{path}: has no {array} of {own} with shape {list(view.shape)}; it is of another model")
+                yield stored, view

@@ -18,6 +18,7 @@ from megatrain.manifest import verify_checkpoint
 from megatrain.memory.host_store import HostStore
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.names import published_names
 from megatrain.models.safetensors_io import StoredTensor, open_shards, read_chunks, read_header, storage_error
 from megatrain.models.safetensors_writer import TensorSource, encode_index, plan_shards, write_bytes, write_files
 from megatrain.optim.split import join_master
@@ -45,8 +46,8 @@ class Trained(Protocol):
         """Return once the block's pending update is done; called from several threads."""
 
 
-def array_sources(engine: Trained, array: str, block: int, prefix: str = "") -> list[TensorSource]:
-    """The tensors of one array of one block, each of which waits for the block's update when its turn to be written comes."""
+def array_sources(engine: Trained, array: str, block: int, names: Mapping[str, str]) -> list[TensorSource]:
+    """The tensors of one array of one block under the given names; each waits for the block's update when its turn to be written comes."""
     layout: FlatLayout = engine.store.layouts[block]
     flat = engine.store.array(array, block)
 
@@ -54,12 +55,13 @@ def array_sources(engine: Trained, array: str, block: int, prefix: str = "") -> 
         engine.wait_ready(block)
         yield view
 
-    return [TensorSource(prefix + name, view.dtype, tuple(view.shape), partial(pieces, view)) for name, view in layout.views(flat).items()]
+    return [TensorSource(names[own], view.dtype, tuple(view.shape), partial(pieces, view)) for own, view in layout.views(flat).items()]
 
 
 def weight_plan(engine: Trained) -> dict[str, list[TensorSource]]:
     """The weight files of a model folder: tied tensors once, in the dtype the store computes with."""
-    return plan_shards([source for block in engine.anatomy.blocks for source in array_sources(engine, "weight", block.index)])
+    names = published_names(engine.anatomy)
+    return plan_shards([source for block in engine.anatomy.blocks for source in array_sources(engine, "weight", block.index, names)])
 
 
 def save_pretrained(

@@ -16,6 +16,7 @@ from megatrain.errors import ModelError
 from megatrain.memory.host_store import HostStore
 from megatrain.memory.layout import TensorSpec
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.names import published_names
 from megatrain.models.pretrained import Source, load_config, load_config_and_tokenizer, resolve_source
 from megatrain.models.safetensors_io import IO_THREADS, StoredTensor, open_shards, read_chunks
 from megatrain.optim.split import split_master
@@ -108,7 +109,7 @@ class Place:
 def copy_in(anatomy: Anatomy, store: HostStore, candidates: Mapping[str, Candidate], where: str) -> None:
     """Check every candidate against the anatomy, then copy them with a few threads. Raises ModelError as `load_pretrained`."""
     places = {spec.name: Place(block.index, spec) for block in anatomy.blocks for spec in block.layout.tensors}
-    found = match_names(anatomy, places, candidates, where)
+    found = match_names(anatomy, candidates, where)
     twins = _take_aliases(anatomy, found)
     missing = [name for name in places if name not in found]
     if missing:
@@ -120,23 +121,24 @@ def copy_in(anatomy: Anatomy, store: HostStore, candidates: Mapping[str, Candida
     _in_parallel([*fills, *(partial(_check_twins, alias, owner) for alias, owner in twins)])
 
 
-def match_names(anatomy: Anatomy, places: Mapping[str, Place], candidates: Mapping[str, Candidate], where: str) -> dict[str, Candidate]:
-    """Candidates by the model's own names. Folders saved from a bare base model lack the prefix of its place in the causal LM.
+def match_names(anatomy: Anatomy, candidates: Mapping[str, Candidate], where: str) -> dict[str, Candidate]:
+    """Candidates by the model's own names, given those or the published ones, with or without the prefix that a bare base model lacks.
 
     Raises:
         ModelError: a name means nothing to this model, or two mean the same.
     """
-    prefix = anatomy.blocks[0].layout.tensors[0].name.partition(".")[0]
-    known = {*places, *(alias for alias, _ in anatomy.tied)}
+    prefix = anatomy.embed.layout.tensors[0].name.partition(".")[0]
+    published = published_names(anatomy)
+    known = {name: name for name in published} | {name: own for own, name in published.items()}
     found: dict[str, Candidate] = {}
     unexpected = []
     for name, candidate in candidates.items():
-        own = next((n for n in (name, f"{prefix}.{name}") if n in known), None)
+        own = known.get(name) or known.get(f"{prefix}.{name}")
         if own is None:
             if not IGNORED.search(name):
                 unexpected.append(name)
         elif own in found:
-            raise ModelError(f"{where}: holds {own} twice, with and without the prefix {prefix!r}")
+            raise ModelError(f"{where}: holds {own} twice, under another name too")
         else:
             found[own] = candidate
     if unexpected:

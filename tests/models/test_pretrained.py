@@ -1,0 +1,205 @@
+"""Sources, configurations and tokenizers: what a user names is found, what a folder claims is not obeyed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megatrain.errors import ModelError
+from megatrain.models.pretrained import Source, end_of_turn, load_config, load_config_and_tokenizer, load_tokenizer, resolve_source
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, max_position_embeddings=16
+)
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    CONFIG.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def make_tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
+    words = {"<unk>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "</s>": 3, "hello": 4}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+def edit(folder: Path, file: str, **entries: Any) -> None:
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def test_a_folder_is_a_folder(folder: Path) -> None:
+    assert resolve_source(str(folder)) == Source("folder", folder)
+
+
+def test_a_gguf_file_is_found_by_itself_or_by_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").touch()
+    expected = Source("gguf", tmp_path, "x.gguf")
+    assert resolve_source(tmp_path / "x.gguf") == expected == resolve_source(tmp_path)
+    assert expected.file == tmp_path / "x.gguf"
+
+
+def test_a_typo_in_a_path_is_answered_with_the_nearest_name(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"modle: no such file or folder; did you mean .*/model\?"):
+        resolve_source(folder.with_name("modle"))
+
+
+def test_a_missing_parent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nor is there a folder .*/gone"):
+        resolve_source(tmp_path / "gone" / "model")
+
+
+def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
+    with pytest.raises(ModelError, match=r"^nobody/nothing at revision v1: is not a local folder.* hub did not deliver"):
+        resolve_source("nobody/nothing", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "has no config.json"),
+        (["a.gguf", "b.gguf"], "holds 2 GGUF files"),
+        (["last"], "is a run folder; name one of its checkpoints"),
+        (["adapter_config.json"], "is an adapter"),
+    ],
+)
+def test_a_folder_that_is_no_model_says_what_it_is(tmp_path: Path, files: list[str], message: str) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(ModelError, match=message):
+        resolve_source(tmp_path)
+
+
+def test_another_kind_of_file_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file; name the folder"):
+        resolve_source(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "nope",
+        '{"model_type": "no-such"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+        '{"model_type": 7}',
+        "1" * 6000,
+    ],
+)
+def test_a_malformed_config_is_one_sentence(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json: (cannot be used|needs Python code)") as caught:
+        load_config(resolve_source(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_config_is_not_read(folder: Path) -> None:
+    with (folder / "config.json").open("ab") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ModelError, match="larger than 16 MiB"):
+        load_config(resolve_source(folder))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_quantised_weights_are_refused_by_method(folder: Path, key: str) -> None:
+    edit(folder, "config.json", **{key: {"quant_method": "fp8"}})
+    with pytest.raises(ModelError, match=r"quantised \(fp8\).*unquantised"):
+        load_config(resolve_source(folder))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation"])
+def test_a_folder_cannot_choose_a_kernel_to_download(folder: Path, key: str) -> None:
+    edit(folder, "config.json", **{key: "somebody/kernel"})
+    config = load_config(resolve_source(folder))
+    assert config._attn_implementation is None
+    assert "somebody/kernel" not in config.to_json_string()
+
+
+@pytest.fixture
+def trap(folder: Path) -> Path:
+    """A folder whose code leaves a mark if it is ever run."""
+    mark = folder / "ran"
+    (folder / "evil.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as C\n\nclass Evil(C):\n    model_type = 'evil'\n"
+    )
+    return mark
+
+
+@pytest.mark.parametrize("model_type", ["evil", "llama"])
+def test_code_of_a_folder_is_not_run(folder: Path, trap: Path, model_type: str) -> None:
+    edit(folder, "config.json", model_type=model_type, auto_map={"AutoConfig": "evil.Evil"}, trust_remote_code=True)
+    if model_type == "evil":
+        with pytest.raises(ModelError, match="needs Python code from the model's folder"):
+            load_config(resolve_source(folder))
+    else:
+        load_config(resolve_source(folder))
+    assert not trap.exists()
+
+
+def test_a_tokenizers_code_is_not_run(folder: Path, trap: Path) -> None:
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    edit(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil")
+    try:
+        load_tokenizer(resolve_source(folder))
+    except ModelError as error:
+        assert "needs Python code" in str(error)  # noqa: PT017  either answer is right, as long as nothing ran
+    assert not trap.exists()
+
+
+def test_a_missing_tokenizer_is_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"model: the tokenizer cannot be used"):
+        load_tokenizer(resolve_source(folder))
+
+
+def test_a_folder_keeps_its_eos_and_gets_a_pad(folder: Path) -> None:
+    tokenizer = make_tokenizer(eos_token="</s>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    transformers.GenerationConfig(eos_token_id=[2, 3]).save_pretrained(folder)
+    config, loaded, generation = load_config_and_tokenizer(resolve_source(folder))
+    assert (loaded.eos_token, loaded.pad_token) == ("</s>", "</s>")
+    assert config.model_type == "llama"
+    assert generation is not None
+    assert generation.eos_token_id == [2, 3]
+
+
+def test_a_folder_keeps_its_own_pad(folder: Path) -> None:
+    make_tokenizer(eos_token="</s>", pad_token="<unk>").save_pretrained(folder)
+    assert load_tokenizer(resolve_source(folder)).pad_token == "<unk>"
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (CHATML, "<|im_end|>"),
+        ("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}", "</s>"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+        ("{{ broken", None),
+        (None, None),
+    ],
+)
+def test_the_end_of_a_turn_is_read_from_the_template(template: str | None, token: str | None) -> None:
+    tokenizer = make_tokenizer(eos_token="</s>")
+    tokenizer.chat_template = template
+    assert end_of_turn(tokenizer) == token
+
+
+def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
+    config, tokenizer, generation = load_config_and_tokenizer(resolve_source(smollm2_gguf))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert (config.eos_token_id, config.pad_token_id) == (2, 2)
+    assert generation is not None
+    assert generation.eos_token_id == 2
