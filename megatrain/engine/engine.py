@@ -263,7 +263,10 @@ class Engine:
             return StepResult(0.0, 0, 0.0, True)
         self._streamer.invalidate()
         self.updates += 1
-        return StepResult(result.loss, result.target_tokens, self._gradients.norm(pending), False, result.stalls_s)
+        norm = self._gradients.norm(pending)
+        if not math.isfinite(norm):
+            self._updater.wait_all(gradient.block for gradient in pending)  # raises: some blocks were updated and others were not
+        return StepResult(result.loss, result.target_tokens, norm, False, result.stalls_s)
 
     def _rate(self, lr: float | None) -> float:
         return self.optimizer.lr if lr is None else lr
@@ -350,6 +353,8 @@ class Engine:
         self._upload.close()
         self._download.close()
         self._updater.close()
+        if self._ring is not None:
+            self._ring.close()
         self.store.close()
 
     def __enter__(self) -> Engine:

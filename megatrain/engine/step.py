@@ -227,7 +227,7 @@ class Passes:
 
     def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
         """The same seed for a layer's forward and its recomputation, another for every seed, step, layer and micro-batch."""
-        if self.skeleton.has_dropout:
+        if self.skeleton.has_dropout and self.skeleton.model.training:  # evaluation draws nothing, and must leave the caller's state alone
             torch.manual_seed(mix(self.seed, self.step, block, mb.number))
 
     @contextmanager
