@@ -1,0 +1,153 @@
+"""Recomputation replays dropout exactly, every mask has a seed of its own, and the caller's random state is left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.step import mix
+from tests.support import (
+    Batch,
+    count_targets,
+    differing,
+    distance,
+    engine_of,
+    full_batches,
+    gradients_of,
+    plain_loss,
+    plain_model,
+    tiny_config,
+)
+
+DROPOUTS = {
+    "gpt-neox": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "falcon-7b-untied": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3},
+}
+BATCHES = full_batches(0)
+SEED = 11
+
+
+def gradients_without_recompute(model: nn.Module, batches: list[Batch], engine: Engine, step: int) -> float:
+    """Plain autograd over whole graphs, seeded before each block as the engine says it does. Returns the loss."""
+    number = 0
+
+    def seed(block: int) -> None:
+        torch.manual_seed(mix(SEED, step, block, number))
+
+    path = engine.anatomy.blocks[1].layout.tensors[0].name.split(".0.")[0]
+    layers = list(model.get_submodule(path))  # type: ignore[call-overload]
+    handles = [model.register_forward_pre_hook(lambda *_: seed(0))]
+    handles += [layer.register_forward_pre_hook(lambda *_, block=i + 1: seed(block)) for i, layer in enumerate(layers)]
+    total = 0.0
+    for number, batch in enumerate(batches):  # noqa: B007  (`seed` reads it)
+        loss = plain_loss(model, batch) / count_targets(batches)
+        loss.backward()
+        total += float(loss.detach())
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(groups=2)], ids=str)
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_gradients_equal_those_of_the_same_masks_without_recomputation(family, settings):
+    config = tiny_config(family, **DROPOUTS[family])
+    model = plain_model(config)
+    with engine_of(config, seed=SEED, settings=settings) as engine, torch.random.fork_rng():
+        for step in range(2):  # the weights do not change: dropout alone makes the steps differ
+            model.zero_grad()
+            expected = gradients_without_recompute(model, BATCHES, engine, step)
+            assert engine.forward_backward(BATCHES).loss == pytest.approx(expected, rel=1e-6)
+            ours = gradients_of(engine)
+            engine.step(lr=0.0)
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                if not name.endswith(("query_key_value.bias", "c_attn.bias")):  # partly zero but for rounding
+                    assert distance(ours[name], parameter.grad) < 1e-5, name
+
+
+def test_every_mask_has_a_seed_of_its_own_and_recomputation_repeats_it(monkeypatch):
+    drawn: list[int] = []
+    seed = torch.manual_seed
+
+    def noting(number: int) -> torch.Generator:
+        drawn.append(number)
+        return seed(number)
+
+    monkeypatch.setattr(torch, "manual_seed", noting)
+    config = tiny_config("gpt-neox", **DROPOUTS["gpt-neox"])
+    with engine_of(config, seed=SEED) as engine:
+        drawn.clear()
+        for _ in range(3):
+            engine.train_step(BATCHES)
+    blocks = config.num_hidden_layers + 2
+    counts = Counter(drawn)
+    expected = {
+        mix(SEED, step, block, number): 1 if block == blocks - 1 else 2
+        for step, block, number in product(range(3), range(blocks), range(2))
+    }
+    assert len(expected) == 3 * blocks * 2
+    assert counts == expected  # the head runs once, all others forward and again in backward
+
+
+def test_a_skipped_step_draws_new_masks_next_time():
+    config = tiny_config("gpt-neox", **DROPOUTS["gpt-neox"])
+    empty = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in BATCHES]
+    with engine_of(config) as engine:
+        first = engine.forward_backward(BATCHES).loss
+        engine.step(lr=0.0)
+    with engine_of(config) as engine:
+        engine.train_step(empty)
+        second = engine.forward_backward(BATCHES).loss
+        engine.step(lr=0.0)
+    assert first != second
+
+
+@pytest.mark.parametrize(("seed", "same"), [(SEED, True), (SEED + 1, False)])
+def test_the_engine_s_seed_decides(seed, same):
+    config = tiny_config("falcon-7b-untied", **DROPOUTS["falcon-7b-untied"])
+    with engine_of(config, seed=SEED) as engine:
+        expected = engine.forward_backward(BATCHES).loss
+    with engine_of(config, seed=seed) as engine:
+        assert (engine.forward_backward(BATCHES).loss == expected) is same
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dropout_depends_on_the_micro_batch_and_not_on_its_group(groups):
+    config = tiny_config("gpt-neox", **DROPOUTS["gpt-neox"])
+    batches = full_batches(0, [(1, 6)] * 3)
+    with engine_of(config) as engine:
+        engine.forward_backward(batches)
+        expected = gradients_of(engine)
+    with engine_of(config, settings=Settings(groups=groups, head_chunk=7)) as engine:
+        engine.forward_backward(batches)
+        assert differing(gradients_of(engine), expected) == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_caller_s_random_state_is_left_alone(dropout):
+    config = tiny_config("gpt-neox", hidden_dropout=dropout)
+    with engine_of(config) as engine:
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        for use in (
+            lambda: engine.train_step(BATCHES),
+            lambda: engine.evaluate(BATCHES),
+            lambda: engine.logits(BATCHES[0]["input_ids"]),
+            lambda: engine.generate(BATCHES[0]["input_ids"][:1], 2),
+        ):
+            use()
+            assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_mixed_seeds_differ_and_depend_on_the_order():
+    seeds = {mix(*numbers) for numbers in product(range(3), range(20), range(6), range(6))}
+    assert len(seeds) == 3 * 20 * 6 * 6
+    assert mix(0, 1) != mix(1, 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
