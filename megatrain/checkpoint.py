@@ -7,6 +7,7 @@ and `MANIFEST.json` (sizes and hashes, written last). Every tensor file carries 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -209,15 +210,15 @@ def _identity(engine: Saved) -> dict[str, Any]:
 
 
 def _next_sequence(run_dir: Path) -> int:
-    return 1 + max((_sequence(path) for path in checkpoints(run_dir)), default=0)
+    return 1 + int(max((_sequence(path) for path in checkpoints(run_dir)), default=0))
 
 
-def _sequence(checkpoint: Path) -> int:
-    """When it was saved, in saves; a folder without a readable manifest counts as the oldest."""
+def _sequence(checkpoint: Path, unreadable: float = 0) -> float:
+    """When it was saved, in saves; `unreadable` for a folder without an intact manifest, which is thrown away first."""
     try:
         return read_manifest(checkpoint).sequence
     except StorageError:
-        return 0
+        return unreadable
 
 
 def _prune(run_dir: Path, keep: int) -> None:
@@ -271,7 +272,8 @@ class Resumable:
 def find_resumable(run_dir: Path | str, deep: bool = True) -> Resumable:
     """Look for a checkpoint to go on from, newest save first; with `deep` every byte of it is checked."""
     run_dir = Path(run_dir)
-    candidates = sorted(checkpoints(run_dir), key=_sequence, reverse=True)
+    # unreadable ones first: each may have been the newest, so each gets its warning
+    candidates = sorted(checkpoints(run_dir), key=partial(_sequence, unreadable=math.inf), reverse=True)
     if (run_dir / "final").is_dir():  # the same bytes as a checkpoint's, unless that was removed by hand
         candidates.append(run_dir / "final")
     warnings = []

@@ -1,7 +1,7 @@
 """The names under which a family's weights are published, where they differ from those of transformers' modules.
 
-Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`) and keep old folders readable by renaming on load and save. We write published
-names, so that other programs and other releases of transformers read our folders.
+Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`) and keep old folders readable by renaming on load and save. We write
+published names, so that other programs and other releases of transformers read our folders.
 """
 
 from __future__ import annotations
