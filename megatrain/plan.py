@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 REMAINDER_BYTES = {"bfloat16": 2, "float32": 0}  # float32's weight is the master itself
+INPUT_BYTES = 24  # of a token: its id, its position among the targets and its label, int64 each
 SUM_BYTES = 4  # gradients are summed in fp32 whatever the precision
 
+HUGE_PAGE_BYTES = 2 << 20  # the store's slabs are whole huge pages
 LAYER_SLOTS = 2  # one computes while the other is filled
+TRAVELLING_SUMS = 2  # of gradient sums that wait on the host between groups, one is added to while another leaves
 GRADIENT_STAGES = 2  # one is copied to the host while the other is filled
 HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is used by the update
 
@@ -220,7 +223,7 @@ def _lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, 
     sets = {
         "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
         "embedding, one micro-batch": shape.embed.at(choices.micro_batch_tokens),
-        "head, one chunk": shape.head.at(choices.head_chunk_tokens),
+        "head, one chunk": _head_bytes(choices, job, shape),
     }
     return Plan(
         choices=choices,
@@ -244,12 +247,13 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     in_group = _micro_batches_per_group(choices, job)
     group_tokens = min(in_group * choices.micro_batch_tokens, max(_step_tokens(job), choices.micro_batch_tokens))
     table = {
-        "layer slots": LAYER_SLOTS * max(layers) * weight,
+        "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers) * weight,
         # a tied embedding stays for the head; otherwise the two take turns
         "embedding and head slot": (embed + head if shape.tied else max(embed, head)) * weight,
         "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
         "gradient staging": GRADIENT_STAGES * largest * weight,
         "boundary activations": group_tokens * shape.hidden_size * weight * (len(layers) + 1),
+        "token ids and targets": max(_step_tokens(job), group_tokens) * INPUT_BYTES,
         "rotary tables and masks": in_group * shape.calls.at(choices.micro_batch_tokens),
         "working set": working_set,
     }
@@ -258,13 +262,20 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     return table
 
 
+def _head_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """A chunk's working set, its hidden states, and the gradient of the micro-batch's hidden states that the chunks fill."""
+    rows = choices.head_chunk_tokens + choices.micro_batch_tokens
+    return shape.head.at(choices.head_chunk_tokens) + rows * shape.hidden_size * WEIGHT_BYTES[job.precision]
+
+
 def _device_sums(choices: Choices, shape: ModelShape) -> int:
     """Elements of fp32 gradient sums on the device."""
     if choices.gradient_sums == "device":
         return sum(shape.block_numel)
     embed, *others = shape.block_numel
+    buffers = TRAVELLING_SUMS if choices.gradient_sums == "host" else 1
     # a tied embedding's gradient begins at the head and ends at the embedding, so it has sums of its own all the way
-    return embed + max(others) if shape.tied else max(shape.block_numel)
+    return embed + buffers * max(others) if shape.tied else buffers * max(shape.block_numel)
 
 
 def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
@@ -277,9 +288,9 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
         "grad": numel * weight if job.clipping else 0,
         "gradient staging": 0 if job.clipping else HOST_STAGES * max(shape.block_numel) * weight,
         "gradient sums": numel * SUM_BYTES if choices.gradient_sums == "host" else 0,
-        "runtime": hardware.runtime_bytes,
     }
-    return {name: size for name, size in table.items() if size}
+    slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
+    return slabs | {"runtime": hardware.runtime_bytes}
 
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:

@@ -1,0 +1,99 @@
+"""What the engine allocates is what the plan says, storage by storage."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatrain.engine.build import build
+from megatrain.engine.engine import PRECISIONS, Settings
+from megatrain.engine.head import token_logprobs
+from megatrain.hardware import probe
+from megatrain.models.footprint import LiveBytes
+from megatrain.models.shape import shape_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.plan import Job, Plan, make_plan
+
+ROW, VOCAB = 64, 512
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int = 4
+    tied: bool = False
+    precision: str = "bfloat16"
+    clipping: bool = True
+    groups: int = 1
+    micro_batch_tokens: int = 256
+    tokens: int = 1024
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            tie_word_embeddings=self.tied,
+        )
+
+    def plan(self, folder: Path) -> Plan:
+        def loss(logits: torch.Tensor) -> torch.Tensor:
+            return token_logprobs(logits, torch.zeros(len(logits), dtype=torch.long, device="meta")).sum()
+
+        skeleton = Skeleton(self.config, dtype=PRECISIONS[self.precision])
+        shape = shape_of(skeleton, ROW, [self.micro_batch_tokens], head_loss=loss)
+        job = Job(self.precision, self.tokens, ROW, self.clipping, micro_batch_tokens=self.micro_batch_tokens, groups=self.groups)
+        return make_plan(job, shape, replace(probe(folder, "cpu"), runtime_bytes=0))
+
+    def measure(self, plan: Plan) -> tuple[int, int]:
+        """(peak bytes where it computes, bytes of the host's arrays) of one training step under `plan`."""
+        choices = plan.choices
+        settings = Settings(choices.groups, choices.gradient_sums == "device", choices.head_chunk_tokens, choices.update_threads)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(VOCAB, (self.tokens // ROW, ROW), generator=generator)
+        batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(self.micro_batch_tokens // ROW)]
+        gc.collect()
+        with LiveBytes() as live:
+            limit = 1.0 if self.clipping else None
+            engine = build(self.config, precision=self.precision, max_grad_norm=limit, device="cpu", settings=settings)
+            live.peak = live.live  # building the modules takes some, but before the buffers exist
+            engine.train_step(batches)
+        stored = engine.store.nbytes
+        engine.close()
+        return live.peak, stored
+
+
+CASES = {
+    "bf16": Case(),
+    "fp32": Case(precision="float32"),
+    "tied": Case(tied=True),
+    "no clipping": Case(clipping=False),
+    "two groups": Case(groups=2, micro_batch_tokens=128),
+    "one micro-batch": Case(micro_batch_tokens=1024),
+    "deep": Case(layers=32, micro_batch_tokens=128),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_device_peak_within_3_percent_and_host_within_2(name: str, tmp_path: Path) -> None:
+    plan = CASES[name].plan(tmp_path)
+    device_bytes, host_bytes = CASES[name].measure(plan)
+    assert sum(plan.device.values()) == pytest.approx(device_bytes, rel=0.03)
+    assert sum(plan.host.values()) - plan.host.get("gradient staging", 0) == pytest.approx(host_bytes, rel=0.02)
+
+
+def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path: Path) -> None:
+    rest = []
+    for layers in (4, 16, 64):
+        case = Case(layers=layers, tokens=512)
+        plan = case.plan(tmp_path)
+        rest.append(case.measure(plan)[0] - plan.boundary_bytes)
+    assert max(rest) - min(rest) <= 4096  # a few bytes for each layer's square sum
