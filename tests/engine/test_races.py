@@ -1,0 +1,140 @@
+"""Random delays in every lane change no bit; and each wait, taken away, changes the result, so the delays do find races."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+
+from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.streams import Event
+from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+
+STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
+MODES = {
+    "one group": Settings(),
+    "two groups, sums on the device": Settings(groups=2, sums_on_device=True),
+    "two groups, sums travel": Settings(groups=2),
+}
+SLOW = [("upload",), ("download",), ("update",), LANES]
+
+
+def make(mode: str = "one group", clip: float | None = 0.5, family: str = "llama", precision: str = "bfloat16") -> Engine:
+    config = tiny_config(family, num_hidden_layers=4)
+    return engine_of(config, settings=MODES[mode], max_grad_norm=clip, precision=precision)
+
+
+def run(engine: Engine) -> tuple[Trace, State]:
+    with engine:
+        return train_engine(engine, STEPS), state_of(engine)
+
+
+@cache
+def undelayed(mode: str = "one group", clip: float | None = 0.5) -> tuple[Trace, State]:
+    return run(make(mode, clip))
+
+
+@pytest.mark.parametrize("slow", SLOW, ids="+".join)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_delays_change_no_bit(mode, clip, slow):
+    expected, state = undelayed(mode, clip)
+    delayed, again = run(delay(make(mode, clip), slow, longest_s=0.003))
+    assert (delayed.losses, delayed.norms) == (expected.losses, expected.norms)
+    assert differing(state, again) == []
+
+
+@pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")])
+def test_delays_change_no_bit_in_other_families(family, precision):
+    expected, state = run(make("two groups, sums travel", family=family, precision=precision))
+    delayed, again = run(delay(make("two groups, sums travel", family=family, precision=precision), LANES, 0.003, seed=1))
+    assert delayed.losses == expected.losses
+    assert differing(state, again) == []
+
+
+def test_evaluation_and_saving_right_after_a_step_see_its_update():
+    with make() as prompt, make() as late:
+        late.train_step(STEPS[0])
+        state_of(late)  # waits
+        expected = late.evaluate(STEPS[1]).loss
+        delay(prompt, ["update"], 0.02).train_step(STEPS[0])
+        assert prompt.evaluate(STEPS[1]).loss == expected
+        prompt.train_step(STEPS[1])
+        late.train_step(STEPS[1])
+        state_of(late)
+        assert differing({name: weight.clone() for name, weight in prompt.iter_weights()}, dict(late.iter_weights())) == []
+
+
+# -- the tests above can fail -------------------------------------------------------------------------------------------------------
+
+
+def never_wait(*_: object) -> None:
+    """In the place of a wait."""
+
+
+def updates_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    engine._streamer.wait_ready = never_wait
+
+
+def uploads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    skip_compute_waits(engine, "upload")
+
+
+def downloads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    skip_compute_waits(engine, "download")
+
+
+def skip_compute_waits(engine: Engine, skipped: str) -> None:
+    wait = engine._compute.wait
+
+    def some(event: Event | None, cause: str) -> None:
+        if cause != skipped:
+            wait(event, cause)
+
+    engine._compute.wait = some  # type: ignore[method-assign]
+
+
+def uploads_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    engine._upload.wait = never_wait  # type: ignore[method-assign,assignment]
+
+
+def landings_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Event, "synchronize", never_wait)
+
+
+def staging_is_taken_at_once(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    assert engine._ring is not None
+    engine._ring._wait_ready = never_wait
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wait that is taken away, and the conditions under which that must show."""
+
+    inject: Callable[[Engine, pytest.MonkeyPatch], None]
+    slow: tuple[str, ...]
+    mode: str = "one group"
+    clip: float | None = field(default=0.5)
+
+
+FAULTS = [
+    Fault(updates_may_lag, ("update",)),
+    Fault(uploads_may_lag, ("upload",)),
+    Fault(downloads_may_lag, ("download",)),
+    Fault(landings_are_not_awaited, ("download",)),
+    Fault(landings_are_not_awaited, ("download",), "two groups, sums travel"),
+    Fault(uploads_ignore_other_lanes, ("download",), "two groups, sums travel"),
+    Fault(staging_is_taken_at_once, ("update",), clip=None),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.inject.__name__}-{f.mode}")
+def test_without_its_wait_a_delay_changes_the_result(fault, monkeypatch):
+    expected, state = undelayed(fault.mode, fault.clip)
+    with delay(make(fault.mode, fault.clip), fault.slow, longest_s=0.02) as engine:
+        fault.inject(engine, monkeypatch)
+        broken = train_engine(engine, STEPS)
+        again = state_of(engine)
+    assert broken.losses != expected.losses or differing(state, again)

@@ -1,0 +1,196 @@
+"""Which slot a block lands in, what is fetched when, and that nothing travels twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.engine.streamer import Slot, Streamer, slot_sizes
+from megatrain.engine.streams import Compute, Lane
+from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.layout import FlatLayout
+from megatrain.models.anatomy import Anatomy, Block
+
+CPU = torch.device("cpu")
+EMBED, LAYER, HEAD = 3000, 1500, 500  # elements of the blocks, before padding
+
+
+def anatomy(layers: int, tied: bool = False) -> Anatomy:
+    numels = [EMBED, *[LAYER] * layers, HEAD if tied else EMBED + HEAD]
+    names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    blocks = tuple(Block(i, name, FlatLayout.pack([("w", (n,), True)])) for i, (name, n) in enumerate(zip(names, numels, strict=True)))
+    return Anatomy(blocks, (("head", "embed"),) if tied else (), "test", 8, 8, None)
+
+
+def there_and_back(layers: int) -> list[int]:
+    order = list(range(layers + 2))
+    return [*order, *reversed(order[:-1])]
+
+
+class Rig:
+    """A streamer over a store whose block i is full of i + 1. `uploads` notes blocks in the order in which they travelled."""
+
+    def __init__(self, shape: Anatomy) -> None:
+        self.store = HostStore([b.layout for b in shape.blocks], [ArraySpec("weight", torch.float32)])
+        for block in shape.blocks:
+            self.store.array("weight", block.index).fill_(block.index + 1)
+        self.uploads: list[int] = []
+        self.lane = Lane("upload")
+        self.streamer = Streamer(shape, self.store, torch.float32, Compute(CPU), self.lane, self.uploads.append)
+
+    def visit(self, visits: Sequence[int]) -> Iterator[int]:
+        """Sweep, checking at every visit that the block's own weights are there."""
+        with closing(self.streamer.sweep(visits)) as sweep:
+            for block in sweep:
+                assert torch.all(self.streamer.flat(block) == block + 1), (
+                    f"block {block} was read before it landed or after it was overwritten"
+                )
+                yield block
+
+    def drain(self, visits: Sequence[int]) -> list[int]:
+        self.uploads.clear()
+        assert list(self.visit(visits)) == list(visits)
+        return list(self.uploads)
+
+
+@contextmanager
+def rig(layers: int, tied: bool = False) -> Iterator[Rig]:
+    made = Rig(anatomy(layers, tied))
+    yield made
+    made.lane.close()
+    made.store.close()
+
+
+# -- slots --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 64])
+@pytest.mark.parametrize("tied", [False, True])
+def test_device_memory_for_weights_does_not_depend_on_depth(layers, tied):
+    sizes, _ = slot_sizes(anatomy(layers, tied))
+    padded = [block.layout.numel for block in anatomy(1, tied).blocks]
+    edges = [padded[0], padded[2]] if tied else [max(padded[0], padded[2])]
+    assert sizes == [*[padded[1]] * min(layers, 2), *edges]
+
+
+def test_layers_alternate_between_two_slots_and_embedding_and_head_share_one():
+    assert slot_sizes(anatomy(5))[1] == [2, 0, 1, 0, 1, 0, 2]
+
+
+def test_tied_embeddings_keep_their_slot_until_the_head():
+    assert slot_sizes(anatomy(4, tied=True))[1] == [2, 0, 1, 0, 1, 3]
+
+
+def test_every_slot_fits_its_largest_block():
+    shape = anatomy(3)
+    sizes, slot_of = slot_sizes(shape)
+    assert all(block.layout.numel <= sizes[slot] for block, slot in zip(shape.blocks, slot_of, strict=True))
+
+
+# -- what travels, and when ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "tied", "backward"),
+    [
+        (1, False, [0]),  # the only layer is still there; the embedding made room for the head
+        (2, False, [0]),
+        (4, False, [2, 1, 0]),  # layers 4 and 3 are still there
+        (4, True, [2, 1]),  # and so is a tied embedding
+        (1, True, []),
+    ],
+)
+def test_a_step_uploads_each_block_once_forward_and_once_backward_unless_it_is_still_there(layers, tied, backward):
+    with rig(layers, tied) as made:
+        made.streamer.invalidate()
+        assert made.drain(there_and_back(layers)) == [*range(layers + 2), *backward]
+
+
+def test_without_an_update_the_next_sweep_uses_what_the_last_one_left():
+    with rig(4, tied=True) as made:
+        made.drain(there_and_back(4))
+        assert made.drain(range(6)) == [3, 4]  # 0, 1, 2 and the head's own tensors never left
+        made.streamer.invalidate()
+        assert sorted(made.drain(range(6))) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_groups_visit_everything_twice(tied):
+    with rig(3, tied) as made:
+        route = there_and_back(3) * 2
+        uploads = made.drain(route)
+        assert len(uploads) < len(route)
+
+
+def test_the_next_block_is_on_its_way_while_one_is_computed():
+    with rig(6) as made:
+        route = there_and_back(6)
+        for position, _ in enumerate(made.visit(route)):
+            made.lane.submit(lambda _: None).wait_host()  # let what was requested arrive
+            following = route[position + 1 : position + 2]
+            assert all(made.streamer.slot_of(block).holds == block for block in following)
+
+
+def test_a_slot_is_not_refilled_before_the_computation_has_left_it():
+    with rig(5) as made:
+        for block in made.visit(there_and_back(5)):
+            made.lane.submit(lambda _: None).wait_host()
+            assert made.streamer.slot_of(block).holds == block
+            assert torch.all(made.streamer.flat(block) == block + 1)
+
+
+def test_an_abandoned_sweep_leaves_a_usable_streamer():
+    with rig(4) as made:
+        visits = made.streamer.sweep(there_and_back(4))
+        for _ in range(4):
+            next(visits)
+        visits.close()
+        made.drain(there_and_back(4))
+
+
+def test_an_upload_waits_for_the_update_of_its_block():
+    with rig(3) as made:
+        updated = threading.Event()
+
+        def update(block: int) -> None:
+            if block == 2:
+                updated.wait()
+                made.store.array("weight", 2).fill_(-1.0)
+
+        made.streamer.wait_ready = update
+        visits = made.streamer.sweep(range(5))
+        assert [next(visits), next(visits)] == [0, 1]  # these need not wait
+        updated.set()
+        assert next(visits) == 2
+        assert torch.all(made.streamer.flat(2) == -1)
+        visits.close()
+
+
+# -- retained graphs ----------------------------------------------------------------------------------------------------------------
+
+
+def gradient_through_a_refill(write_through_target: bool) -> torch.Tensor:
+    """Build a graph on a slot's weights, fill the slot with others and again with the same, and back-propagate."""
+    slot = Slot(12, torch.float32, CPU)
+    weights, others = torch.arange(12.0), torch.randn(12)
+    slot.target.copy_(weights)
+    parameter = nn.Parameter(slot.flat[:12].view(3, 4))
+    inputs = torch.ones(1, 4, requires_grad=True)
+    output = nn.functional.linear(inputs, parameter).sum()  # saves the weights for the gradient of `inputs`
+    for values in (others, weights):
+        (slot.target if write_through_target else slot.flat).copy_(values)
+    return torch.autograd.grad(output, inputs)[0]
+
+
+def test_a_graph_survives_a_refill_with_the_same_weights():
+    assert torch.equal(gradient_through_a_refill(write_through_target=True), torch.arange(12.0).view(3, 4).sum(0, keepdim=True))
+
+
+def test_writing_through_the_parameters_own_tensor_would_refuse_the_graph():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_through_a_refill(write_through_target=False)
