@@ -110,8 +110,8 @@ def test_close_finishes_what_is_queued():
     done: list[int] = []
     lane = Lane("test")
     lane.delay = lambda: time.sleep(0.001)
-    for number in range(20):
-        lane.submit(lambda _, number=number: done.append(number))
+    for _ in range(20):
+        lane.submit(lambda _: done.append(len(done)))
     lane.close()
     assert done == list(range(20))
     assert not lane._thread.is_alive()

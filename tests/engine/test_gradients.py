@@ -1,0 +1,182 @@
+"""Sums of gradients: fp32, in micro-batch order, measured before they leave, and complete wherever they live between groups."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.gradients import SUM_BUFFERS, Gradient, Gradients, square_sum, sums_mode
+from megatrain.engine.streams import Compute, Lane
+from megatrain.memory.layout import FlatLayout
+from tests.support import differing
+
+CPU = torch.device("cpu")
+LAYOUTS = [FlatLayout.pack([("a", (5, 7), True), ("b", (n,), False)]) for n in (30, 3000, 100, 2000)]
+MODES = ("ring", "device", "host")
+
+
+class Rig:
+    """Gradient sums on the CPU, with everything they write to."""
+
+    def __init__(self, mode: str, dtype: torch.dtype, resident: list[int]) -> None:
+        self.host = {block: torch.full((x.numel,), 7.0, dtype=dtype) for block, x in enumerate(LAYOUTS)}
+        self.sums = {block: torch.full((x.numel,), 9.0) for block, x in enumerate(LAYOUTS)}
+        self.compute, self.upload, self.download = Compute(CPU), Lane("upload"), Lane("download")
+        self.gradients = Gradients(
+            LAYOUTS, dtype, mode, resident, self.compute, self.upload, self.download, self.host.__getitem__, self.sums.__getitem__
+        )
+
+    def step(self, groups: list[list[dict[int, dict[str, Tensor]]]]) -> list[Gradient]:
+        """One step: groups of micro-batches of gradients by block and name, visited as the engine visits blocks."""
+        finished = []
+        self.gradients.begin_step()
+        for number, group in enumerate(groups):
+            for block in reversed(range(len(LAYOUTS))):
+                self.gradients.open(block)
+                for micro_batch in group:
+                    self.gradients.add(block, dict(micro_batch[block]))
+                done = self.gradients.close(block, last_group=number == len(groups) - 1)
+                assert (done is None) == (number < len(groups) - 1)
+                finished += [done] if done else []
+        return finished
+
+    def close(self) -> None:
+        self.upload.close()
+        self.download.close()
+
+
+@contextmanager
+def rig(mode: str = "ring", dtype: torch.dtype = torch.float32, resident: tuple[int, ...] = ()) -> Iterator[Rig]:
+    made = Rig(mode, dtype, list(resident))
+    yield made
+    made.close()
+
+
+def random_micro_batches(count: int, seed: int = 0) -> list[dict[int, dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {block: {t.name: torch.randn(t.shape, generator=generator) for t in layout.tensors} for block, layout in enumerate(LAYOUTS)}
+        for _ in range(count)
+    ]
+
+
+def expected_sums(micro_batches: list[dict[int, dict[str, Tensor]]], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Added one after another in fp32, then rounded once."""
+    totals = {block: torch.zeros(layout.numel) for block, layout in enumerate(LAYOUTS)}
+    for micro_batch in micro_batches:
+        for block, total in totals.items():
+            for name, view in LAYOUTS[block].views(total).items():
+                view += micro_batch[block][name]
+    return {block: total.to(dtype) for block, total in totals.items()}
+
+
+def cut(items: list[dict[int, dict[str, Tensor]]], groups: int) -> list[list[dict[int, dict[str, Tensor]]]]:
+    size = len(items) // groups
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("resident", [(), (0,)], ids=["untied", "tied"])
+@pytest.mark.parametrize(("mode", "groups"), [("ring", 1), ("device", 1), ("device", 3), ("host", 1), ("host", 2), ("host", 6)])
+def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once(mode, groups, resident, dtype):
+    with rig(mode, dtype, resident) as made:
+        for step in range(2):  # the second must not see the first
+            micro_batches = random_micro_batches(6, step)
+            finished = made.step(cut(micro_batches, groups))
+            norm = made.gradients.norm(finished)
+            expected = expected_sums(micro_batches, dtype)
+            assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
+            assert differing(made.host, expected) == []
+            assert norm == pytest.approx(float(torch.cat([g.double() for g in expected.values()]).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slow_downloads_lose_nothing(mode):
+    groups = 1 if mode == "ring" else 2
+    with rig(mode, torch.bfloat16) as made:
+        made.download.delay, made.upload.delay = (lambda: time.sleep(0.004)), (lambda: time.sleep(0.002))
+        micro_batches = random_micro_batches(4)
+        made.gradients.norm(made.step(cut(micro_batches, groups)))
+        assert differing(made.host, expected_sums(micro_batches, torch.bfloat16)) == []
+
+
+def test_a_tensor_without_gradient_counts_as_zero():
+    with rig() as made:
+        made.gradients.begin_step()
+        for block in range(len(LAYOUTS)):
+            made.gradients.open(block)
+            made.gradients.add(block, {"a": torch.ones(5, 7), "b": None})
+            gradient = made.gradients.close(block, last_group=True)
+            assert gradient is not None
+            gradient.landed.synchronize()
+            views = LAYOUTS[block].views(made.host[block])
+            assert torch.all(views["a"] == 1)
+            assert torch.all(views["b"] == 0)
+            assert float(gradient.square_sum) == pytest.approx(35)
+
+
+def test_an_embedding_used_twice_is_opened_by_the_head_and_closed_by_embed():
+    with rig(resident=(0,)) as made:
+        made.gradients.begin_step()
+        made.gradients.open(0)
+        made.gradients.add(0, {"a": torch.ones(5, 7)})
+        made.gradients.open(1)
+        made.gradients.add(1, {"b": torch.ones(3000)})
+        made.gradients.close(1, last_group=True)
+        made.gradients.open(0)
+        made.gradients.add(0, {"a": torch.ones(5, 7)})
+        gradient = made.gradients.close(0, last_group=True)
+        assert gradient is not None
+        gradient.landed.synchronize()
+        assert torch.all(LAYOUTS[0].views(made.host[0])["a"] == 2)
+        assert float(gradient.square_sum) == pytest.approx(4 * 35)  # counted once, of the whole sum
+
+
+def test_an_abandoned_step_leaves_nothing_behind():
+    with rig("host") as made:
+        made.gradients.begin_step()
+        made.gradients.open(3)
+        made.gradients.add(3, {"a": torch.full((5, 7), 100.0)})
+        micro_batches = random_micro_batches(2)
+        made.gradients.norm(made.step(cut(micro_batches, 2)))
+        assert differing(made.host, expected_sums(micro_batches, torch.float32)) == []
+
+
+@pytest.mark.parametrize(("mode", "largest_blocks"), [("ring", 1), ("host", SUM_BUFFERS)])
+def test_device_buffers_do_not_depend_on_the_number_of_blocks(mode, largest_blocks):
+    with rig(mode) as made:
+        largest = max(layout.numel for layout in LAYOUTS)
+        assert [buffer.flat.numel() for buffer in made.gradients._ring] == [largest] * largest_blocks
+        assert made.gradients._own == {}
+
+
+def test_where_sums_live():
+    assert [sums_mode(1, True), sums_mode(1, False), sums_mode(2, True), sums_mode(2, False)] == ["ring", "ring", "device", "host"]
+
+
+def test_a_failed_download_is_raised_by_the_norm():
+    with rig() as made:
+        made.host[0] = torch.zeros(3)  # the wrong size: the copy of the last gradient fails
+        finished = made.step([random_micro_batches(1)])
+        with pytest.raises(RuntimeError, match="size"):
+            made.gradients.norm(finished)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_of_squares_keeps_its_digits(dtype):
+    values = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+    assert float(square_sum(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_that_is_not_finite_shows_in_the_norm(dtype, value):
+    values = torch.zeros(4096, dtype=dtype)
+    values[1234] = value
+    assert not math.isfinite(float(square_sum(values)))

@@ -1,0 +1,113 @@
+"""The chunked head: its loss and gradients are cross-entropy's, and logits never exist for more than a chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine import head
+from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
+from megatrain.losses import Targets, find_targets, next_token
+from tests.support import distance
+
+VOCABULARY, HIDDEN = 31, 8
+
+
+def problem(tokens: int = 23, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Targets, Tensor]:
+    """(hidden, weight of the head, targets, labels)."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(VOCABULARY, (1, tokens), generator=generator)
+    labels[0, 3:9] = -100
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    return hidden, torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype), find_targets(labels), labels
+
+
+def expected_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = functional.linear(hidden[:-1], weight).float()
+    return functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
+
+
+@pytest.mark.parametrize("piece_rows", [1, 4, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypatch):
+    monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(10, VOCABULARY, generator=generator) * 5).to(dtype).requires_grad_()
+    labels, weights = torch.randint(VOCABULARY, (10,), generator=generator), torch.randn(10, generator=generator)
+    ours = token_logprobs(logits, labels)
+    plain = logits.float().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-5)
+    (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
+    (expected,) = torch.autograd.grad((plain * weights).sum(), logits)
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+def test_gradients_of_log_probabilities_pass_gradcheck_in_double():
+    logits = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels = torch.tensor([0, 4, 2, 2])
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, labels), logits, eps=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1000.0, 1e4])
+def test_log_probabilities_of_large_logits_are_finite(size):
+    logits = torch.tensor([[size, 0.0, -size]], requires_grad=True)
+    value = token_logprobs(logits, torch.tensor([2]))
+    assert value.tolist() == [-2 * size]
+    (grad,) = torch.autograd.grad(value.sum(), logits)
+    assert grad.tolist() == [[-1.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 100])
+def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
+    hidden, weight, targets, labels = problem()
+    weight.requires_grad_()
+    sums = torch.zeros_like(weight)
+
+    def add(grads: list[Tensor | None]) -> None:
+        assert grads[0] is not None
+        sums.add_(grads[0])
+
+    total, grad_hidden = loss_and_gradients(lambda x: functional.linear(x, weight), hidden, targets, next_token, 0.25, chunk, [weight], add)
+    leaf = hidden.clone().requires_grad_()
+    expected = expected_loss(leaf, weight, labels)
+    grads = torch.autograd.grad(expected * 0.25, [leaf, weight])
+    assert float(total) == pytest.approx(float(expected), rel=1e-6)  # unscaled
+    assert distance(grad_hidden, grads[0]) < 1e-6
+    assert distance(sums, grads[1]) < 1e-6
+    assert torch.all(grad_hidden[2:8] == 0)  # positions without a target
+    assert torch.all(grad_hidden[-1] == 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_the_loss_alone_is_that_of_cross_entropy(chunk):
+    hidden, weight, targets, labels = problem()
+    total = loss_sum(lambda x: functional.linear(x, weight), hidden, targets, next_token, chunk)
+    assert float(total) == pytest.approx(float(expected_loss(hidden, weight, labels)), rel=1e-6)
+    assert not total.requires_grad
+
+
+def test_logits_never_exist_for_more_than_a_chunk_of_targets():
+    hidden, weight, targets, _ = problem()
+    weight.requires_grad_()
+    rows: list[int] = []
+
+    def project(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return functional.linear(x, weight)
+
+    loss_and_gradients(project, hidden, targets, next_token, 1.0, 5, [weight], lambda _: None)
+    loss_sum(project, hidden, targets, next_token, 5)
+    assert max(rows) == 5
+    assert sum(rows) == 2 * len(targets) < 2 * len(hidden)  # positions without a target are never projected
+
+
+def test_no_target_gives_zero():
+    hidden, weight, _, _ = problem()
+    nothing = find_targets(torch.full((1, len(hidden)), -100))
+    total, grad = loss_and_gradients(lambda x: functional.linear(x, weight), hidden, nothing, next_token, 1.0, 5, [], lambda _: None)
+    assert float(total) == 0
+    assert torch.all(grad == 0)

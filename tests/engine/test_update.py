@@ -1,0 +1,181 @@
+"""The deferred update: every element once, with its own hyper-parameters; order, waiting, and what a failure does to the waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.gradients import Gradient
+from megatrain.engine.staging import RING_BUFFERS, GradientRing
+from megatrain.engine.streams import Event
+from megatrain.engine.update import CHUNK_ELEMENTS, Updater, chunks
+from megatrain.errors import DivergedError
+from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.layout import FlatLayout
+from megatrain.optim import AdamW
+
+LAYOUTS = [
+    FlatLayout.pack([("w", (300, 1000), True), ("norm", (70,), False), ("b.bias", (3,), False), ("v", (9, 9), True)]),
+    FlatLayout.pack([("norm", (70,), False)]),
+    FlatLayout.pack([("w", (2, 2), True)]),
+]
+LARGE = FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])
+ARRAYS = ("weight", "exp_avg", "exp_avg_sq", "grad")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])], ids=lambda x: str(x.numel)
+)
+def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
+    pieces = chunks(layout, threads)
+    covered = torch.zeros(layout.numel, dtype=torch.int8)
+    for start, stop, decay in pieces:
+        assert 0 < stop - start <= CHUNK_ELEMENTS
+        covered[start:stop] += 1
+        inside = [t.decay for t in layout.tensors if t.offset < stop and start < t.offset + t.numel]
+        assert set(inside) <= {decay}
+    assert torch.all(covered == 1)
+
+
+@pytest.mark.parametrize("threads", [2, 4, 16])
+def test_a_large_block_keeps_every_thread_busy(threads):
+    assert len(chunks(FlatLayout.pack([("w", (threads, 1 << 18), True)]), threads)) >= 2 * threads
+
+
+def landed() -> Event:
+    event = Event()
+    event.finish()
+    return event
+
+
+def gradient_of(block: int, values: Tensor, event: Event | None = None) -> Gradient:
+    return Gradient(block, values, event or landed(), values.float().square().sum().reshape(1))
+
+
+def random_gradient(block: int, seed: int = 0, event: Event | None = None) -> Gradient:
+    generator = torch.Generator().manual_seed(seed * 10 + block)
+    return gradient_of(block, torch.randn(LAYOUTS[block].numel, generator=generator), event)
+
+
+@contextmanager
+def updater(threads: int = 2, weight_decay: float = 0.5) -> Iterator[Updater]:
+    with HostStore(LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS]) as store:
+        for block in range(len(LAYOUTS)):
+            store.array("weight", block).fill_(1.0)
+        made = Updater(store, AdamW(weight_decay=weight_decay), threads)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_update_is_the_optimizer_s_over_the_whole_block_decay_where_it_applies(threads):
+    with updater(threads) as made:
+        for step in (1, 2):
+            gradient = random_gradient(0, step)
+            made.submit(gradient, lr=0.1, step=step, grad_scale=0.3)
+            made.wait_ready(0)
+        ours = made.store.array("weight", 0).clone()
+    alone = {name: torch.zeros(LAYOUTS[0].numel) for name in ARRAYS}
+    alone["weight"].fill_(1.0)
+    optimizer = AdamW(weight_decay=0.5)
+    for step in (1, 2):
+        alone["grad"] = random_gradient(0, step).values
+        for segment in LAYOUTS[0].segments():
+            views = {name: array[segment.start : segment.stop] for name, array in alone.items()}
+            optimizer.update(views, lr=0.1, weight_decay=0.5 if segment.decay else 0.0, step=step, grad_scale=0.3)
+    assert torch.equal(alone["weight"], ours)
+
+
+def test_norms_and_biases_do_not_decay():
+    with updater() as made:
+        made.submit(gradient_of(0, torch.zeros(LAYOUTS[0].numel)), lr=0.1, step=1, grad_scale=1.0)
+        made.wait_ready(0)
+        weights = LAYOUTS[0].views(made.store.array("weight", 0))
+        assert {name: float(weight.flatten()[0]) for name, weight in weights.items()} == pytest.approx(
+            {"w": 0.95, "norm": 1.0, "b.bias": 1.0, "v": 0.95}
+        )
+
+
+def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_own():
+    with updater() as made:
+        order, release = [], threading.Event()
+
+        def delay(block: int) -> None:
+            if block == 1:
+                release.wait()
+            order.append(block)
+
+        made.delay = delay
+        for block in (0, 1, 2):
+            made.submit(random_gradient(block), lr=0.1, step=1, grad_scale=1.0)
+        made.wait_ready(0)  # does not wait for block 1, which is held up
+        assert order == [0]
+        release.set()
+        made.wait_all(range(3))
+        assert order == [0, 1, 2]
+
+
+def test_a_block_without_update_is_ready():
+    with updater() as made:
+        made.wait_all(range(3))
+
+
+def test_an_update_waits_until_its_gradient_has_landed():
+    with updater() as made:
+        arriving, values = Event(), torch.zeros(LAYOUTS[2].numel)
+        made.submit(gradient_of(2, values, arriving), lr=0.1, step=1, grad_scale=1.0)
+        values[:4] = 1.0  # the download, later than the submission
+        arriving.finish()
+        made.wait_ready(2)
+        assert float(made.store.array("exp_avg", 2)[0]) == pytest.approx(0.1)
+
+
+def test_a_gradient_that_is_not_finite_stops_this_update_and_all_later_ones():
+    with updater() as made:
+        bad = random_gradient(1)
+        bad.values[3] = float("nan")
+        made.submit(random_gradient(0), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
+        made.submit(gradient_of(1, bad.values), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
+        made.submit(random_gradient(2), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
+        made.wait_ready(0)
+        for block in (1, 2):
+            with pytest.raises(DivergedError, match="gradient of block 1 is not finite"):
+                made.wait_ready(block)
+            assert torch.all(made.store.array("weight", block) == 1)
+
+
+def test_an_error_of_the_optimizer_reaches_whoever_waits(monkeypatch):
+    with updater() as made:
+
+        def broken(*_: object, **__: object) -> None:
+            raise ZeroDivisionError("in a thread of the pool")
+
+        monkeypatch.setattr(AdamW, "update", broken)
+        made.submit(random_gradient(0), lr=0.1, step=1, grad_scale=1.0)
+        with pytest.raises(ZeroDivisionError, match="thread of the pool"):
+            made.wait_ready(0)
+
+
+# -- staging for updates during backward ----------------------------------------------------------------------------------------------
+
+
+def test_a_staging_buffer_is_taken_again_only_after_the_update_that_read_it():
+    waited: list[int] = []
+    ring = GradientRing(1024, torch.bfloat16, pinned=False, wait_ready=waited.append)
+    buffers = [ring.take(block, 100 + block) for block in range(RING_BUFFERS)]
+    assert waited == []
+    assert [buffer.numel() for buffer in buffers] == [100 + block for block in range(RING_BUFFERS)]
+    assert len({buffer.data_ptr() for buffer in buffers}) == RING_BUFFERS
+    again = ring.take(9, 1024)
+    assert waited == [0]
+    assert again.data_ptr() == buffers[0].data_ptr()
+    ring.take(10, 1)
+    assert waited == [0, 1]
+    del buffers, again
+    ring.close()
