@@ -23,7 +23,7 @@ class Targets:
         return self.labels.numel()
 
     def chunks(self, size: int) -> list[Targets]:
-        return [Targets(i, y) for i, y in zip(self.index.split(size), self.labels.split(size), strict=True)] if len(self) else []
+        return [Targets(self.index[i : i + size], self.labels[i : i + size]) for i in range(0, len(self), size)]
 
     def to(self, device: torch.device) -> Targets:
         return Targets(self.index.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))

@@ -108,7 +108,7 @@ class DataOptions(Options):
     )
     on_bad_row: Annotated[_BAD_ROW, choice(_BAD_ROW)] = Field(default="refuse", description="Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = Field(default=None, description="Split of a hub data set, such as train.")
-    text_field: v.Text = Field(default="text", description="Column that holds plain text.")
+    text_field: v.TextOrNull = Field(default=None, description="Column that holds plain text; null finds it.")
 
 
 class TrainOptions(Options):

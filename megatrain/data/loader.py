@@ -194,10 +194,13 @@ class _EpochOrder:
         return self._order, self._ends
 
 
-def held_out_batches(rows: Rows, micro_batch_tokens: int, pad_id: int) -> Iterator[MicroBatch]:
-    """Micro-batches over all rows once, longest first, always in the same order. Raises DataError for a row that fits none."""
+def held_out_batches(rows: Rows, micro_batch_tokens: int, pad_id: int, limit: int | None = None) -> Iterator[MicroBatch]:
+    """Micro-batches over all rows once, or over the first `limit`, longest first, always in the same order.
+
+    Raises DataError for a row that fits none.
+    """
     check_longest(rows, micro_batch_tokens)
-    return micro_batches(rows, np.arange(len(rows)), micro_batch_tokens, pad_id)
+    return micro_batches(rows, np.arange(len(rows) if limit is None else min(limit, len(rows))), micro_batch_tokens, pad_id)
 
 
 def check_longest(rows: Rows, micro_batch_tokens: int) -> None:

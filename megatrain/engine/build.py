@@ -11,8 +11,8 @@ from megatrain.engine.engine import PRECISIONS, Engine, Settings
 from megatrain.errors import ConfigError
 from megatrain.hardware import bf16_is_fast, update_threads
 from megatrain.models.initialize import initialize
-from megatrain.models.skeleton import Skeleton
 from megatrain.models.pretrained import load_config, resolve_source
+from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.optim import AdamW, Optimizer
 from megatrain.optim.split import split_master
@@ -24,7 +24,7 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device; install a CUDA build of torch or use device: cpu")
+        raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device; install its CUDA build or set device: cpu")
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
 
@@ -81,12 +81,18 @@ def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any)
     if isinstance(config, (str, Path)):
         config = load_config(resolve_source(config, None), trust_remote_code)
     engine = build(config, trust_remote_code=trust_remote_code, **options)
+    randomize(engine)
+    return engine
+
+
+def randomize(engine: Engine) -> None:
+    """Draw all weights by the family's own rule, from the engine's seed."""
 
     def write(block: int, master: torch.Tensor) -> None:
         write_master(engine, block, master)
 
     initialize(engine.skeleton, engine.seed, engine.device, write)
-    return engine
+    engine.weights_changed()
 
 
 def write_master(engine: Engine, block: int, master: torch.Tensor) -> None:

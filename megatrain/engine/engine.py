@@ -23,7 +23,7 @@ from megatrain.losses import Loss, next_token
 from megatrain.memory.host_store import ArraySpec, HostStore
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton, layouts_of
-from megatrain.optim import AdamW, Optimizer
+from megatrain.optim import Optimizer
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -34,7 +34,7 @@ class Settings:
 
     Attributes:
         groups: the micro-batches of a step are cut into so many groups; each weight crosses to the device once per group and direction.
-        sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter) instead of travelling.
+        sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter), else they travel.
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
     """
@@ -192,7 +192,9 @@ class Engine:
         pending: list[Gradient] = []
         return self._run(micro_batches, loss, pending.append, check_loss=False, pending=pending)
 
-    def _run(self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]) -> StepResult:
+    def _run(
+        self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]
+    ) -> StepResult:
         if self._pending is not None:
             raise MegaTrainError("forward_backward was called twice; call step in between")
         denominator = sum(loss.denominator(batch) for batch in micro_batches)
@@ -305,7 +307,7 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and configuration as a Hugging Face folder, which transformers and vLLM load."""
-        from megatrain.models.weights import save_pretrained
+        from megatrain.export import save_pretrained
 
         save_pretrained(self, Path(folder))
 

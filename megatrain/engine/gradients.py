@@ -174,5 +174,5 @@ class Gradients:
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares of a flat array, fp32 from any dtype: row by row first, so that no long chain of additions loses digits."""
-    rows = torch.linalg.vector_norm(flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32)
+    rows: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32)
     return rows.double().square().sum().float()

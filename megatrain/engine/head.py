@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,32 +13,34 @@ FP32_TEMPORARY_BYTES = 256 << 20  # the softmax runs in fp32 on as many rows of 
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label] in fp32 from logits of any dtype, without an fp32 copy of the logits.
+    """log softmax(logits)[label] in fp32 from logits of any dtype, without an fp32 copy of all the logits.
 
-    Saves the logits and one fp32 number a row; the gradient (one-hot less softmax) comes back in the logits' dtype.
+    Saves the logits; the gradient (one-hot less softmax) is computed in fp32 and rounded once, to the logits' dtype.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        step = rows_per_piece(logits)
-        normalizer = torch.cat([torch.logsumexp(piece.float(), dim=-1) for piece in logits.split(step)])
-        ctx.save_for_backward(logits, labels, normalizer)
-        return logits.gather(1, labels[:, None]).squeeze(1).float() - normalizer
+        ctx.save_for_backward(logits, labels)
+        result = torch.empty(len(labels), device=logits.device)
+        for rows in pieces(logits):
+            logprobs = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
+            result[rows] = logprobs.gather(1, labels[rows, None]).squeeze(1)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, labels, normalizer = ctx.saved_tensors
-        step, (grad,) = rows_per_piece(logits), grads
+        (logits, labels), (grad,) = ctx.saved_tensors, grads
         result = torch.empty_like(logits)
-        for start in range(0, len(labels), step):
-            rows = slice(start, start + step)
-            piece = logits[rows].float().sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
+        for rows in pieces(logits):
+            piece = torch.softmax(logits[rows], dim=-1, dtype=torch.float32).mul_(-grad[rows, None])
             result[rows] = piece.scatter_add_(1, labels[rows, None], grad[rows, None])
         return result, None
 
 
-def rows_per_piece(logits: torch.Tensor) -> int:
-    return max(1, FP32_TEMPORARY_BYTES // (4 * logits.shape[-1]))
+def pieces(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows whose fp32 copy stays within FP32_TEMPORARY_BYTES."""
+    step = max(1, FP32_TEMPORARY_BYTES // (4 * logits.shape[-1]))
+    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -50,7 +52,7 @@ Project = Callable[[torch.Tensor], torch.Tensor]  # hidden [n, hidden] -> logits
 
 
 def loss_sum(project: Project, hidden: torch.Tensor, targets: Targets, loss: Loss, chunk: int) -> torch.Tensor:
-    """Sum of the loss over a micro-batch's targets, without gradients. `hidden` is the last layer's output, flattened to [tokens, hidden]."""
+    """Sum of the loss over a micro-batch's targets, without gradients, from the last layer's output `hidden` [tokens, hidden]."""
     total = torch.zeros((), device=hidden.device)
     with torch.no_grad():
         for part in targets.chunks(chunk):

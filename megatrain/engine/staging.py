@@ -22,7 +22,7 @@ class GradientRing:
     def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool, wait_ready: Callable[[int], None]) -> None:
         self._slab = Slab("gradient staging", RING_BUFFERS * numel * dtype.itemsize, pinned=pinned, threads=1)
         whole = self._slab.bytes[: RING_BUFFERS * numel * dtype.itemsize].view(dtype)
-        self._buffers = list(whole.split(numel))
+        self._buffers = [whole[i * numel : (i + 1) * numel] for i in range(RING_BUFFERS)]
         self._users: list[int | None] = [None] * RING_BUFFERS
         self._turn = 0
         self._wait_ready = wait_ready

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -84,10 +84,18 @@ class Passes:
     # -- a whole step ---------------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, batches: Sequence[Batch], loss: Loss, scale: float, groups: int, on_gradient: Callable[[Gradient], None], on_loss: Callable[[torch.Tensor], None]
+        self,
+        batches: Sequence[Batch],
+        loss: Loss,
+        scale: float,
+        groups: int,
+        on_gradient: Callable[[Gradient], None],
+        on_loss: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """Gradients of `scale` times the summed loss. Calls `on_gradient` with each block's, as its download is queued, and `on_loss` with the
-        summed loss once the last group's head is through. Returns the summed loss, a device scalar."""
+        """Gradients of `scale` times the summed loss, which is returned as a device scalar.
+
+        Calls `on_gradient` with each block's, as its download is queued, and `on_loss` with the summed loss after the last group's head.
+        """
         self.skeleton.set_training(True)
         self.gradients.begin_step()
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
@@ -128,7 +136,7 @@ class Passes:
     @torch.no_grad()
     def _all_logits(self, mb: MicroBatch, positions: slice) -> torch.Tensor:
         hidden = mb.boundaries[-1][:, positions]
-        return self.skeleton.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return self.skeleton.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def _through_layers(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Run all layers without keeping boundaries, then yield each micro-batch while the head's weights are in place."""
@@ -183,9 +191,7 @@ class Passes:
         for mb in group:
             self._seed_dropout(self.head, mb)
             hidden = mb.boundaries.pop()
-            value, grad = loss_and_gradients(
-                self.skeleton.head, hidden.flatten(0, 1), mb.targets, loss, scale, self.chunk, parameters, add
-            )
+            value, grad = loss_and_gradients(self.skeleton.head, hidden.flatten(0, 1), mb.targets, loss, scale, self.chunk, parameters, add)
             mb.grad = grad.view_as(hidden)
             total += value
         return total

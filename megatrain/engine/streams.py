@@ -10,9 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+
+def _cuda_event(timed: bool = False) -> Any:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
 class Event:
@@ -24,7 +28,7 @@ class Event:
 
     def __init__(self) -> None:
         self.host = threading.Event()
-        self.cuda: torch.cuda.Event | None = None
+        self.cuda: Any = None  # a torch.cuda.Event
         self.error: BaseException | None = None
         self.update_wait_s = 0.0
 
@@ -59,7 +63,9 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
-        self.stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.stream: Any = None
+        if device is not None and device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.delay: Callable[[], None] | None = None  # tests inject sleeps here: before every job, in its thread and on its stream
         self._queue: queue.SimpleQueue[tuple[Job, Event] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -96,7 +102,7 @@ class Lane:
             if self._error is None:
                 try:
                     self._perform(job, event)
-                except BaseException as error:  # carried to whoever waits, on its own thread
+                except BaseException as error:  # noqa: BLE001  carried to whoever waits, on its own thread
                     self._error = error
             event.finish(self._error)
 
@@ -110,7 +116,7 @@ class Lane:
             if self.delay is not None:
                 self.delay()
             job(event)
-            event.cuda = torch.cuda.Event()
+            event.cuda = _cuda_event()
             event.cuda.record(self.stream)
 
 
@@ -121,7 +127,7 @@ class Compute:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self._stall_s: dict[str, float] = {}
-        self._timed: list[tuple[str, Event, torch.cuda.Event, torch.cuda.Event]] = []
+        self._timed: list[tuple[str, Event, Any, Any]] = []
 
     def wait(self, event: Event | None, cause: str) -> None:
         """What is computed next runs after `event`. `cause` names the wait in the metrics: upload, update or download."""
@@ -135,7 +141,7 @@ class Compute:
                 return
         event.wait_host()
         stream = torch.cuda.current_stream(self.device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before, after = _cuda_event(timed=True), _cuda_event(timed=True)
         before.record(stream)
         stream.wait_event(event.cuda)
         after.record(stream)
@@ -145,7 +151,7 @@ class Compute:
         """An event that completes when everything computed so far is done."""
         event = Event()
         if self.is_cuda:
-            event.cuda = torch.cuda.Event()
+            event.cuda = _cuda_event()
             event.cuda.record(torch.cuda.current_stream(self.device))
         event.finish()
         return event

@@ -61,8 +61,8 @@ class Updater:
             gradient.landed.synchronize()  # wait: the gradient may still be on its way down
             if check_finite and not torch.isfinite(gradient.square_sum).item():
                 raise DivergedError(
-                    f"the gradient of block {gradient.block} is not finite and earlier blocks were already updated in this step; resume from "
-                    "the last checkpoint, with a lower learning rate or with max_grad_norm set (it allows such a step to be skipped)"
+                    f"the gradient of block {gradient.block} is not finite and earlier blocks were already updated in this step; resume "
+                    "from the last checkpoint, with a lower learning rate or with max_grad_norm set (then such a step is skipped)"
                 )
             if self.delay is not None:
                 self.delay(gradient.block)

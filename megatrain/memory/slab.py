@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class Slab:
             list(pool.map(lambda start: self.bytes[start : start + TOUCH_BYTES].zero_(), starts))
 
     def _register(self) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))  # type: ignore[attr-defined]
+        code = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))
         if code != 0:
             raise OutOfMemory(
                 f"CUDA could not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code}); "
@@ -68,6 +69,10 @@ class Slab:
     def close(self) -> None:
         """Unpin and drop the memory. Views that are still held keep the mapping alive until they go."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[attr-defined]
+            _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self.pinned = False
         del self.bytes
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

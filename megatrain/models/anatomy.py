@@ -70,7 +70,7 @@ def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     if len(outermost) != 1:
         found = ", ".join(path for path, _ in outermost) or "none"
         raise ModelError(
-            f"{type(model).__name__}: expected exactly one list of {count} decoder layers, found {found}; this family cannot be streamed yet"
+            f"{type(model).__name__}: expected exactly one list of {count} decoder layers, found {found}; it cannot be streamed yet"
         )
     return outermost[0]
 

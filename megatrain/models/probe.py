@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,10 +97,9 @@ class Probe:
             raise self.refuse("its layers return more than hidden states")
         return True
 
-    def note_use(self, name: str) -> None:
+    def note_use(self, names: list[str], _module: nn.Module, _args: Any) -> None:
         used = self.findings.before if self.visited == 0 else self.findings.after
-        if name not in used:
-            used.append(name)
+        used.extend(name for name in names if name not in used)
 
     def run(self) -> Findings:
         """Run the model's forward on PROBE_TOKENS tokens with spies for layers."""
@@ -107,7 +107,7 @@ class Probe:
         for path, module in self.model.named_modules():
             names = [f"{path}.{leaf}" if path else leaf for leaf, p in module._parameters.items() if p is not None]
             if names and not any(module is inner for layer in self.originals for inner in layer.modules()):
-                handles.append(module.register_forward_pre_hook(lambda _m, _a, names=names: [self.note_use(n) for n in names] and None))
+                handles.append(module.register_forward_pre_hook(partial(self.note_use, names)))
         replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
         try:
             with torch.enable_grad():

@@ -47,7 +47,7 @@ class Recorder(nn.Module):
         self.index = index
         self.is_last = is_last
         self.returns_tuple = returns_tuple
-        self.tape = Tape()
+        self.tape: Tape | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -57,6 +57,7 @@ class Recorder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = split_hidden(args, kwargs)
+        assert self.tape is not None, "a recorder runs only under Skeleton"
         if self.tape.injected is not None:
             hidden = self.tape.injected
         else:

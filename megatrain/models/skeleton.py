@@ -31,7 +31,7 @@ def meta_parameters() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=True)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -60,19 +60,20 @@ def build_model(config: Any, attention: str, dtype: torch.dtype, trust_remote_co
     config = copy.deepcopy(config)
     config.use_cache = False
     wanted = choose_attention(config, attention)
+
+    def from_config(implementation: str) -> Any:
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=implementation, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+
     try:
         with meta_parameters():
             try:
-                model = AutoModelForCausalLM.from_config(
-                    config, attn_implementation=wanted, dtype=dtype, trust_remote_code=trust_remote_code
-                )
+                model = from_config(wanted)
             except ValueError:
                 if attention != "auto" or wanted == "eager":
                     raise
-                # `auto` means the fastest that the family supports, and this one does not support SDPA (attention sinks, say)
-                model = AutoModelForCausalLM.from_config(
-                    config, attn_implementation="eager", dtype=dtype, trust_remote_code=trust_remote_code
-                )
+                model = from_config("eager")  # `auto` is the fastest that the family supports, and this one has no SDPA (sinks, say)
             model.tie_weights()
     except (ValueError, ImportError, KeyError) as error:
         raise ModelError(f"model type {config.model_type!r} cannot be built as a causal language model: {error}") from error
@@ -91,10 +92,12 @@ class Skeleton:
         ModelError: the family cannot be streamed exactly; the message says why.
     """
 
-    def __init__(self, config: Any, *, attention: str = "auto", dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, config: Any, *, attention: str = "auto", dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False
+    ) -> None:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
-        self.config = self.model.config
+        self.config: Any = self.model.config
         text = config.get_text_config()
         path, stack = find_layers(self.model, text.num_hidden_layers)
         findings = probe(self.model, stack)
@@ -184,9 +187,14 @@ class Skeleton:
     # -- computing --------------------------------------------------------------------------------------------------------------
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
-        for recorder in self.recorders:
-            recorder.tape = tape
-        return self.model(use_cache=False, **inputs)
+        """Run the model's own forward with `tape` in every recorder, and take it out again: a tape holds on to activations."""
+        try:
+            for recorder in self.recorders:
+                recorder.tape = tape
+            return self.model(use_cache=False, **inputs)
+        finally:
+            for recorder in self.recorders:
+                recorder.tape = None
 
     def embed(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[LayerCall]]:
         """The input of layer 0, [batch, tokens, hidden], and what every layer receives besides it.
@@ -204,7 +212,8 @@ class Skeleton:
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
         output = self.layers[index](hidden, *call.args, **call.kwargs)
-        return output[0] if self.recorders[index].returns_tuple else output
+        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
+        return hidden_states
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of n positions from the last layer's output [n, hidden], through the model's own norm, head, scale and cap.

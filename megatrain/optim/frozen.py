@@ -1,0 +1,27 @@
+"""No optimizer: for engines that only evaluate or generate, which then need no state in host RAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from megatrain.optim.optimizer import StateArray
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Has no state and refuses to update."""
+
+    lr: float = 0.0
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "frozen"
+    state_arrays: ClassVar[tuple[StateArray, ...]] = ()
+
+    def compile(self) -> None:
+        """Nothing to prepare."""
+
+    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
+        raise AssertionError("an engine made for reading was asked to train")

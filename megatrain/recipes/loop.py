@@ -1,0 +1,200 @@
+"""The training loop, and the run that it drives: `sft` and `pretrain` differ in their rows, not in their steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from megatrain.checkpoint import mark_best, save_checkpoint, write_final
+from megatrain.config import Config
+from megatrain.data import Loader, held_out_batches
+from megatrain.data.dataset import Rows
+from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.engine.engine import Engine, StepResult
+from megatrain.errors import DivergedError
+from megatrain.flops import Work
+from megatrain.losses import next_token
+from megatrain.meters import GpuMeter, host_bytes
+from megatrain.metrics import MetricsWriter, StepMetrics, StepTime
+from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.setup import Model, pad_id
+from megatrain.recipes.signals import StopRequest
+from megatrain.report import Progress
+
+logger = logging.getLogger("megatrain")
+
+NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped and forgotten; so many in a row mean that the weights are lost
+
+
+@dataclass
+class Run:
+    """Everything a loop needs, and where it stands. `step` counts finished steps, skipped ones included."""
+
+    config: Config
+    run_dir: Path
+    model: Model
+    engine: Engine
+    loader: Loader
+    held_out: Rows | None
+    micro_batch_tokens: int  # padded tokens computed at once
+    sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
+    writer: MetricsWriter
+    progress: Progress
+    meter: GpuMeter
+    work: Work
+    gpu_name: str | None
+    total_steps: int
+    step: int = 0
+    tokens: int = 0
+    best: dict[str, Any] = field(default_factory=dict)  # step and loss of the best evaluation so far
+    losses: list[float] = field(default_factory=list)  # of all evaluations of this process
+    non_finite: int = 0  # steps in a row
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step about to be made."""
+        train = self.config.train
+        schedule = SCHEDULES[train.schedule]
+        shares = {} if train.decay is None else {"decay_share": train.decay}
+        return schedule(
+            self.step,
+            base=train.learning_rate,
+            total_steps=self.total_steps,
+            warmup_steps=warmup_steps(train.warmup, self.total_steps),
+            min_ratio=train.min_lr_ratio,
+            **shares,
+        )
+
+
+def fit(run: Run, stop: StopRequest) -> bool:
+    """Train to the end of the data. Returns False if a signal stopped the run before, with a checkpoint to resume from."""
+    config = run.config
+    if run.step == 0:
+        evaluate(run)
+    waited = time.perf_counter()
+    for batch in run.loader:
+        train_step(run, batch, data_s=time.perf_counter() - waited)
+        last = run.step == run.total_steps
+        stopping = stop.signal is not None and not last
+        saving = last or due(config.checkpoint.every, run.step)
+        # A checkpoint is worth its held-out loss, or `best` could not be told; but a run that is asked to stop saves at once.
+        loss = evaluate(run) if not stopping and (saving or due(config.train.eval_every, run.step)) else None
+        if saving or stopping:
+            save(run, loss)
+        if stopping:
+            logger.info(f"stopped by a signal after step {run.step}; the run is saved")
+            return False
+        waited = time.perf_counter()
+    write_final(run.run_dir)
+    return True
+
+
+def due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
+    """One optimizer step, its metrics written and shown."""
+    started, rate = time.perf_counter(), run.learning_rate
+    result = run.engine.train_step(batch.micro_batches, next_token, rate)
+    seconds = time.perf_counter() - started + data_s
+    run.step += 1
+    run.tokens += batch.tokens
+    lengths = [int(n) for mb in batch.micro_batches for n in row_lengths(mb)]
+    metrics = StepMetrics(
+        step=run.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=rate,
+        tokens=batch.tokens,
+        target_tokens=result.target_tokens,
+        epoch=batch.epoch,
+        step_s=seconds,
+        tokens_per_s=batch.tokens / seconds,
+        tflops=run.work.tflops(batch.tokens, seconds),
+        mfu=run.work.mfu(lengths, seconds, run.gpu_name),
+        gpu_peak_bytes=run.meter.peak_bytes(),
+        host_bytes=host_bytes(),
+        skipped=result.skipped,
+        time=StepTime.of(seconds, {**result.stalls_s, "data": data_s}),
+    )
+    run.writer.write_step(metrics)
+    run.progress.step(metrics)
+    watch(run, batch, result)
+
+
+def row_lengths(micro_batch: MicroBatch) -> Sequence[int]:
+    """Real tokens of each row."""
+    mask = micro_batch.get("attention_mask")
+    rows, width = micro_batch["input_ids"].shape
+    return [width] * rows if mask is None else mask.sum(1).tolist()
+
+
+def watch(run: Run, batch: StepBatch, result: StepResult) -> None:
+    """Count steps that were skipped because something was not finite; stop, keeping the batch, when there are too many in a row."""
+    if not result.skipped or result.target_tokens == 0:
+        run.non_finite = 0
+        return
+    run.non_finite += 1
+    logger.warning(f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are unchanged")
+    if run.non_finite < NON_FINITE_IN_A_ROW:
+        return
+    kept = run.run_dir / f"bad-batch-{run.step}.safetensors"
+    save_file({f"{name}.{i}": value for i, mb in enumerate(batch.micro_batches) for name, value in mb.items()}, kept)
+    raise DivergedError(
+        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); resume from the last checkpoint with a lower "
+        "train.learning_rate"
+    )
+
+
+def evaluate(run: Run) -> float | None:
+    """Mean loss over the held-out rows, written and shown; None if nothing is held out."""
+    if run.held_out is None:
+        return None
+    batches = held_out_batches(run.held_out, run.micro_batch_tokens, pad_id(run.model.tokenizer), run.config.train.eval_rows)
+    loss, targets = mean_loss(run.engine, batches, run.sweep_tokens)
+    run.losses.append(loss)
+    run.writer.write_eval(run.step, loss, targets)
+    run.progress.evaluated(run.step, loss)
+    return loss
+
+
+def mean_loss(engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int) -> tuple[float, int]:
+    """(mean loss, targets) over micro-batches, as many in one sweep of the weights as hold `sweep_tokens` padded tokens."""
+    total, targets = 0.0, 0
+    for part in sweeps(batches, sweep_tokens):
+        result = engine.evaluate(part, next_token)
+        total += result.loss * result.target_tokens
+        targets += result.target_tokens
+    return (total / targets if targets else 0.0), targets
+
+
+def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
+    """Consecutive micro-batches together, up to `tokens` padded tokens each."""
+    part: list[MicroBatch] = []
+    for batch in batches:
+        if part and sum(b["input_ids"].numel() for b in part) + batch["input_ids"].numel() > tokens:
+            yield part
+            part = []
+        part.append(batch)
+    if part:
+        yield part
+
+
+def save(run: Run, loss: float | None) -> None:
+    """A checkpoint of this step, whose held-out loss is `loss` if it was computed. The pending update finishes while it is written."""
+    is_best = loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
+    if is_best:
+        run.best = {"step": run.step, "loss": loss}
+    state = {"step": run.step, "tokens": run.tokens, "position": run.loader.position(), "best": run.best, "non_finite": run.non_finite}
+    path = save_checkpoint(run.run_dir, run.step, run.engine, run.model.tokenizer, state, run.config.checkpoint.keep, run.model.generation)
+    if is_best:
+        mark_best(run.run_dir, path)
+    logger.info(f"saved {path}")

@@ -1,0 +1,50 @@
+"""A look at what the model says: the summary's sampled answer, and `megatrain generate`."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.data.dataset import Rows
+from megatrain.engine.engine import Engine
+from megatrain.recipes.setup import Model
+
+SAMPLE_TOKENS = 48
+TEXT_PROMPT_TOKENS = 32  # of a row without turns, as much is given and the rest is up to the model
+
+
+def answer(engine: Engine, model: Model, prompt: str, max_new_tokens: int) -> str:
+    """Greedy answer to a user's prompt, in the model's chat format if it has one, else the prompt's continuation."""
+    return continuation(engine, model, prompt_ids(model, prompt), max_new_tokens)
+
+
+def prompt_ids(model: Model, prompt: str) -> list[int]:
+    tokenizer = model.tokenizer
+    if tokenizer.chat_template is None:
+        return list(tokenizer(prompt).input_ids)
+    turns = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: int) -> str:
+    tokens = engine.generate(torch.tensor([ids]), max_new_tokens, end_tokens(model))
+    return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def end_tokens(model: Model) -> list[int]:
+    """Tokens that end an answer: the generation settings' and the tokenizer's."""
+    ends = model.generation.eos_token_id if model.generation is not None else None
+    listed = ends if isinstance(ends, list) else [ends]
+    return [token for token in (*listed, model.tokenizer.eos_token_id) if token is not None]
+
+
+def sample(engine: Engine, model: Model, held_out: Rows | None, prompt: str | None) -> tuple[str | None, str | None]:
+    """(prompt, answer) for the summary: the config's prompt, or the context of the first held-out row; (None, None) without either."""
+    if prompt is not None:
+        return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
+    if held_out is None:
+        return None, None
+    row, mask = held_out.row(0)
+    context = int(mask.argmax()) if not mask[0] and not mask[1] else min(TEXT_PROMPT_TOKENS, len(row) // 2)
+    ids = [int(token) for token in row[: max(1, context)]]
+    return str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip(), continuation(engine, model, ids, SAMPLE_TOKENS)

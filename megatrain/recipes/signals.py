@@ -1,0 +1,49 @@
+"""Signals ask a run to stop; the loop does so where nothing is lost. A handler only sets a flag."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPED = 75  # exit code: a signal stopped the run and left a checkpoint to resume
+INTERRUPTED = 130  # exit code: Ctrl-C, after saving
+
+
+class StopRequest:
+    """Whether a signal has asked the run to stop, and which."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return INTERRUPTED if self.signal == signal.SIGINT else STOPPED
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn the first SIGINT or SIGTERM into a request. A second one acts as it would without us: it stops the process at once.
+
+    Outside the main thread, where Python allows no handlers, signals keep their meaning and the request is never set.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        request.signal = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
