@@ -1,0 +1,102 @@
+"""Device memory does not grow with depth: what the engine keeps there, and what a step needs at its worst moment beside its boundaries."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatrain.engine.engine import Engine, Settings
+from megatrain.models.footprint import LiveBytes
+from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
+
+DEPTHS = (4, 16, 64)
+BATCHES = full_batches(0, [(2, 16), (1, 16)])
+TOKENS = sum(batch["input_ids"].numel() for batch in BATCHES)
+MODES: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=7)},
+    "unclipped": {"max_grad_norm": None},
+}
+
+
+def device_bytes(engine: Engine) -> int:
+    """Bytes of everything the engine keeps on the device, activations apart."""
+    gradients = engine._gradients
+    buffers = [slot.flat for slot in engine._streamer.slots]
+    buffers += [buffer.flat for buffer in (*gradients._own.values(), *gradients._ring, *gradients._staging)]
+    slots = {tensor.untyped_storage().data_ptr() for tensor in buffers}
+    for parameters in engine._passes.parameters:
+        assert {p.untyped_storage().data_ptr() for p in parameters} <= slots, "a parameter that is no view of a slot"
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+@cache
+def measure(family: str, mode: str, depth: int) -> tuple[int, int]:
+    """(bytes that the engine keeps on the device, peak bytes of a step beyond them)."""
+    with engine_of(tiny_config(family, num_hidden_layers=depth), **MODES[mode]) as engine:
+        engine.train_step(BATCHES)
+        with LiveBytes() as live:
+            engine.train_step(BATCHES)
+        return device_bytes(engine), live.peak
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
+def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
+    kept = {measure(family, mode, depth)[0] for depth in DEPTHS}
+    assert len(kept) == 1
+    tokens = TOKENS if mode != "two groups, sums travel" else 32  # boundaries of one group at a time
+    boundary = tokens * 32 * 4  # hidden states in float32
+    peaks = {depth: measure(family, mode, depth)[1] - depth * boundary for depth in DEPTHS}
+    assert len(set(peaks.values())) == 1, peaks
+    assert 0 < peaks[4] < 4 << 20
+
+
+def test_the_meter_sees_a_leak_of_one_boundary_per_layer():
+    """A step that kept each layer's output twice would not pass the test above."""
+    with engine_of(tiny_config("llama", num_hidden_layers=4)) as engine:
+        engine.train_step(BATCHES)
+        kept: list[Any] = []
+        layer = engine.skeleton.layer
+
+        def leaky(index: int, hidden: Any, call: Any) -> Any:
+            output = layer(index, hidden, call)
+            kept.append(output.detach().clone())
+            return output
+
+        engine.skeleton.layer = leaky  # type: ignore[method-assign]
+        with LiveBytes() as live:
+            engine.train_step(BATCHES)
+    assert live.peak > measure("llama", "one group", 4)[1] + 3 * TOKENS * 32 * 4
+
+
+def test_nothing_of_a_step_stays_behind():
+    with engine_of(tiny_config("llama")) as engine:
+        engine.train_step(BATCHES)
+        with LiveBytes() as live:
+            for seed in range(3):
+                engine.train_step(micro_batches(seed))
+        assert live.live == 0
+
+
+def test_evaluation_keeps_no_boundaries():
+    def peak(depth: int, batches: list[Batch]) -> int:
+        with engine_of(tiny_config("llama", num_hidden_layers=depth)) as engine:
+            engine.evaluate(batches)
+            with LiveBytes() as live:
+                engine.evaluate(batches)
+            return int(live.peak)
+
+    assert peak(4, BATCHES) == peak(16, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "per_parameter"), [("bfloat16", 1.0, 14), ("bfloat16", None, 12), ("float32", 1.0, 16), ("float32", None, 12)]
+)
+def test_host_bytes_are_those_of_the_table_in_the_design(precision, clip, per_parameter):
+    with engine_of(tiny_config("llama"), precision=precision, max_grad_norm=clip) as engine:
+        numel = sum(layout.numel for layout in engine.store.layouts)
+        arrays = sum(engine.store.array(name, block.index).nbytes for name in engine.store.arrays for block in engine.anatomy.blocks)
+        assert arrays == per_parameter * numel

@@ -1,0 +1,62 @@
+"""Tensors of a block lie aligned, without overlap, and every element has its hyper-parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.memory.layout import BLOCK_ALIGNMENT, TENSOR_ALIGNMENT, FlatLayout, Segment, round_up
+
+TENSORS = [("w", (3, 50), True), ("w.bias", (50,), False), ("norm", (7,), False), ("v", (64, 2), True), ("scalar", (), False)]
+
+
+def test_round_up():
+    assert [round_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+
+
+def test_tensors_are_aligned_in_order_and_apart():
+    layout = FlatLayout.pack(TENSORS)
+    assert [(t.name, t.shape, t.decay) for t in layout.tensors] == TENSORS
+    end = 0
+    for tensor in layout.tensors:
+        assert tensor.offset % TENSOR_ALIGNMENT == 0
+        assert tensor.offset >= end
+        end = tensor.offset + tensor.numel
+    assert layout.numel % BLOCK_ALIGNMENT == 0
+    assert end <= layout.numel < end + TENSOR_ALIGNMENT + BLOCK_ALIGNMENT
+    assert layout.parameters == 150 + 50 + 7 + 128 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_views_are_the_flat_array_itself(dtype):
+    layout = FlatLayout.pack(TENSORS)
+    flat = torch.zeros(layout.numel, dtype=dtype)
+    views = layout.views(flat)
+    assert {name: tuple(view.shape) for name, view in views.items()} == {name: shape for name, shape, _ in TENSORS}
+    for number, view in enumerate(views.values(), start=1):
+        assert view.is_contiguous()
+        view.fill_(number)
+    assert [int((flat == number).sum()) for number in range(1, 6)] == [150, 50, 7, 128, 1]
+    assert int((flat == 0).sum()) == layout.numel - layout.parameters
+
+
+def test_views_of_an_array_of_another_size_are_refused():
+    with pytest.raises(AssertionError):
+        FlatLayout.pack(TENSORS).views(torch.zeros(5))
+
+
+def test_segments_cover_the_block_and_join_equal_neighbours():
+    layout = FlatLayout.pack(TENSORS)
+    w, bias, _, v, scalar = (tensor.offset for tensor in layout.tensors)
+    assert layout.segments() == [
+        Segment(w, bias, True),
+        Segment(bias, v, False),
+        Segment(v, scalar, True),
+        Segment(scalar, layout.numel, False),
+    ]
+
+
+def test_a_block_without_tensors_still_has_an_array():
+    layout = FlatLayout.pack([])
+    assert (layout.numel, layout.parameters) == (BLOCK_ALIGNMENT, 0)
+    assert layout.views(torch.zeros(layout.numel)) == {}

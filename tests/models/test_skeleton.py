@@ -1,0 +1,288 @@
+"""A model without weights computes what the model computes; and what cannot be streamed exactly is refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
+from megatrain.models import skeleton as skeleton_module
+from megatrain.models.probe import probe
+from megatrain.models.skeleton import Skeleton, build_model, choose_attention, flat_alias, layouts_of
+from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, differing, engine_of, plain_model, tiny_config
+
+ALL = [*FAMILIES, *MORE_FAMILIES]
+TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2", "opt", "gemma2", "gemma3", "cohere"}
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_logits_are_those_of_the_model_s_own_forward(family):
+    config = tiny_config(family)
+    model = plain_model(config).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    with engine_of(config, model=model) as engine:
+        torch.testing.assert_close(engine.logits(ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
+    config = tiny_config(family)
+    model = plain_model(config)
+    shape = Skeleton(config, dtype=torch.float32).anatomy
+    specs = [spec for block in shape.blocks for spec in block.layout.tensors]
+    assert {spec.name: spec.shape for spec in specs} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert len(specs) == len({spec.name for spec in specs})
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == config.num_hidden_layers == 3
+    assert [block.name for block in shape.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    assert (shape.hidden_size, shape.vocab_size) == (32, VOCABULARY)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_tied_heads_live_in_embed(family):
+    shape = Skeleton(tiny_config(family), dtype=torch.float32).anatomy
+    embed = [spec.name for spec in shape.embed.layout.tensors]
+    head = [spec.name for spec in shape.head.layout.tensors]
+    assert embed[0].rsplit(".", 2)[1] in ("embed_tokens", "word_embeddings", "embed_in", "wte")
+    assert shape.embed_feeds_head == (family in TIED)
+    if family in TIED:
+        assert [owner for _, owner in shape.tied] == embed[:1]
+        assert not any(spec.endswith(("lm_head.weight", "embed_out.weight")) for spec in head)
+    else:
+        assert head[-1].split(".")[0] in ("lm_head", "embed_out")
+
+
+def test_learned_positions_belong_to_embed_and_the_final_norm_to_the_head():
+    shape = Skeleton(tiny_config("gpt2"), dtype=torch.float32).anatomy
+    assert [spec.name for spec in shape.embed.layout.tensors] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert [spec.name for spec in shape.head.layout.tensors] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+
+
+def test_only_matrices_decay():
+    layouts = layouts_of(Skeleton(tiny_config("falcon-rw"), dtype=torch.float32).anatomy)
+    for spec in (spec for layout in layouts for spec in layout.tensors):
+        assert spec.decay == (len(spec.shape) == 2 and not spec.name.endswith("bias")), spec.name
+
+
+def test_parameters_have_no_memory_and_buffers_do():
+    model = build_model(tiny_config("llama"), "auto", torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
+    assert model.training
+
+
+def test_building_leaves_torch_as_it_was():
+    register = nn.Module.register_parameter
+    build_model(tiny_config("llama"), "auto", torch.float32)
+    assert nn.Module.register_parameter is register
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_bound_parameters_are_the_flat_memory():
+    skeleton = Skeleton(tiny_config("llama-tied"), dtype=torch.float32)
+    for block in skeleton.anatomy.blocks:
+        flat = torch.randn(block.layout.numel)
+        parameters = skeleton.bind(block, flat)
+        assert differing(dict(enumerate(parameters)), dict(enumerate(block.layout.views(flat).values()))) == []
+        flat.zero_()
+        assert not any(p.any() for p in parameters)
+    owner, leaf = skeleton.owner("lm_head.weight")
+    assert owner._parameters[leaf] is skeleton.model.get_input_embeddings().weight  # type: ignore[operator]
+
+
+def test_an_alias_shares_memory_but_not_its_version_counter():
+    flat = torch.zeros(6)
+    alias = flat_alias(flat)
+    version = flat._version
+    alias.fill_(2.0)
+    assert torch.all(flat == 2)
+    assert flat._version == version
+
+
+def test_attention_that_cannot_cap_logits_is_not_chosen():
+    assert choose_attention(tiny_config("llama"), "auto") == "sdpa"
+    assert choose_attention(tiny_config("gemma2"), "auto") == "eager"
+    assert choose_attention(tiny_config("gemma2"), "sdpa") == "sdpa"
+    assert Skeleton(tiny_config("gemma2"), dtype=torch.float32).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("changes", "draws"), [({}, False), ({"hidden_dropout": 0.1}, True), ({"attention_dropout": 0.1}, True)])
+def test_it_knows_whether_training_draws_random_numbers(changes, draws):
+    assert Skeleton(tiny_config("gpt-neox", **changes), dtype=torch.float32).has_dropout is draws
+
+
+def test_a_dry_call_has_shapes_and_no_data():
+    skeleton = Skeleton(tiny_config("llama"), dtype=torch.bfloat16)
+    hidden, calls = skeleton.dry_call(2, 40)
+    assert (tuple(hidden.shape), hidden.dtype, hidden.is_meta) == ((2, 40, 32), torch.bfloat16, True)
+    assert len(calls) == 3
+
+
+# -- refusals of real families --------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, dict[str, int], str]] = {
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "return more than hidden states"),
+    "gptj": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "return more than hidden states"),
+    "t5": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4}, "cannot be built as a causal language model"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_right_is_refused_by_name_with_the_reason(family):
+    name, sizes, reason = REFUSED[family]
+    with pytest.raises(ModelError, match=reason) as refusal:
+        Skeleton(getattr(transformers, name)(vocab_size=VOCABULARY, **sizes), dtype=torch.float32)
+    assert family in str(refusal.value).lower()
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ModelError, match="nonsense"):
+        Skeleton(tiny_config("llama"), attention="nonsense")
+
+
+# -- refusals of made-up models -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A decoder layer of a made-up model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, device="meta")
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states)
+
+
+class LeakyLayer(Layer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states), hidden_states.mean()
+
+
+class ValueDependentLayer(Layer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states) if hidden_states.sum() > 0 else hidden_states
+
+
+class DynamicCache:
+    """Looks like a key-value cache by its name."""
+
+
+class Toy(nn.Module):
+    """A made-up decoder. What each variant does wrong is in `between` and in `extras`."""
+
+    layer: type[Layer] = Layer
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8, device="meta")
+        self.layers = nn.ModuleList(self.layer() for _ in range(layers))
+
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"mask": None, "positions": torch.arange(hidden.shape[1])}
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def order(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.order():
+            output = layer(self.between(hidden), **self.extras(hidden))
+            hidden = output[0] if isinstance(output, tuple) else output
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+
+class ChangesBetween(Toy):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * 1.0
+
+
+class PassesGradient(Toy):
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"embedding": {"of": self.embed.weight.sum()}}
+
+
+class PassesCache(Toy):
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"past": DynamicCache()}
+
+
+class RunsTwice(Toy):
+    def order(self) -> list[nn.Module]:
+        return [*self.layers, self.layers[0]]
+
+
+class SkipsOne(Toy):
+    def order(self) -> list[nn.Module]:
+        return list(self.layers)[:2]
+
+
+class ReturnsMore(Toy):
+    layer = LeakyLayer
+
+
+class LooksAtValues(Toy):
+    layer = ValueDependentLayer
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (ChangesBetween, "changes the hidden states between layers"),
+        (PassesGradient, r"layer 0 receives .*embedding.*, which needs a gradient"),
+        (PassesCache, r"receives a key-value cache \(.*past.*\)"),
+        (RunsTwice, "do not run once each in order"),
+        (SkipsOne, "only 2 of its 3 layers ran"),
+        (ReturnsMore, "return more than hidden states"),
+        (LooksAtValues, "cannot run without data"),
+    ],
+)
+def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model, reason):
+    toy = model()
+    with pytest.raises(ModelError, match=reason) as refusal:
+        probe(toy, toy.layers)
+    assert str(refusal.value).startswith(f"{model.__name__} cannot be streamed exactly")
+    assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
+
+
+def test_a_model_that_keeps_to_the_rules_is_accepted():
+    toy = Toy()
+    findings = probe(toy, toy.layers)
+    assert (findings.returns_tuple, findings.before, findings.after) == (False, ["embed.weight"], [])
+
+
+def skeleton_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Skeleton:
+    monkeypatch.setattr(skeleton_module, "build_model", lambda *_: model)
+    return Skeleton(model.config, dtype=torch.float32)
+
+
+def test_weights_shared_between_layers_are_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    layers[2].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_parameter_that_the_forward_never_uses_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    model.unused = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ModelError, match=r"unused\.weight is used neither before the first nor after the last layer"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_second_stack_of_as_many_layers_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
+    with pytest.raises(ModelError, match=r"expected exactly one list of 3 decoder layers, found model\.layers, encoder"):
+        skeleton_of(model, monkeypatch)
