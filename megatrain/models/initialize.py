@@ -32,13 +32,27 @@ def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
     views = block.layout.views(flat)
     owners = [(*skeleton.owner(name), view) for name, view in views.items()]
     before = [(module, leaf, module._parameters[leaf]) for module, leaf, _ in owners]
-    modules: dict[int, nn.Module] = {}
     for module, leaf, view in owners:
         module._parameters[leaf] = nn.Parameter(view)
-        modules[id(module)] = module
     try:
-        for module in modules.values():
+        for path in modules_of(skeleton, block):
+            module, _ = skeleton.owner(f"{path}." if path else "")
             skeleton.model._init_weights(module)  # type: ignore[operator]
     finally:
         for module, leaf, parameter in before:
             module._parameters[leaf] = parameter
+
+
+def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
+    """Paths of the modules that own the block's parameters and of all that contain nothing else, inner before outer, as transformers goes.
+
+    Some rules are about an outer module: GPT-2's attention scales the last of its matrices down.
+    """
+    names = [tensor.name for tensor in block.layout.tensors]
+    elsewhere = [tensor.name for other in skeleton.anatomy.blocks if other is not block for tensor in other.layout.tensors]
+    paths = {name.rpartition(".")[0]: None for name in names}  # a dict, for its order
+    for path in list(paths):
+        while path := path.rpartition(".")[0]:
+            if path not in paths and not any(name.startswith(f"{path}.") for name in elsewhere):
+                paths[path] = None
+    return sorted(paths, key=lambda path: -path.count("."))
