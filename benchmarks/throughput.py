@@ -2,7 +2,8 @@
 
     python benchmarks/throughput.py --shape qwen2.5-7b --tokens 65536 --seq-len 1024 --micro-batch-rows 16 --steps 4 --json out.json
 
-Prints a table, and writes the raw figures as JSON. TFLOP/s = 6 x all parameters x tokens / seconds of a whole step, update and clipping included.
+Prints a table, and writes the raw figures as JSON. TFLOP/s = 6 x all parameters x tokens / seconds of a whole step,
+update and clipping included.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer (an experiment)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     parser.add_argument(
         "--profile", type=Path, help="trace one more step into this file (chrome://tracing, Perfetto) and print its top kernels"
     )
@@ -68,7 +69,7 @@ def build_engine(args: argparse.Namespace) -> Engine:
     if args.layers:
         shape["num_hidden_layers"] = args.layers
     config = transformers.AutoConfig.for_model(**shape)
-    settings = Settings(groups=args.groups, head_chunk=args.head_chunk, update_threads=args.threads)
+    settings = Settings(groups=args.groups, head_chunk=args.head_chunk, update_threads=args.threads, compile=args.compile)
     clip = args.max_grad_norm or None
     return from_config(config, optimizer=AdamW(lr=1e-5), precision="bfloat16", max_grad_norm=clip, device=args.device, settings=settings)
 
@@ -83,7 +84,7 @@ def micro_batches(args: argparse.Namespace, vocab_size: int, step: int) -> list[
 def measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """Seconds of every measured step and where they went. Each step's time includes its part of the update of the step before it, which is
     what a long run pays; making the random batches is left out."""
-    records = []
+    records: list[dict[str, Any]] = []
     for step in range(args.warmup + args.steps):
         batches = micro_batches(args, engine.anatomy.vocab_size, step)
         started = time.perf_counter()
@@ -91,9 +92,8 @@ def measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         record = {"seconds": time.perf_counter() - started, "loss": result.loss, "grad_norm": result.grad_norm, **result.stalls_s}
         records.append(record)
         print(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in record.items() if v is not None), flush=True)
-    measured = records[args.warmup :]
-    seconds = sum(r["seconds"] for r in measured) / len(measured)
-    return {"steps": records, "seconds_per_step": seconds, "median_seconds": statistics.median(r["seconds"] for r in measured)}
+    seconds = [record["seconds"] for record in records[args.warmup :]]
+    return {"steps": records, "seconds_per_step": sum(seconds) / len(seconds), "median_seconds": statistics.median(seconds)}
 
 
 def profile(args: argparse.Namespace, engine: Engine) -> None:
@@ -114,9 +114,6 @@ def main() -> None:
     engine = build_engine(args)
     setup = time.perf_counter() - started
     with engine, GpuMeter(engine.device) as meter:
-        if args.compile:
-            for layer in engine.skeleton.layers:
-                layer.compile()
         figures = measure(args, engine)
         if args.profile:
             profile(args, engine)
@@ -132,6 +129,7 @@ def main() -> None:
             "host_bytes_per_parameter": host_bytes() / parameters,
             "gpu_peak_bytes": meter.peak_bytes(),
             "gpu_peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
             "boundary_bytes": boundaries,
         }
     report = {
@@ -144,19 +142,9 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    for key in (
-        "parameters",
-        "seconds_per_step",
-        "tflops",
-        "tokens_per_s",
-        "host_bytes",
-        "host_bytes_per_parameter",
-        "gpu_peak_bytes",
-        "gpu_peak_allocated_bytes",
-        "boundary_bytes",
-        "setup_seconds",
-    ):
-        print(f"{key:28} {report[key]}")
+    for key, value in report.items():
+        if isinstance(value, int | float):
+            print(f"{key:28} {value}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from megatrain.optim.split import split_master
 
 def choose_device(device: str) -> torch.device:
     """`auto` is the first GPU, or the CPU where there is none."""
+    # Memory segments that grow, instead of new ones beside them: torch then holds little more than it uses. Read at the first allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     chosen = torch.device(device)

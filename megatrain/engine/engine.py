@@ -37,12 +37,14 @@ class Settings:
         sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter), else they travel.
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
+        compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
     """
 
     groups: int = 1
     sums_on_device: bool = False
     head_chunk: int = 2048
     update_threads: int = 2
+    compile: bool = False
 
     @property
     def sums(self) -> str:
@@ -151,6 +153,8 @@ class Engine:
         self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, seed)
         self._pending: list[Gradient] | None = None
         self._targets = 0
+        if settings.compile:
+            skeleton.compile_layers()
         optimizer.compile()
 
     # -- making one -----------------------------------------------------------------------------------------------------------

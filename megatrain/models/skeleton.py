@@ -178,10 +178,27 @@ class Skeleton:
         for root in (self.model, *self.layers):
             root.train(training)
 
+    def compile_layers(self) -> None:
+        """Have torch.compile fuse what lies between the matrix products of every layer, when it first runs.
+
+        Raises:
+            ModelError: the model uses dropout. Compiled with and without gradients a layer draws different masks, so that its
+                recomputation would not be its forward.
+        """
+        if self.has_dropout:
+            raise ModelError(f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; set compile: false")
+        from torch._inductor import config as inductor
+
+        inductor.compile_threads = 1  # its pool of worker processes would take gigabytes of host RAM
+        for layer in self.layers:
+            layer.compile()
+
     def _draws_random_numbers(self) -> bool:
         """Whether any part of the model does, in training mode."""
         drops = any(isinstance(m, nn.Dropout) and m.p > 0 for root in (self.model, *self.layers) for m in root.modules())
-        rates = (value for key, value in self.config.get_text_config().to_dict().items() if "dropout" in key or key.endswith("pdrop"))
+        unused = ("classifier", "summary")  # of other heads than the language model's
+        settings = ((k, v) for k, v in self.config.get_text_config().to_dict().items() if not k.startswith(unused))
+        rates = (value for key, value in settings if "dropout" in key or key.endswith("pdrop"))
         return drops or any(isinstance(rate, float) and rate > 0 for rate in rates)
 
     # -- computing --------------------------------------------------------------------------------------------------------------
