@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatrain.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.engine.build import build, write_master
 from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.step import mix
 from megatrain.models.anatomy import decays
 from megatrain.models.skeleton import choose_attention
 from megatrain.optim import AdamW
+from megatrain.optim.split import join_master
 
 VOCABULARY = 97
 PAD = 0
@@ -225,6 +229,66 @@ def train_engine(engine: Engine, steps: Sequence[Sequence[Batch]], rates: Sequen
 def cosine(steps: int, lr: float) -> list[float]:
     """A learning rate for each step, falling from `lr` towards zero."""
     return [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+
+
+def gradients_without_recompute(model: nn.Module, batches: Sequence[Batch], engine: Engine, step: int) -> float:
+    """Plain autograd over whole graphs, its dropout seeded before each block as the engine says it seeds. Returns the loss."""
+    number = 0
+
+    def seed(block: int) -> None:
+        torch.manual_seed(mix(engine.seed, step, block, number))
+
+    path = engine.anatomy.blocks[1].layout.tensors[0].name.split(".0.")[0]
+    layers: Any = model.get_submodule(path)
+    handles = [model.register_forward_pre_hook(lambda *_: seed(0))]
+    handles += [layer.register_forward_pre_hook(lambda *_, block=i + 1: seed(block)) for i, layer in enumerate(layers)]
+    total = 0.0
+    for number, batch in enumerate(batches):  # noqa: B007  (`seed` reads it)
+        total += plain_gradients(model, [batch], count_targets(batches))
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+def masters_of(engine: Engine) -> dict[str, Tensor]:
+    """The fp32 master weights of a bfloat16 engine, by tensor name."""
+    named: dict[str, Tensor] = {}
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)
+        master = join_master(engine.store.array("weight", block.index), engine.store.array("remainder", block.index))
+        named |= block.layout.views(master)
+    return named
+
+
+def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
+    """Train a bfloat16 engine, and beside it fp32 masters by torch.optim.AdamW on the engine's own bf16 gradients; returns the latter."""
+    assert engine.max_grad_norm is not None
+    masters = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(master.clone()) for name, master in masters_of(engine).items()})
+    optimizer = plain_optimizer(masters, rates[0], engine.optimizer.weight_decay)
+    for step, lr in enumerate(rates):
+        engine.forward_backward(micro_batches(step))
+        for name, gradient in gradients_of(engine).items():
+            assert gradient.dtype == torch.bfloat16
+            masters[name.replace(".", "/")].grad = gradient.float()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        norm = float(nn.utils.clip_grad_norm_(masters.parameters(), engine.max_grad_norm))
+        assert norm > engine.max_grad_norm, "clipping must be active"
+        optimizer.step()
+        assert abs(engine.step(lr) - norm) <= 1e-6 * norm
+    return {name.replace("/", "."): master.detach() for name, master in masters.items()}
+
+
+def train_with_a_break(make: Callable[[], Engine], steps: Sequence[Sequence[Batch]], folder: Path) -> tuple[list[float], State]:
+    """Train half of the steps, save, and let a new engine load and train the rest; returns all losses and the final state."""
+    half = len(steps) // 2
+    with make() as engine:
+        losses = train_engine(engine, steps[:half]).losses
+        checkpoint = save_checkpoint(folder, half, engine, None, {"position": half})
+    with make() as engine:
+        assert load_checkpoint(checkpoint, engine) == {"position": half}
+        losses += train_engine(engine, steps[half:]).losses
+        return losses, state_of(engine)
 
 
 # -- comparing ----------------------------------------------------------------------------------------------------------------------

@@ -7,19 +7,16 @@ from itertools import product
 
 import pytest
 import torch
-from torch import nn
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Settings
 from megatrain.engine.step import mix
 from tests.support import (
-    Batch,
-    count_targets,
     differing,
     distance,
     engine_of,
     full_batches,
     gradients_of,
-    plain_loss,
+    gradients_without_recompute,
     plain_model,
     tiny_config,
 )
@@ -31,27 +28,6 @@ DROPOUTS = {
 }
 BATCHES = full_batches(0)
 SEED = 11
-
-
-def gradients_without_recompute(model: nn.Module, batches: list[Batch], engine: Engine, step: int) -> float:
-    """Plain autograd over whole graphs, seeded before each block as the engine says it does. Returns the loss."""
-    number = 0
-
-    def seed(block: int) -> None:
-        torch.manual_seed(mix(SEED, step, block, number))
-
-    path = engine.anatomy.blocks[1].layout.tensors[0].name.split(".0.")[0]
-    layers = list(model.get_submodule(path))  # type: ignore[call-overload]
-    handles = [model.register_forward_pre_hook(lambda *_: seed(0))]
-    handles += [layer.register_forward_pre_hook(lambda *_, block=i + 1: seed(block)) for i, layer in enumerate(layers)]
-    total = 0.0
-    for number, batch in enumerate(batches):  # noqa: B007  (`seed` reads it)
-        loss = plain_loss(model, batch) / count_targets(batches)
-        loss.backward()
-        total += float(loss.detach())
-    for handle in handles:
-        handle.remove()
-    return total
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(groups=2)], ids=str)

@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Settings
 from megatrain.optim import AdamW
-from megatrain.optim.split import join_master
 from tests.support import (
     FAMILIES,
     Batch,
@@ -19,13 +18,14 @@ from tests.support import (
     differing,
     distance,
     engine_of,
+    follow_in_fp32,
     gradients_of,
     load,
+    masters_of,
     micro_batches,
     plain_gradients,
     plain_loss,
     plain_model,
-    plain_optimizer,
     tiny_config,
     train_engine,
     train_plain,
@@ -110,37 +110,15 @@ def test_greedy_generation_equals_transformers():
 # -- bfloat16 with fp32 master weights ----------------------------------------------------------------------------------------------
 
 
-def masters_of(engine: Engine) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    for block in engine.anatomy.blocks:
-        engine.wait_ready(block.index)
-        master = join_master(engine.store.array("weight", block.index), engine.store.array("remainder", block.index))
-        named |= block.layout.views(master)
-    return named
-
-
 @pytest.mark.parametrize(("family", "settings"), [("qwen2-tied", Settings()), ("falcon-40b", Settings(groups=2, sums_on_device=True))])
 def test_bfloat16_follows_a_plain_fp32_loop_fed_with_the_same_gradients(family, settings):
     config = tiny_config(family)
-    rates = cosine(10, 1e-3)
     with engine_of(config, precision="bfloat16", optimizer=AdamW(weight_decay=DECAY), max_grad_norm=MAX_NORM, settings=settings) as engine:
         start = {name: master.clone() for name, master in masters_of(engine).items()}
-        plain = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(master.clone()) for name, master in start.items()})
-        optimizer = plain_optimizer(plain, rates[0], DECAY)
-        for step, lr in enumerate(rates):
-            engine.forward_backward(micro_batches(step))
-            for name, gradient in gradients_of(engine).items():
-                assert gradient.dtype == torch.bfloat16
-                plain[name.replace(".", "/")].grad = gradient.float()
-            optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
-            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM))
-            optimizer.step()
-            assert engine.step(lr) == pytest.approx(norm, rel=1e-6)
-            assert norm > MAX_NORM
+        expected = follow_in_fp32(engine, cosine(10, 1e-3))
         for name, master in masters_of(engine).items():
-            expected = plain[name.replace(".", "/")].detach()
-            assert distance(master, expected) <= 1e-6, name
-            assert distance(master - start[name], expected - start[name]) <= 1e-3, name  # and so the updates themselves
+            assert distance(master, expected[name]) <= 1e-6, name
+            assert distance(master - start[name], expected[name] - start[name]) <= 1e-3, name  # and so the updates themselves
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-7b"])
