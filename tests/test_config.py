@@ -60,6 +60,7 @@ memory:
   nvme: null
 precision: float32
 attention: sdpa
+compile: false
 threads: 2
 device: cpu
 output: runs/full

@@ -227,6 +227,10 @@ class Config(Options):
     attention: Annotated[_ATTENTION, choice(_ATTENTION)] = Field(
         default="auto", description="auto is the fastest that computes the family rightly."
     )
+    compile: v.FlagOrAuto = Field(
+        default="auto",
+        description="torch.compile the layers (needs a C compiler); auto: on CUDA, where all rows have one length, as in pretrain.",
+    )
     threads: v.CountOrAuto = Field(default="auto", description="Host threads that update weights.")
     device: Annotated[_DEVICE, choice(_DEVICE)] = Field(default="auto", description="auto is CUDA where there is a GPU.")
     output: v.FolderPath = Field(default=Path("runs/my-first"), description="Run folder.")

@@ -104,6 +104,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Text = Annotated[str, Field(pattern=r"\S")]
 
 Flag = Annotated[bool, wanted("true or false")]
+FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]

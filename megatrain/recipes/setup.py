@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +141,7 @@ def make_engine(config: Config, model: Model, skeleton: Skeleton, machine: Machi
             sums_on_device=choices.gradient_sums == "device",
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,
+            compile=choose_compile(config, skeleton, machine),
         ),
         seed=config.train.seed,
     )
@@ -151,6 +154,14 @@ def make_engine(config: Config, model: Model, skeleton: Skeleton, machine: Machi
         engine.close()
         raise
     return engine
+
+
+def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool:
+    """Whether to compile the layers. `auto`: on a GPU with a compiler at hand, if all rows have one length (each compiles anew)."""
+    if config.compile != "auto":
+        return config.compile
+    able = machine.device.type == "cuda" and any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
+    return able and config.method == "pretrain" and not skeleton.has_dropout
 
 
 def read_rows(config: Config, model: Model, vocab_size: int, on_progress: Any = None) -> tuple[Rows, Rows | None]:
