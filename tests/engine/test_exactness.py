@@ -29,7 +29,7 @@ from tests.support import (
 )
 
 STEPS = [micro_batches(seed) for seed in range(5)]
-GROUPINGS = [Settings(groups=2), Settings(groups=3), Settings(groups=2, sums_on_device=True), Settings(groups=8, sums_on_device=True)]
+GROUPINGS = [Settings(groups=2), Settings(groups=3), Settings(groups=8, sums_on_device=True)]
 
 
 def run(engine: Engine, steps: list[list[Batch]] = STEPS) -> tuple[Trace, dict[tuple[str, int], Tensor]]:
@@ -117,8 +117,7 @@ def test_the_chunk_of_the_head_changes_only_summation_order(chunk):
     assert max(float((ours[name] - g).norm()) for name, g in expected.items()) < 1e-5 * largest
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("precision", "threads"), [("float32", 1), ("bfloat16", 5)])
 def test_the_number_of_update_threads_changes_no_bit(threads, precision):
     config = tiny_config("llama")
     _, state = run(engine_of(config, precision=precision), STEPS[:2])
@@ -200,8 +199,7 @@ class Poisoned(NextToken):
         return super().__call__(logprobs, targets)[0] * self.factor, {}
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("factor", "precision"), [(float("nan"), "bfloat16"), (float("inf"), "float32")])
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
 def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(max_grad_norm, precision, factor):
     config = tiny_config("llama-tied")

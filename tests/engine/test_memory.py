@@ -17,7 +17,6 @@ TOKENS = sum(batch["input_ids"].numel() for batch in BATCHES)
 MODES: dict[str, dict[str, Any]] = {
     "one group": {},
     "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=7)},
-    "unclipped": {"max_grad_norm": None},
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import differing, engine_of, full_batches, state_of, tiny_config, train_engine, train_with_a_break
 
-STEPS = [full_batches(seed) for seed in range(10)]
+STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(10)]
 
 
 @pytest.mark.parametrize(("precision", "clip"), [("float32", 0.5), ("bfloat16", 0.5), ("bfloat16", None)])

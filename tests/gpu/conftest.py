@@ -1,0 +1,33 @@
+"""What the tests on CUDA get: true fp32 matrix products, and on request PyTorch's deterministic algorithms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; deterministic algorithms insist on it
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """No TF32: float32 means float32. And nothing of the previous test's memory."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """The same bits twice, where a kernel can do it; an error where it cannot."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,96 @@
+"""On CUDA: the same device memory at any depth, boundary activations apart; pinned host memory, given back in the end."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.engine import Engine, Settings
+from tests.support import engine_of, full_batches, tiny_config
+
+HIDDEN = 128
+SHAPES = [(2, 128), (2, 128)]
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 256, "max_position_embeddings": 128}
+MODES: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=64)},
+    "unclipped": {"max_grad_norm": None},
+}
+
+
+def make(depth: int, family: str = "llama", **options: Any) -> Engine:
+    return engine_of(tiny_config(family, num_hidden_layers=depth, **SIZES), device="cuda", precision="bfloat16", **options)
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@cache
+def measure(depth: int, family: str, mode: str) -> tuple[int, int]:
+    """(bytes that the engine keeps on the device, bytes at the worst moment of a step), less what was there before."""
+    batches = full_batches(0, SHAPES)
+    before = allocated()
+    with make(depth, family, **MODES[mode]) as engine:
+        kept = allocated() - before
+        for _ in range(2):  # cuBLAS takes its workspaces, lazily
+            engine.train_step(batches)
+        start = allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.train_step(batches)
+        torch.cuda.synchronize()
+        return kept, torch.cuda.max_memory_allocated() - start
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama", "one group"), ("llama", "two groups, sums travel"), ("llama", "unclipped"), ("qwen2-tied", "one group")]
+)
+def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
+    kept = {depth: measure(depth, family, mode)[0] for depth in (4, 16)}
+    assert kept[4] == kept[16], kept
+    tokens = sum(rows * width for rows, width in SHAPES) // (2 if mode == "two groups, sums travel" else 1)
+    boundary = tokens * HIDDEN * 2  # bytes of hidden states in bf16, for each layer
+    peaks = {depth: measure(depth, family, mode)[1] - depth * boundary for depth in (4, 16)}
+    assert abs(peaks[4] - peaks[16]) <= boundary // 4, peaks  # the allocator's rounding, and not one boundary more
+
+
+def test_a_step_leaves_nothing_behind():
+    with make(4) as engine:
+        for _ in range(2):
+            engine.train_step(full_batches(0, SHAPES))
+        before = allocated()
+        for seed in range(5):
+            engine.train_step(full_batches(seed, SHAPES))
+        assert allocated() == before
+
+
+def test_a_closed_engine_gives_the_device_memory_back():
+    def use() -> None:
+        with make(4) as engine:
+            engine.train_step(full_batches(0, SHAPES))
+
+    use()  # leaves cuBLAS's workspaces
+    before = allocated()
+    use()
+    assert allocated() == before
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_what_is_transferred_is_pinned_and_the_rest_is_not(clip):
+    with make(4, max_grad_norm=clip) as engine:
+        for name, spec in engine.store.arrays.items():
+            assert engine.store.array(name, 1).is_pinned() == spec.transferred, name
+        if engine._ring is not None:
+            assert all(buffer.is_pinned() for buffer in engine._ring._buffers)
+
+
+def test_pinned_memory_can_be_taken_and_given_back_many_times():
+    for _ in range(10):
+        with make(2, max_grad_norm=None) as engine:
+            engine.train_step(full_batches(0, SHAPES))

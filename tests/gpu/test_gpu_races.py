@@ -1,0 +1,154 @@
+"""On CUDA: delays on every stream and in the update threads change no bit, and each wait, taken away, is missed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.streams import Event
+from tests.support import State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+
+STEPS = [full_batches(seed, [(2, 8)] * 3) for seed in range(3)]
+MODES = {
+    "one group": Settings(),
+    "two groups, sums on the device": Settings(groups=2, sums_on_device=True),
+    "two groups, sums travel": Settings(groups=2),
+}
+WHO = ("upload", "download", "update", "compute")
+LONGEST_CYCLES = 4_000_000  # about 2 ms
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+def make(mode: str = "one group", clip: float | None = 0.5) -> Engine:
+    config = tiny_config("qwen2-tied", num_hidden_layers=4)
+    return engine_of(config, device="cuda", precision="bfloat16", settings=MODES[mode], max_grad_norm=clip)
+
+
+def gpu_sleeper(seed: int, longest_cycles: int) -> Callable[[], None]:
+    """Occupies the current stream for a random time; the host goes on at once."""
+    draw = random.Random(seed)
+    return lambda: torch.cuda._sleep(draw.randint(0, longest_cycles))
+
+
+def delay(engine: Engine, slow: Iterable[str], longest_cycles: int = LONGEST_CYCLES, seed: int = 0) -> Engine:
+    """Slow down transfers (on their streams), updates (on the host) or computation (on its stream, before every layer)."""
+    for number, who in enumerate(slow):
+        sleep = gpu_sleeper(10 * seed + number, longest_cycles)
+        if who == "update":
+            engine._updater.delay = sleeper(seed, 0.003)
+        elif who == "compute":
+            before_layers(engine, sleep)
+        else:
+            {"upload": engine._upload, "download": engine._download}[who].delay = sleep
+    return engine
+
+
+def before_layers(engine: Engine, act: Callable[[], None]) -> None:
+    """Call `act` before every layer's forward and recomputation."""
+    layer = engine.skeleton.layer
+
+    def acting(index: int, hidden: Any, call: Any) -> torch.Tensor:
+        act()
+        return layer(index, hidden, call)
+
+    engine.skeleton.layer = acting  # type: ignore[method-assign]
+
+
+def run(engine: Engine) -> tuple[Trace, State]:
+    with engine:
+        return train_engine(engine, STEPS), state_of(engine)
+
+
+@cache
+def undelayed(mode: str, clip: float | None) -> tuple[Trace, State]:
+    return run(make(mode, clip))
+
+
+@pytest.mark.parametrize("slow", [*((who,) for who in WHO), WHO], ids="+".join)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_delays_change_no_bit(mode, clip, slow):
+    expected, state = undelayed(mode, clip)
+    delayed, again = run(delay(make(mode, clip), slow))
+    assert (delayed.losses, delayed.norms) == (expected.losses, expected.norms)
+    assert differing(state, again) == []
+
+
+def test_the_host_runs_ahead_of_the_gpu():
+    """What the tests of slow computation rest on: when the host asks for a layer, the GPU has not finished the one before."""
+    with make() as engine:
+        engine.train_step(STEPS[0])
+        marks: list[Any] = []
+        unfinished: list[bool] = []
+
+        def note() -> None:
+            if marks:
+                unfinished.append(not marks[-1].query())
+            torch.cuda._sleep(20_000_000)
+            marks.append(torch.cuda.Event())
+            marks[-1].record()
+
+        before_layers(engine, note)
+        engine.train_step(STEPS[1])
+        assert sum(unfinished) > len(unfinished) // 2, unfinished
+
+
+def never_wait(*_: object) -> None:
+    """In the place of a wait."""
+
+
+def updates_may_lag(engine: Engine) -> None:
+    engine._streamer.wait_ready = never_wait
+
+
+def uploads_may_overtake_computation(engine: Engine) -> None:
+    engine._upload.wait = never_wait  # type: ignore[method-assign,assignment]
+
+
+def downloads_may_overtake_computation(engine: Engine) -> None:
+    engine._download.wait = never_wait  # type: ignore[method-assign,assignment]
+
+
+def computation_may_overtake(engine: Engine, skipped: str) -> None:
+    wait = engine._compute.wait
+
+    def some(event: Event | None, cause: str) -> None:
+        if cause != skipped:
+            wait(event, cause)
+
+    engine._compute.wait = some  # type: ignore[method-assign]
+
+
+def computation_may_overtake_uploads(engine: Engine) -> None:
+    computation_may_overtake(engine, "upload")
+
+
+def computation_may_overtake_downloads(engine: Engine) -> None:
+    computation_may_overtake(engine, "download")
+
+
+FAULTS = [
+    (updates_may_lag, "update", "one group"),
+    (uploads_may_overtake_computation, "compute", "one group"),
+    (downloads_may_overtake_computation, "compute", "one group"),
+    (computation_may_overtake_uploads, "upload", "one group"),
+    (computation_may_overtake_downloads, "download", "one group"),
+    (uploads_may_overtake_computation, "download", "two groups, sums travel"),
+]
+
+
+@pytest.mark.parametrize(("fault", "slow", "mode"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
+def test_without_its_wait_a_delay_changes_the_result(fault, slow, mode):
+    expected, state = undelayed(mode, 0.5)
+    with delay(make(mode), [slow], 40_000_000) as engine:
+        fault(engine)
+        broken = train_engine(engine, STEPS)
+        again = state_of(engine)
+        torch.cuda.synchronize()
+    assert broken.losses != expected.losses or differing(state, again)
