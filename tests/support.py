@@ -333,22 +333,22 @@ def bits(tensor: Tensor) -> Tensor:
 LANES = ("upload", "download", "update")
 
 
-def sleeper(seed: int, longest_s: float) -> Callable[..., None]:
+def sleeper(seed: int, shortest_s: float, longest_s: float) -> Callable[..., None]:
     """A delay of random length; safe to call from any thread."""
     draw, lock = random.Random(seed), threading.Lock()
 
     def sleep(*_: object) -> None:
         with lock:
-            seconds = draw.uniform(0, longest_s)
+            seconds = draw.uniform(shortest_s, longest_s)
         time.sleep(seconds)
 
     return sleep
 
 
-def delay(engine: Engine, lanes: Iterable[str], longest_s: float = 0.01, seed: int = 0) -> Engine:
+def delay(engine: Engine, lanes: Iterable[str], longest_s: float, shortest_s: float = 0.0, seed: int = 0) -> Engine:
     """Slow these lanes down by random sleeps before every job."""
     for number, lane in enumerate(lanes):
-        sleep = sleeper(seed * 1000 + number, longest_s)
+        sleep = sleeper(seed * 1000 + number, shortest_s, longest_s)
         if lane == "update":
             engine._updater.delay = sleep
         else:

@@ -49,7 +49,7 @@ def test_delays_change_no_bit(mode, clip, slow):
 @pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")])
 def test_delays_change_no_bit_in_other_families(family, precision):
     expected, state = run(make("two groups, sums travel", family=family, precision=precision))
-    delayed, again = run(delay(make("two groups, sums travel", family=family, precision=precision), LANES, 0.003, seed=1))
+    delayed, again = run(delay(make("two groups, sums travel", family=family, precision=precision), LANES, longest_s=0.003, seed=1))
     assert delayed.losses == expected.losses
     assert differing(state, again) == []
 
@@ -59,7 +59,7 @@ def test_evaluation_and_saving_right_after_a_step_see_its_update():
         late.train_step(STEPS[0])
         state_of(late)  # waits
         expected = late.evaluate(STEPS[1]).loss
-        delay(prompt, ["update"], 0.02).train_step(STEPS[0])
+        delay(prompt, ["update"], longest_s=0.02).train_step(STEPS[0])
         assert prompt.evaluate(STEPS[1]).loss == expected
         prompt.train_step(STEPS[1])
         late.train_step(STEPS[1])
@@ -133,7 +133,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.inject.__name__}-{f.mode}")
 def test_without_its_wait_a_delay_changes_the_result(fault, monkeypatch):
     expected, state = undelayed(fault.mode, fault.clip)
-    with delay(make(fault.mode, fault.clip), fault.slow, longest_s=0.02) as engine:
+    with delay(make(fault.mode, fault.clip), fault.slow, longest_s=0.03, shortest_s=0.03) as engine:
         fault.inject(engine, monkeypatch)
         broken = train_engine(engine, STEPS)
         again = state_of(engine)

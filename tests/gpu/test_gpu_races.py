@@ -21,7 +21,6 @@ MODES = {
     "two groups, sums travel": Settings(groups=2),
 }
 WHO = ("upload", "download", "update", "compute")
-LONGEST_CYCLES = 4_000_000  # about 2 ms
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
@@ -30,18 +29,23 @@ def make(mode: str = "one group", clip: float | None = 0.5) -> Engine:
     return engine_of(config, device="cuda", precision="bfloat16", settings=MODES[mode], max_grad_norm=clip)
 
 
-def gpu_sleeper(seed: int, longest_cycles: int) -> Callable[[], None]:
+def gpu_sleeper(seed: int, shortest_cycles: int, longest_cycles: int) -> Callable[[], None]:
     """Occupies the current stream for a random time; the host goes on at once."""
     draw = random.Random(seed)
-    return lambda: torch.cuda._sleep(draw.randint(0, longest_cycles))
+    return lambda: torch.cuda._sleep(draw.randint(shortest_cycles, longest_cycles))
 
 
-def delay(engine: Engine, slow: Iterable[str], longest_cycles: int = LONGEST_CYCLES, seed: int = 0) -> Engine:
-    """Slow down transfers (on their streams), updates (on the host) or computation (on its stream, before every layer)."""
+def delay(
+    engine: Engine, slow: Iterable[str], cycles: tuple[int, int] = (0, 4_000_000), seconds: tuple[float, float] = (0, 0.003)
+) -> Engine:
+    """Slow down transfers (on their streams), updates (on the host) or computation (on its stream, before every layer).
+
+    About 2 ms at most, and 3 ms for an update, unless told otherwise.
+    """
     for number, who in enumerate(slow):
-        sleep = gpu_sleeper(10 * seed + number, longest_cycles)
+        sleep = gpu_sleeper(number, *cycles)
         if who == "update":
-            engine._updater.delay = sleeper(seed, 0.003)
+            engine._updater.delay = sleeper(number, *seconds)
         elif who == "compute":
             before_layers(engine, sleep)
         else:
@@ -146,7 +150,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "slow", "mode"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
 def test_without_its_wait_a_delay_changes_the_result(fault, slow, mode):
     expected, state = undelayed(mode, 0.5)
-    with delay(make(mode), [slow], 40_000_000) as engine:
+    with delay(make(mode), [slow], (40_000_000, 40_000_000), (0.02, 0.02)) as engine:
         fault(engine)
         broken = train_engine(engine, STEPS)
         again = state_of(engine)
