@@ -94,9 +94,9 @@ def show_data(
     from megatrain.config import load_config
 
     settings = load_config(config, overrides or ())
-    from megatrain.recipes import run
+    from megatrain.recipes import use
 
-    counts = run.show_data(settings, rows, as_json)
+    counts = use.show_data(settings, rows, as_json)
     if counts is not None:
         _print_json(counts)
 
@@ -109,9 +109,9 @@ def evaluate(
 ) -> None:
     """Compute the held-out loss of a run or checkpoint."""
     _need_folder(folder)
-    from megatrain.recipes import run
+    from megatrain.recipes import use
 
-    result = run.evaluate(folder, data, as_json)
+    result = use.evaluate(folder, data)
     if as_json:
         _print_json(result)
     else:
@@ -148,9 +148,9 @@ def generate(
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
-    from megatrain.recipes import run
+    from megatrain.recipes import use
 
-    answer = run.generate(folder, question, max_new_tokens)
+    answer = use.generate(folder, question, max_new_tokens)
     if as_json:
         _print_json({"prompt": question, "answer": answer})
     else:
@@ -251,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last resort: every error becomes a sentence and a code
         code, sentence = exit_code_of(error)

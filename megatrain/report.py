@@ -17,11 +17,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.errors import MegaTrainError, StorageError
 from megatrain.metrics import StepMetrics, StepTime
 
 LOG_FILE = "train.log"
 ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel, and only files and pipes as lines
+IN_FILE = "in_file"  # marks log records for train.log alone
 RECENT_STEPS = 20  # the rates and the time left follow the mean of so many steps: steady enough to read, quick enough to notice
+
+PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("megatrain")
 
@@ -83,8 +87,15 @@ def human_seconds(seconds: float) -> str:
 
 @contextmanager
 def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
-    """Send the house's log to `train.log` of the run folder and to the console, which should be stderr's."""
-    handlers = [logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8"), _ConsoleHandler(console)]
+    """Send the house's log to `train.log` of the run folder and to the console, which should be stderr's.
+
+    An error that ends the block is written to `train.log`, with its traceback if it is none of ours. Raises StorageError.
+    """
+    path = Path(run_dir) / LOG_FILE
+    try:
+        handlers = [logging.FileHandler(path, encoding="utf-8"), _ConsoleHandler(console)]
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror}); free space or choose another output folder") from error
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -93,6 +104,9 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
+    except Exception as error:
+        logger.error(str(error), exc_info=not isinstance(error, MegaTrainError), extra={IN_FILE: True})  # the caller shows it
+        raise
     finally:
         for handler in handlers:
             logger.removeHandler(handler)
@@ -109,10 +123,10 @@ class _ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.console.is_terminal and getattr(record, ON_PANEL, False):
+        if getattr(record, IN_FILE, False) or (self.console.is_terminal and getattr(record, ON_PANEL, False)):
             return
         style = "bold yellow" if record.levelno >= logging.WARNING else ""
-        prefix = "warning: " if record.levelno == logging.WARNING else ""
+        prefix = PREFIXES.get(record.levelno, "")
         # A pipe has no width to wrap at: one record is one line, whatever its length.
         self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
 

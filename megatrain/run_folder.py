@@ -34,7 +34,12 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         make_run_dir(self.run_dir)
-        fd = os.open(self.run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"{self.run_dir}: cannot write in the run folder: {error.strerror} (errno {error.errno}); choose another `output`"
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -74,6 +79,26 @@ def checkpoints(run_dir: Path) -> list[Path]:
         (path for name, path in names.items() if CHECKPOINT.fullmatch(name.removesuffix(REPLACED))),
         key=lambda path: (int(path.name.removesuffix(REPLACED).partition("-")[2]), path.name),
     )
+
+
+def bytes_of_checkpoints(run_dir: Path) -> int:
+    """Disk space that the run's checkpoints take; a file with several names counts once."""
+    folders = [*checkpoints(run_dir), *(path for path in [run_dir / "final"] if path.is_dir())]
+    try:
+        stats = [path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()]
+    except FileNotFoundError:  # another process is removing them: they are its own, and no use to us
+        return 0
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file as a whole: killed in between, the old one is still there. Raises StorageError."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror} (errno {error.errno}); free some space there") from error
 
 
 def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:

@@ -77,13 +77,15 @@ class RunSummary:
 
     def _rows(self) -> list[tuple[str, str]]:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
-        rows = [("trained", f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.seconds)} ({rate:,.0f} tokens/s)")]
+        trained = f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.seconds)} ({rate:,.0f} tokens/s)"
+        rows = [("trained", trained if self.steps else "nothing more: the run had come to its end before")]
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
             best = "" if self.best_step is None else f", best at step {self.best_step}"
             rows.append(("held-out loss", f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after{best}"))
         if self.time is not None:
             rows.append(("time", time_in_words(self.time)))
-        rows.append(("host memory", str(self.host)))
+        if self.host.measured is not None:
+            rows.append(("host memory", str(self.host)))
         if self.gpu.measured is not None:
             rows.append(("GPU memory", str(self.gpu)))
         if self.skipped:

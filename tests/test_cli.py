@@ -14,6 +14,7 @@ from megatrain import cli, errors
 from megatrain.config import config_schema, example_config, load_config
 
 CONFIG = "model: some/folder\ndata: {train: rows.jsonl}\n"
+ENV = {"PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}
 HEAVY = ("torch", "transformers", "numba", "datasets", "numpy")
 
 
@@ -48,7 +49,7 @@ class Plan:
 
 
 class Recorder(ModuleType):
-    """Stands for megatrain.recipes.run: notes each call, and returns or raises what `answers` holds."""
+    """Stands for megatrain.recipes.run and megatrain.recipes.use: notes each call, and returns or raises what `answers` holds."""
 
     def __init__(self) -> None:
         super().__init__("megatrain.recipes.run")
@@ -80,9 +81,10 @@ def recipes(monkeypatch, tmp_path):
         target = export if name == "export" else recorder
         setattr(target, name, lambda *arguments, name=name: recorder.call(name, *arguments))
     package = ModuleType("megatrain.recipes")
-    package.run = recorder  # type: ignore[attr-defined]
+    package.run = package.use = recorder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.recipes", package)
     monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
+    monkeypatch.setitem(sys.modules, "megatrain.recipes.use", recorder)
     monkeypatch.setitem(sys.modules, "megatrain.export", export)
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
@@ -138,7 +140,7 @@ def test_eval_prints_the_loss(recipes, capsys):
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
-    assert recipes.calls == [("evaluate", Path("run"), "held.jsonl", False), ("evaluate", Path("run"), None, True)]
+    assert recipes.calls == [("evaluate", Path("run"), "held.jsonl"), ("evaluate", Path("run"), None)]
 
 
 def test_export_prints_the_folder(recipes, capsys):
@@ -295,8 +297,7 @@ def test_help_and_config_import_nothing_heavy(statement):
 
 
 def test_the_package_is_a_command(tmp_path):
-    root = str(Path(next(iter(megatrain.__path__))).parent)
     command = [sys.executable, "-m", "megatrain", "train", "nowhere.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": root})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENV)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: nowhere.yaml: no such file")

@@ -47,7 +47,6 @@ train:
 checkpoint:
   every: 10
   keep: 3
-  save_optimizer: false
 optimizer:
   name: adamw
   moments: float32

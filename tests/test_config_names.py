@@ -46,7 +46,6 @@ MEANINGS = {
     "max_eval_samples": ("50", "train.eval_rows", 50),
     "save_steps": ("500", "checkpoint.every", 500),
     "save_total_limit": ("3", "checkpoint.keep", 3),
-    "save_only_model": ("true", "checkpoint.save_optimizer", False),
     "output_dir": ("out", "output", Path("out")),
     "optim": ("adamw_torch_fused", "optimizer.name", "adamw"),
     "weight_decay": ("0.01", "optimizer.weight_decay", 0.01),
@@ -68,6 +67,7 @@ MEANINGS = {
     "assistant_only_loss": ("false", "data.train_on", "all"),
     "completion_only_loss": ("true", "data.train_on", "assistant"),
     "train_on_inputs": ("true", "data.train_on", "all"),
+    "torch_compile": ("true", "compile", True),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
 }

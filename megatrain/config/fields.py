@@ -58,7 +58,7 @@ class ModelOptions(Options):
 
     path: v.SourceOrNull = Field(default=None, description="Hub id, local folder or GGUF file that holds the weights.")
     config: v.SourceOrNull = Field(
-        default=None, description="Folder or config.json that gives the shape alone; the weights start at random."
+        default=None, description="Folder that gives the shape (config.json) and the tokenizer; the weights start at random."
     )
     init: Annotated[_INIT, choice(_INIT)] = Field(
         default="pretrained", description="pretrained reads the weights; random draws them from the seed."
@@ -179,7 +179,6 @@ class CheckpointOptions(Options):
         default=200, description="Steps between checkpoints; the last step is always kept. null saves at the end alone."
     )
     keep: v.Count = Field(default=2, description="Newest checkpoints that stay on disk, besides the best.")
-    save_optimizer: v.Flag = Field(default=True, description="Save what exact resuming needs. false saves weights alone.")
 
 
 class OptimizerOptions(Options):

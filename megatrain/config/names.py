@@ -119,7 +119,6 @@ ALIASES: dict[str, Alias] = {
     "max_eval_samples": Alias(("train", "eval_rows")),
     "save_steps": Alias(("checkpoint", "every")),
     "save_total_limit": Alias(("checkpoint", "keep")),
-    "save_only_model": Alias(("checkpoint", "save_optimizer"), _among((True, False), (False, True))),
     "output_dir": Alias(("output",)),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "weight_decay": Alias(("optimizer", "weight_decay")),
@@ -141,6 +140,7 @@ ALIASES: dict[str, Alias] = {
     "assistant_only_loss": Alias(("data", "train_on"), _only_answers),
     "completion_only_loss": Alias(("data", "train_on"), _only_answers),
     "train_on_inputs": Alias(("data", "train_on"), _among((True, "all"), (False, "assistant"))),
+    "torch_compile": Alias(("compile",)),
     "use_cpu": Alias(("device",), _among((True, "cpu"), (False, "auto"))),
     "no_cuda": Alias(("device",), _among((True, "cpu"), (False, "auto"))),
 }
@@ -159,7 +159,7 @@ _PLANNED = "the planner decides what is kept and what is recomputed; set memory.
 _BY_STEPS = "only counting steps is offered"
 _TRACKER = Refusal("experiment trackers are not built yet; metrics.jsonl in the run folder has every step", (None, "none", [], ["none"]))
 _HUB = Refusal("nothing is uploaded; use `megatrain export` and upload the folder")
-_COMPILE = Refusal("compiling layers is not built yet; remove it")
+_COMPILE = Refusal("`compile: true` compiles the layers, and nothing of how is left to choose; remove it")
 _PACKING = Refusal("steps are cut by real tokens and padding never counts; remove it")
 
 REFUSED: dict[str, Refusal] = {
@@ -197,13 +197,13 @@ REFUSED: dict[str, Refusal] = {
     "evaluation_strategy": Refusal(f"{_BY_STEPS} (train.eval_every), or no evaluation (data.eval: null)", ("steps", None)),
     "save_strategy": Refusal(f"{_BY_STEPS} (checkpoint.every: 200, or null for the end alone)", ("steps", None)),
     "logging_strategy": Refusal(f"{_BY_STEPS} (train.log_every)", ("steps", None)),
+    "save_only_model": Refusal("a checkpoint holds what an exact resume needs; `megatrain export` writes the model alone"),
     "load_best_model_at_end": Refusal("`best` in the run folder points at the best checkpoint; export it with --checkpoint best"),
     "metric_for_best_model": Refusal("best means the lowest held-out loss; remove it", ("loss", "eval_loss", None)),
     "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay and train.warmup", (None, {})),
     "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
     "report_to": _TRACKER,
     "push_to_hub": _HUB,
-    "torch_compile": _COMPILE,
     "use_liger_kernel": Refusal("other kernels are not taken in; logits never exist whole here anyway; remove it"),
     "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`", (False, None)),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),

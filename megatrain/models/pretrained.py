@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.tiktoken",
-]  # no code, no pickle
+HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # no code, no pickle
+HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 ANSWER = "zq7answer7qz"  # stands for an assistant's answer when a chat template is asked how it ends a turn
 
@@ -40,10 +34,11 @@ class Source:
         return self.path / self.gguf_file if self.gguf_file else self.path
 
 
-def resolve_source(source: str | Path, revision: str | None = None) -> Source:
+def resolve_source(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
     """Find the model that `source` names: a local folder or GGUF file if there is one, else a hub id, which is downloaded.
 
-    From the hub come configuration, tokenizer and safetensors files only. `revision` is a hub branch, tag or commit.
+    From the hub come configuration, tokenizer and, unless `weights` is false, safetensors files only. `revision` is a hub branch, tag or
+    commit.
 
     Raises:
         ModelError: there is no such folder, it holds no model, or the hub has no such model or cannot be reached.
@@ -58,7 +53,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Source:
     name = str(source)
     if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
         raise ModelError(f"{name}: no such file or folder{_nearest(path)}")
-    return Source("folder", _download(name, revision, path))
+    return Source("folder", _download(name, revision, path, [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]))
 
 
 def _resolve_folder(folder: Path) -> Source:
@@ -85,11 +80,11 @@ def _nearest(path: Path) -> str:
     return f"; did you mean {parent / close[0]}?" if close else "; check the path"
 
 
-def _download(name: str, revision: str | None, path: Path) -> Path:
+def _download(name: str, revision: str | None, path: Path, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (OSError, ValueError) as error:  # what the hub's own errors derive from
         at = f" at revision {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
+from megatrain.config import Config, load_config
+from megatrain.config.document import COMMAND_LINE
 from megatrain.errors import ConfigError
 
+CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"  # of a run folder: as asked for, and with what was decided
+
 # Key or section -> what a change of it means for a resumed run. What is not listed may change freely: it decides speed, memory or
-# what is shown, never a result (memory, threads, micro_batch_tokens, groups, log_every, eval_every, checkpoint, sample_prompt, device).
+# what is shown, and results beyond rounding never (memory, threads, log_every, eval_every, checkpoint, sample_prompt, device).
 REFUSED = {
-    "model": "the checkpoint is of that model",
+    "model.config": "the checkpoint is of that model",
+    "model.init": "the weights are the checkpoint's",
     "method": "the rows would be other rows",
-    "data": "the data position belongs to those rows",
     "precision": "the arrays are kept in that precision",
     "optimizer.name": "the state is that optimizer's",
     "train.seed": "the order of the rows follows from it",
-    "train.seq_len": "the rows were cut to it",
+    "output": "a run stays in its folder, which may be moved as a whole",
 }
 FLAGGED = {
+    "model": "configuration and tokenizer are read from there; the weights are the checkpoint's",
+    "data": "the rows are read anew, and must be those of the checkpoint",
     "optimizer": "the update differs from here on",
+    "train.seq_len": "the rows are cut anew, and must be those of the checkpoint",
     "train.tokens_per_step": "steps differ in size from here on",
     "train.rows_per_step": "steps differ in size from here on",
     "train.learning_rate": "the schedule jumps to the new rate",
@@ -30,8 +38,34 @@ FLAGGED = {
     "train.epochs": "the schedule is stretched to the new length",
     "train.max_steps": "the schedule is stretched to the new length",
     "train.max_grad_norm": "gradients are clipped otherwise from here on",
-    "attention": "results differ in rounding from here on",
+    "train.micro_batch_tokens": "sums are rounded in another order from here on",
+    "train.groups": "sums are rounded in another order from here on",
+    "train.deterministic": "other kernels round otherwise from here on",
+    "attention": "other kernels round otherwise from here on",
+    "compile": "other kernels round otherwise from here on",
 }
+# What the planner chose stays chosen when a run is resumed, or sums would be rounded in another order.
+KEPT_CHOICES = ("train.micro_batch_tokens", "train.groups", "precision", "compile")
+
+
+def resumed_configs(run_dir: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
+    """(the run's config, the config that it shall go on with). What the planner chose at its start is asked for, unless set anew.
+
+    Raises ConfigError for a folder that holds no run, and for wrong overrides.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{run_dir}: is not a run folder (no {CONFIG_FILE}); name the folder that a run wrote (`output` in its config)")
+    kept: dict[str, object] = {"output": str(run_dir)}  # the folder may have been moved
+    if (run_dir / RESOLVED_FILE).is_file():
+        decided = flatten(load_config(run_dir / RESOLVED_FILE).model_dump(mode="json"))
+        kept |= {key: decided[key] for key in KEPT_CHOICES}
+    return load_config(path).with_values(kept), unless_set(load_config(path, overrides), kept)
+
+
+def unless_set(config: Config, values: dict[str, object]) -> Config:
+    """The config with these values, but for keys that were set on the command line."""
+    return config.with_values({key: value for key, value in values.items() if not config.where(key).startswith(COMMAND_LINE)})
 
 
 def check_changes(before: Config, after: Config) -> list[str]:

@@ -18,13 +18,13 @@ from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import MicroBatch, StepBatch
 from megatrain.engine.engine import Engine, StepResult
-from megatrain.errors import DivergedError
+from megatrain.errors import DivergedError, StorageError
 from megatrain.flops import Work
 from megatrain.losses import next_token
 from megatrain.meters import GpuMeter, host_bytes
 from megatrain.metrics import MetricsWriter, StepMetrics, StepTime
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
-from megatrain.recipes.setup import Model, pad_id
+from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.report import Progress
 
@@ -54,7 +54,6 @@ class Run:
     step: int = 0
     tokens: int = 0
     best: dict[str, Any] = field(default_factory=dict)  # step and loss of the best evaluation so far
-    losses: list[float] = field(default_factory=list)  # of all evaluations of this process
     non_finite: int = 0  # steps in a row
 
     @property
@@ -72,32 +71,49 @@ class Run:
             **shares,
         )
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the engine: JSON-able, and where a resumed run begins."""
+        own = {"step": self.step, "tokens": self.tokens, "best": self.best, "non_finite": self.non_finite}
+        return {**own, "position": self.loader.position()}
+
 
 def fit(run: Run, stop: StopRequest) -> bool:
     """Train to the end of the data. Returns False if a signal stopped the run before, with a checkpoint to resume from."""
     config = run.config
     if run.step == 0:
-        evaluate(run)
-    waited = time.perf_counter()
-    for batch in run.loader:
-        train_step(run, batch, data_s=time.perf_counter() - waited)
+        evaluate(run, stop)
+        if stop.came():
+            return stopped(run, None)
+    for batch, data_s in timed(run.loader):
+        train_step(run, batch, data_s)
         last = run.step == run.total_steps
-        stopping = stop.signal is not None and not last
+        request = StopRequest() if last else stop  # the end is followed through whatever is asked: nothing would be left to resume
         saving = last or due(config.checkpoint.every, run.step)
         # A checkpoint is worth its held-out loss, or `best` could not be told; but a run that is asked to stop saves at once.
-        loss = evaluate(run) if not stopping and (saving or due(config.train.eval_every, run.step)) else None
-        if saving or stopping:
+        loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
+        if request.came():
+            return stopped(run, loss)
+        if last:
             save(run, loss)
-        if stopping:
-            logger.info(f"stopped by a signal after step {run.step}; the run is saved")
-            return False
-        waited = time.perf_counter()
+        elif saving and try_to_save(run, loss) and request.came():
+            return stopped(run, loss, saved=True)  # it came while the checkpoint was written
     write_final(run.run_dir)
     return True
 
 
+def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
+    """(batch, seconds that the loop stood still for it)."""
+    waiting_since = time.perf_counter()
+    for batch in batches:
+        yield batch, time.perf_counter() - waiting_since
+        waiting_since = time.perf_counter()
+
+
 def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+# -- a step -------------------------------------------------------------------------------------------------------------------------
 
 
 def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
@@ -149,27 +165,37 @@ def watch(run: Run, batch: StepBatch, result: StepResult) -> None:
     kept = run.run_dir / f"bad-batch-{run.step}.safetensors"
     save_file({f"{name}.{i}": value for i, mb in enumerate(batch.micro_batches) for name, value in mb.items()}, kept)
     raise DivergedError(
-        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); resume from the last checkpoint with a lower "
-        "train.learning_rate"
+        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {way_back(run)} with a lower train.learning_rate"
     )
 
 
-def evaluate(run: Run) -> float | None:
-    """Mean loss over the held-out rows, written and shown; None if nothing is held out."""
+def way_back(run: Run) -> str:
+    return "resume from the last checkpoint" if (run.run_dir / "last").exists() else "no checkpoint was written yet: start again"
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(run: Run, stop: StopRequest) -> float | None:
+    """Mean loss over the held-out rows, written and shown; None if nothing is held out, or the run was asked to stop before the end."""
     if run.held_out is None:
         return None
-    batches = held_out_batches(run.held_out, run.micro_batch_tokens, pad_id(run.model.tokenizer), run.config.train.eval_rows)
-    loss, targets = mean_loss(run.engine, batches, run.sweep_tokens)
-    run.losses.append(loss)
+    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows)
+    mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
+    if mean is None:
+        return None
+    loss, targets = mean
     run.writer.write_eval(run.step, loss, targets)
     run.progress.evaluated(run.step, loss)
     return loss
 
 
-def mean_loss(engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int) -> tuple[float, int]:
-    """(mean loss, targets) over micro-batches, as many in one sweep of the weights as hold `sweep_tokens` padded tokens."""
+def mean_loss(engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int, stop: StopRequest) -> tuple[float, int] | None:
+    """(mean loss, targets) over micro-batches, `sweep_tokens` padded tokens in one sweep of the weights; None if asked to stop."""
     total, targets = 0.0, 0
     for part in sweeps(batches, sweep_tokens):
+        if stop.came():
+            return None
         result = engine.evaluate(part, next_token)
         total += result.loss * result.target_tokens
         targets += result.target_tokens
@@ -188,13 +214,40 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
         yield part
 
 
+# -- saving -------------------------------------------------------------------------------------------------------------------------
+
+
 def save(run: Run, loss: float | None) -> None:
     """A checkpoint of this step, whose held-out loss is `loss` if it was computed. The pending update finishes while it is written."""
-    is_best = loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
+    before = run.best
+    is_best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
     if is_best:
         run.best = {"step": run.step, "loss": loss}
-    state = {"step": run.step, "tokens": run.tokens, "position": run.loader.position(), "best": run.best, "non_finite": run.non_finite}
-    path = save_checkpoint(run.run_dir, run.step, run.engine, run.model.tokenizer, state, run.config.checkpoint.keep, run.model.generation)
+    try:
+        path = save_checkpoint(
+            run.run_dir, run.step, run.engine, run.model.tokenizer, run.state(), run.config.checkpoint.keep, run.model.generation
+        )
+    except StorageError:
+        run.best = before
+        raise
     if is_best:
         mark_best(run.run_dir, path)
     logger.info(f"saved {path}")
+
+
+def try_to_save(run: Run, loss: float | None) -> bool:
+    """`save`, in the middle of a run: on a disk that is full the run goes on, for what it has learnt is nowhere else."""
+    try:
+        save(run, loss)
+    except StorageError as error:
+        logger.error(f"step {run.step} is not saved, training goes on: {error}")
+        return False
+    return True
+
+
+def stopped(run: Run, loss: float | None, saved: bool = False) -> bool:
+    """Save, unless that was just done; always False, as `fit` answers when it was stopped."""
+    if not saved:
+        save(run, loss)
+    logger.info(f"stopped by a signal after step {run.step}; the run is saved")
+    return False

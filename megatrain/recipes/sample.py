@@ -6,6 +6,7 @@ import torch
 
 from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
+from megatrain.models.pretrained import end_of_turn
 from megatrain.recipes.setup import Model
 
 SAMPLE_TOKENS = 48
@@ -32,10 +33,12 @@ def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: i
 
 
 def end_tokens(model: Model) -> list[int]:
-    """Tokens that end an answer: the generation settings' and the tokenizer's."""
+    """Tokens that end an answer: the generation settings' and the tokenizer's, and what the chat template writes after a turn."""
     ends = model.generation.eos_token_id if model.generation is not None else None
-    listed = ends if isinstance(ends, list) else [ends]
-    return [token for token in (*listed, model.tokenizer.eos_token_id) if token is not None]
+    turn = end_of_turn(model.tokenizer)
+    of_turn = None if turn is None else model.tokenizer.convert_tokens_to_ids(turn)
+    listed = (*(ends if isinstance(ends, list) else [ends]), model.tokenizer.eos_token_id, of_turn)
+    return [token for token in listed if token is not None]
 
 
 def sample(engine: Engine, model: Model, held_out: Rows | None, prompt: str | None) -> tuple[str | None, str | None]:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.config import Config
-from megatrain.data import DataOptions, load_data
+from megatrain.data import DataOptions, Loader, load_data
 from megatrain.data.dataset import Rows
 from megatrain.engine.build import choose_device, choose_precision, randomize
 from megatrain.engine.engine import PRECISIONS, Engine, Settings
 from megatrain.engine.head import token_logprobs
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, probe
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
-from megatrain.models.shape import shape_of
+from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.plan import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
+from megatrain.report import human_bytes
+from megatrain.run_folder import bytes_of_checkpoints
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+ROWS_LOGGED_EVERY_S = 10.0
+
+logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,16 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig | None
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows; any will do, since no real token sees it and it has no target."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in ids if token is not None), 0)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -50,16 +68,44 @@ class Machine:
     hardware: Hardware
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What is known of a run before its rows are read and anything is allocated."""
+
+    model: Model
+    machine: Machine
+    skeleton: Skeleton
+    shape: ModelShape
+
+
+def prepare(config: Config) -> Parts:
+    """Read the model's description and the machine's. Raises ModelError and ConfigError for what cannot run at all."""
+    model, machine = read_model(config), find_machine(config)
+    skeleton = make_skeleton(config, model, machine)
+    sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))
+    # rows of unequal length are padded inside a micro-batch, and padding costs a mask; packed rows have none
+    shape = shape_of(skeleton, config.train.seq_len, sizes, padded=config.method == "sft", head_loss=next_token_on_meta)
+    return Parts(model, machine, skeleton, shape)
+
+
 def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model. Raises ModelError."""
-    source = resolve_source(config.model.source, config.model.revision)
-    return Model(source, *load_config_and_tokenizer(source, config.model.trust_remote_code))
+    """Configuration and tokenizer of the config's model; of a hub model nothing else is downloaded. Raises ModelError."""
+    return describe_model(config.model.source, config.model.revision, config.model.trust_remote_code)
+
+
+def describe_model(source: str, revision: str | None = None, trust_remote_code: bool = False) -> Model:
+    """Configuration and tokenizer of a folder, a GGUF file or a hub id. Raises ModelError."""
+    found = resolve_source(source, revision, weights=False)
+    return Model(found, *load_config_and_tokenizer(found, trust_remote_code))
 
 
 def find_machine(config: Config) -> Machine:
     """The device that `device` and `precision` choose, and what the machine has. Raises ConfigError."""
     device = choose_device(config.device)
-    return Machine(device, choose_precision(config.precision, device), probe(config.output, device.type))
+    hardware = probe(config.output, device.type)
+    # what the run's own checkpoints take is the run's to use again: they make room for the next ones
+    hardware = replace(hardware, disk_free_bytes=hardware.disk_free_bytes + bytes_of_checkpoints(config.output))
+    return Machine(device, choose_precision(config.precision, device), hardware)
 
 
 def make_skeleton(config: Config, model: Model, machine: Machine) -> Skeleton:
@@ -73,7 +119,7 @@ def make_skeleton(config: Config, model: Model, machine: Machine) -> Skeleton:
     longest = skeleton.anatomy.max_positions
     if longest is not None and config.train.seq_len > longest:
         where = config.where("train.seq_len")
-        raise ConfigError(f"{where}: {config.train.seq_len} exceeds the {longest} positions of this model; lower it")
+        raise ConfigError(f"{where}: {config.train.seq_len} exceeds the {longest} positions of this model; set train.seq_len: {longest}")
     return skeleton
 
 
@@ -82,38 +128,41 @@ def make_optimizer(config: Config) -> Optimizer:
     return OPTIMIZERS[options.name](lr=config.train.learning_rate, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
 
-def make_run_plan(config: Config, skeleton: Skeleton, machine: Machine, checkpoints_written: int | None = None) -> Plan:
-    """Lay out the run's memory. `skeleton` must not be bound yet. Raises nothing for lack of memory: `Plan.check` does."""
-    train, seq_len = config.train, config.train.seq_len
-    rows_or_tokens = train.tokens_per_step or (train.rows_per_step or 1) * seq_len
-    set_by_hand = {"micro_batch_tokens": train.micro_batch_tokens, "groups": train.groups, "threads": config.threads}
-    chosen = {name: None if value == "auto" else int(value) for name, value in set_by_hand.items()}
-    if chosen["micro_batch_tokens"] is not None and chosen["micro_batch_tokens"] < seq_len:
-        where = config.where("train.micro_batch_tokens")
-        size = chosen["micro_batch_tokens"]
-        raise ConfigError(f"{where}: {size} cannot hold one row of train.seq_len {seq_len} tokens; raise it or lower seq_len")
+# -- plan ---------------------------------------------------------------------------------------------------------------------------
+
+
+def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None = None) -> Plan:
+    """Lay out the run's memory. Raises nothing for lack of it: `Plan.check` does."""
+    train = config.train
     job = Job(
-        precision=machine.precision,
-        tokens_per_step=max(rows_or_tokens, seq_len),
-        seq_len=seq_len,
+        precision=parts.machine.precision,
+        tokens_per_step=max(train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len, train.seq_len),
+        seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
         state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
-        micro_batch_tokens=chosen["micro_batch_tokens"],
-        groups=chosen["groups"],
-        update_threads=chosen["threads"],
+        micro_batch_tokens=micro_batch_tokens(config),
+        groups=unless_auto(train.groups),
+        update_threads=unless_auto(config.threads),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
         checkpoints_written=checkpoints_written,
     )
-    sizes = micro_batch_sizes(seq_len, machine.device.type, chosen["micro_batch_tokens"])
-    shape = shape_of(skeleton, seq_len, sizes, head_loss=next_token_on_meta)
-    limits = {name: None if limit == "auto" else int(limit) for name, limit in (("gpu", config.memory.gpu), ("host", config.memory.host))}
-    return make_plan(job, shape, machine.hardware, gpu_limit=limits["gpu"], host_limit=limits["host"])
+    limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
+    return make_plan(job, parts.shape, parts.machine.hardware, **limits)
 
 
-def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
-    """The loss as the head computes it, for the planner's dry run on logits [n, vocab] without data."""
-    return -token_logprobs(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device)).sum()
+def unless_auto(value: int | str) -> int | None:
+    """The number, or None where the planner decides."""
+    return None if value == "auto" else int(value)
+
+
+def micro_batch_tokens(config: Config) -> int | None:
+    """Padded tokens computed at once, or None where the planner decides. Raises ConfigError if a row would not fit."""
+    tokens, seq_len = unless_auto(config.train.micro_batch_tokens), config.train.seq_len
+    if tokens is not None and tokens < seq_len:
+        where = config.where("train.micro_batch_tokens")
+        raise ConfigError(f"{where}: {tokens} cannot hold one row of train.seq_len {seq_len} tokens; raise it or lower seq_len")
+    return tokens
 
 
 def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> Iterable[int]:
@@ -124,47 +173,106 @@ def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> Ite
     return [seq_len << i for i in range((largest // seq_len).bit_length())]
 
 
-def make_engine(config: Config, model: Model, skeleton: Skeleton, machine: Machine, plan: Plan, *, load: bool = True) -> Engine:
+def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
+    """The loss as the head computes it, for the planner's dry run on logits [n, vocab] without data."""
+    return -token_logprobs(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device)).sum()
+
+
+# -- engine -------------------------------------------------------------------------------------------------------------------------
+
+
+def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
     """The engine that the plan describes, its weights read or drawn; left zero if `load` is false, for a checkpoint to fill."""
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
-        torch.use_deterministic_algorithms(True)
     choices = plan.choices
     engine = Engine(
-        skeleton,
+        parts.skeleton,
         optimizer=make_optimizer(config),
-        precision=machine.precision,
+        precision=parts.machine.precision,
         max_grad_norm=config.train.max_grad_norm,
-        device=machine.device,
+        device=parts.machine.device,
         settings=Settings(
             groups=choices.groups,
             sums_on_device=choices.gradient_sums == "device",
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,
-            compile=choose_compile(config, skeleton, machine),
+            compile=choose_compile(config, parts),
         ),
         seed=config.train.seed,
     )
     try:
-        if load and config.model.init == "random":
-            randomize(engine)
-        elif load:
-            load_weights(engine.anatomy, engine.store, model.source)
+        if load:
+            fill(engine, config)
     except BaseException:
         engine.close()
         raise
     return engine
 
 
-def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool:
+def choose_compile(config: Config, parts: Parts) -> bool:
     """Whether to compile the layers. `auto`: on a GPU with a compiler at hand, if all rows have one length (each compiles anew)."""
     if config.compile != "auto":
         return config.compile
-    able = machine.device.type == "cuda" and any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
-    return able and config.method == "pretrain" and not skeleton.has_dropout
+    compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
+    return compilers and parts.machine.device.type == "cuda" and config.method == "pretrain" and not parts.skeleton.has_dropout
 
 
-def read_rows(config: Config, model: Model, vocab_size: int, on_progress: Any = None) -> tuple[Rows, Rows | None]:
+def fill(engine: Engine, config: Config) -> None:
+    """Draw the weights at random, or read them, which downloads them first where the model is the hub's. Raises ModelError."""
+    if config.model.init == "random":
+        logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
+        randomize(engine)
+        return
+    logger.info(f"reading {engine.anatomy.parameters:,} weights from {config.model.source}")
+    load_weights(engine.anatomy, engine.store, resolve_source(config.model.source, config.model.revision))
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only kernels that repeat bit for bit, if wanted, until the block ends."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def memory_errors(plan: Plan) -> Iterator[None]:
+    """Say what was planned and what to do when an allocation fails nevertheless. Raises OutOfMemory."""
+    smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"out of GPU memory, although {human_bytes(plan.gpu_bytes)} were planned: {first_line(error)}; set memory.gpu to less than "
+            f"that, or train.micro_batch_tokens: {smaller}"
+        ) from error
+    except MemoryError as error:
+        raise OutOfMemory(host_words(plan, smaller)) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):  # how torch says it
+            raise
+        raise OutOfMemory(f"{host_words(plan, smaller)} ({first_line(error)})") from error
+
+
+def host_words(plan: Plan, smaller: int) -> str:
+    return (
+        f"out of host memory, although {human_bytes(plan.host_bytes)} were planned; close other programs, or set train.micro_batch_tokens: "
+        f"{smaller}"
+    )
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
     """Tokenised training and held-out rows. For `pretrain` documents are packed into rows of seq_len tokens. Raises DataError."""
     data = config.data
     options = DataOptions(
@@ -174,20 +282,46 @@ def read_rows(config: Config, model: Model, vocab_size: int, on_progress: Any = 
         on_bad_row=data.on_bad_row,
         text_field=data.text_field,
         split=data.split,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
     )
     pack_to = config.train.seq_len if config.method == "pretrain" else None
-    return load_data(data.train, data.eval, model.tokenizer, options, seed=config.train.seed, pack_to=pack_to, on_progress=on_progress)
+    return load_data(data.train, data.eval, model.tokenizer, options, seed=config.train.seed, pack_to=pack_to, on_progress=rows_logger())
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills rows; any will do, since no real token sees it and it has no target."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+def rows_logger() -> Callable[[int], None]:
+    """Logs the number of rows read now and then: a large source takes minutes."""
+    logged = time.monotonic()
+
+    def note(rows: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
+            logged = time.monotonic()
+            logger.info(f"reading and tokenising rows: {rows:,} so far")
+
+    return note
 
 
-def run_folder_of(folder: Path) -> Path:
-    """The run folder of a run folder, or of one of its checkpoints. Raises ConfigError if it is neither."""
-    for candidate in (folder, folder.resolve(), folder.parent, folder.resolve().parent):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError(f"{folder}: is neither a run folder nor one of its checkpoints (no config.yaml)")
+def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int) -> Loader:
+    train = config.train
+    return Loader(
+        rows,
+        micro_batch_tokens=micro_batch_tokens,
+        pad_id=model.pad_id,
+        seed=train.seed,
+        tokens_per_step=train.tokens_per_step,
+        rows_per_step=train.rows_per_step,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+    )
+
+
+# -- libraries ----------------------------------------------------------------------------------------------------------------------
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' and datasets' advice off the terminal; their errors reach the user through ours."""
+    import transformers
+
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported, which only the hub's rows need
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""Signals ask a run to stop; the loop does so where nothing is lost. A handler only sets a flag."""
+"""Signals ask a run to stop; the loop does so where nothing is lost. A handler only sets a flag, and says so."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from types import FrameType
 
 STOPPED = 75  # exit code: a signal stopped the run and left a checkpoint to resume
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
+NOTE = b"\nfinishing this step and saving; a second signal stops at once\n"
+STDERR = 2
 
 
 class StopRequest:
@@ -17,6 +20,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+
+    def came(self) -> bool:
+        return self.signal is not None
 
     @property
     def exit_code(self) -> int:
@@ -33,12 +39,13 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, _frame: FrameType | None) -> None:
         request.signal = number
         for each, handler in before.items():
             signal.signal(each, handler)
+        os.write(STDERR, NOTE)  # past Python's buffers, which the signal may have interrupted
 
     for number in before:
         signal.signal(number, note)

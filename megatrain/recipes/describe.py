@@ -1,0 +1,84 @@
+"""What a run writes about itself before its first step, and says about itself after its last."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.meters import host_bytes
+from megatrain.metrics import read_metrics
+from megatrain.plan import Plan
+from megatrain.recipes.changes import CONFIG_FILE, RESOLVED_FILE
+from megatrain.recipes.loop import Run
+from megatrain.recipes.sample import sample
+from megatrain.recipes.setup import Parts, choose_compile
+from megatrain.recipes.signals import StopRequest
+from megatrain.run_folder import write_text
+from megatrain.summary import PredictedBytes, RunSummary
+
+PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "safetensors", "numba", "numpy", "datasets")
+
+
+def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
+    """Write what was asked for, what was decided, and what it runs on; returns the decisions as a line."""
+    choices, machine = plan.choices, parts.machine
+    decided = {
+        "train.micro_batch_tokens": choices.micro_batch_tokens,
+        "train.groups": choices.groups,
+        "precision": machine.precision,
+        "compile": choose_compile(config, parts),
+        "device": machine.device.type,
+        "threads": choices.update_threads,
+    }
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "hardware": asdict(machine.hardware),
+    }
+    write_text(config.output / CONFIG_FILE, config.to_yaml())
+    write_text(config.output / RESOLVED_FILE, config.with_values(decided).to_yaml())
+    write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
+    write_text(config.output / "env.json", json.dumps(environment, indent=1) + "\n")
+    return (
+        f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
+        f"{choices.groups} group(s) a step, {choices.update_threads} update thread(s)"
+    )
+
+
+def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, stop: StopRequest | None) -> RunSummary:
+    """What this process did, and what the model says now; `stop` is the request that ended the run early, if one did."""
+    done = stop is None
+    question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt) if done else (None, None)
+    return RunSummary(
+        run_dir=run.run_dir,
+        steps=steps,
+        tokens=tokens,
+        seconds=seconds,
+        **held_out_losses(run.run_dir),
+        best_step=run.best.get("step"),
+        final_dir=run.run_dir / "final" if done else None,
+        prompt=question,
+        answer=reply,
+        host=PredictedBytes(plan.host_bytes, host_bytes()),
+        gpu=PredictedBytes(plan.gpu_bytes or None, run.meter.peak_bytes()),
+        time=run.progress.time,
+        skipped=run.engine.skipped,
+        exit_code=0 if stop is None else stop.exit_code,
+    )
+
+
+def summarize_finished(run_dir: Path) -> RunSummary:
+    """The summary of a run that has nothing left to do."""
+    return RunSummary(run_dir=run_dir, steps=0, tokens=0, seconds=0.0, **held_out_losses(run_dir), final_dir=run_dir / "final")
+
+
+def held_out_losses(run_dir: Path) -> dict[str, Any]:
+    """The first and the latest held-out loss of the whole run, whichever process computed them."""
+    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
+    return {"eval_loss_before": losses[0] if losses else None, "eval_loss_after": losses[-1] if len(losses) > 1 else None}
