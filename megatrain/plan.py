@@ -53,7 +53,6 @@ class Job:
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
     checkpoints_written: int | None = None  # in the whole run, if known
-    saves_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -295,9 +294,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     """Checkpoints at the worst moment: those kept, `best` if it is older, and the one being written (`final` is hard links)."""
-    per_parameter = WEIGHT_BYTES[job.precision]
-    if job.saves_optimizer:
-        per_parameter += REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes)
+    per_parameter = WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes)
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
@@ -358,8 +355,6 @@ def _smaller_checkpoints(job: Job) -> Iterator[tuple[str, Job]]:
     """Jobs that need less disk, each with the words that ask for it."""
     if job.checkpoints_kept > 1:
         yield "checkpoint.keep: 1", replace(job, checkpoints_kept=1)
-    if job.saves_optimizer:
-        yield "checkpoint.keep: 1 and checkpoint.save_optimizer: false", replace(job, saves_optimizer=False, checkpoints_kept=1)
 
 
 def _smaller_memory(job: Job) -> Iterator[tuple[str, Job]]:

@@ -187,8 +187,8 @@ def test_padding_is_part_of_the_boundaries() -> None:
 
 
 def test_checkpoints_never_outnumber_those_written() -> None:
-    plan = make_plan(replace(TINY_JOB, checkpoints_written=1, saves_optimizer=False), TINY, LAPTOP)
-    assert list(plan.disk.values()) == [9_900 * 2]
+    plan = make_plan(replace(TINY_JOB, checkpoints_written=1), TINY, LAPTOP)
+    assert list(plan.disk.values()) == [9_900 * 12]
 
 
 # -- refusing -----------------------------------------------------------------------------------------------------------------------
@@ -232,7 +232,6 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
             "no setting frees enough host RAM: take a larger machine or a smaller model",
         ),
         (JOB_7B, replace(H200, disk_free_bytes=300 * GIB), "set checkpoint.keep: 1"),
-        (JOB_7B, replace(H200, disk_free_bytes=100 * GIB), "set checkpoint.keep: 1 and checkpoint.save_optimizer: false"),
         (JOB_7B, replace(H200, disk_free_bytes=GIB), "free disk space, or set output to a folder on a larger disk"),
     ],
 )
