@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import threading
@@ -94,7 +95,9 @@ def plain_model(
 ) -> nn.Module:
     """The family's own model in training mode, every parameter random: zero biases and unit norms would hide a mix-up."""
     model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=choose_attention(config, attention), dtype=torch.float32
+        copy.deepcopy(config),  # transformers notes the attention in the config, which a model built earlier would share
+        attn_implementation=choose_attention(config, attention),
+        dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
