@@ -53,7 +53,6 @@ __all__ = [
     "find_checkpoint",
     "find_resumable",
     "load_checkpoint",
-    "mark_best",
     "save_checkpoint",
     "verify_checkpoint",
     "write_final",
@@ -88,8 +87,11 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep: int = 2,
     generation_config: GenerationConfig | None = None,
+    *,
+    best: bool = False,
 ) -> Path:
-    """Write `checkpoint-<step>`, point `last` to it, and remove all but the newest `keep` checkpoints (`best` is kept besides).
+    """Write `checkpoint-<step>`, point `last` (and, if it is the best so far, `best`) to it, and remove all but the newest `keep`
+    checkpoints; the one that `best` points to is kept besides.
 
     Blocks are written in the order in which the pending update finishes them, so the update runs on meanwhile. `state` is whatever the
     caller needs to go on (data position, random state, ...) and must be JSON.
@@ -116,6 +118,8 @@ def save_checkpoint(
         finally:
             shutil.rmtree(partial_folder, ignore_errors=True)
         point(run_dir, "last", target)
+        if best:
+            point(run_dir, "best", target)
         _prune(run_dir, keep)
     return target
 
@@ -228,13 +232,6 @@ def _prune(run_dir: Path, keep: int) -> None:
     for path in by_age[keep:]:
         if path.resolve() not in pointed:
             discard(path)
-
-
-def mark_best(run_dir: Path | str, checkpoint: Path | str) -> None:
-    """Point `best` to a checkpoint of the run, which is then kept. Raises StorageError."""
-    run_dir = Path(run_dir)
-    with _system_errors(run_dir / "best", "point it to the checkpoint"):
-        point(run_dir, "best", run_dir / Path(checkpoint).name)
 
 
 def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Path:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatrain.checkpoint import mark_best, save_checkpoint, write_final
+from megatrain.checkpoint import save_checkpoint, write_final
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
 from megatrain.export import export, save_pretrained
@@ -139,7 +139,7 @@ def test_bfloat16_of_a_float32_run_is_rounded_to_nearest(tmp_path: Path) -> None
 
 def test_best_last_and_final_are_found(tmp_path: Path, bf16_engine: Engine) -> None:
     run = tmp_path / "run"
-    mark_best(run, save_checkpoint(run, 1, bf16_engine, None, {}))
+    save_checkpoint(run, 1, bf16_engine, None, {}, best=True)
     save_checkpoint(run, 2, bf16_engine, None, {})
     save_checkpoint(run, 3, bf16_engine, None, {})
     write_final(run, "checkpoint-2")

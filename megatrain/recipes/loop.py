@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from megatrain.checkpoint import mark_best, save_checkpoint, write_final
+from megatrain.checkpoint import save_checkpoint, write_final
 from megatrain.config import Config
 from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
@@ -88,7 +88,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
         request = StopRequest() if last else stop  # the end is followed through whatever is asked: nothing would be left to resume
-        saving = last or due(config.checkpoint.every, run.step)
+        # while steps are skipped because the weights may be lost, good checkpoints must not give way to bad ones
+        saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
         # A checkpoint is worth its held-out loss, or `best` could not be told; but a run that is asked to stop saves at once.
         loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
         if request.came():
@@ -219,19 +220,15 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 
 def save(run: Run, loss: float | None) -> None:
     """A checkpoint of this step, whose held-out loss is `loss` if it was computed. The pending update finishes while it is written."""
-    before = run.best
-    is_best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
-    if is_best:
+    config, model, before = run.config.checkpoint, run.model, run.best
+    best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
+    if best:
         run.best = {"step": run.step, "loss": loss}
     try:
-        path = save_checkpoint(
-            run.run_dir, run.step, run.engine, run.model.tokenizer, run.state(), run.config.checkpoint.keep, run.model.generation
-        )
+        path = save_checkpoint(run.run_dir, run.step, run.engine, model.tokenizer, run.state(), config.keep, model.generation, best=best)
     except StorageError:
         run.best = before
         raise
-    if is_best:
-        mark_best(run.run_dir, path)
     logger.info(f"saved {path}")
 
 

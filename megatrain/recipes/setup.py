@@ -319,9 +319,11 @@ def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: in
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' and datasets' advice off the terminal; their errors reach the user through ours."""
+    """Keep the Hugging Face libraries' advice off the terminal; their errors reach the user through ours."""
+    import huggingface_hub
     import transformers
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported, which only the hub's rows need
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it warns of every retry
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint import find_resumable, load_checkpoint, mark_best, save_checkpoint, write_final
+from megatrain.checkpoint import find_resumable, load_checkpoint, save_checkpoint, write_final
 from megatrain.errors import ConfigError
 from megatrain.manifest import verify_checkpoint
 from megatrain.run_folder import RunLock, find_checkpoint
@@ -28,13 +28,14 @@ def test_the_newest_are_kept_and_last_points_to_the_newest(run_dir: Path, engine
 
 
 def test_best_is_kept_besides_until_another_is_better(run_dir: Path, engine: Any, save: Save) -> None:
-    mark_best(run_dir, save(1))
+    save_checkpoint(run_dir, 1, engine, None, {}, best=True)
     save(2, 3, keep=1)
     assert names(run_dir) == {"checkpoint-1", "checkpoint-3", "best", "last"}
-    mark_best(run_dir, run_dir / "checkpoint-3")
-    save(4, keep=1)
-    assert names(run_dir) == {"checkpoint-3", "checkpoint-4", "best", "last"}
-    assert find_checkpoint(run_dir, "best") == run_dir / "checkpoint-3"
+    save_checkpoint(run_dir, 4, engine, None, {}, keep=1, best=True)
+    assert names(run_dir) == {"checkpoint-4", "best", "last"}, "the former best goes at once"
+    save(5, keep=1)
+    assert names(run_dir) == {"checkpoint-4", "checkpoint-5", "best", "last"}
+    assert find_checkpoint(run_dir, "best") == run_dir / "checkpoint-4"
 
 
 def test_final_is_hard_links_of_the_last(run_dir: Path, engine: Any, save: Save) -> None:

@@ -1,0 +1,92 @@
+"""What tests of commands share: the tiny setup of `tests/recipes/conftest.py`, and how to read what a run wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatrain
+from megatrain.config.document import write_yaml
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ROWS = 60
+POSITIONS = 128  # of the model
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Answer]
+
+
+def chat_rows(count: int = ROWS) -> list[Row]:
+    """Rows of unequal length: counting, with the row's number so that no two are equal."""
+    draw, rows = random.Random(0), []
+    for number in range(count):
+        end = draw.randint(1, 9)
+        answer = " ".join(str(i) for i in range(1, end + 1))
+        rows.append(
+            {"messages": [{"role": "user", "content": f"Count to {end}."}, {"role": "assistant", "content": f"{answer} ({number})"}]}
+        )
+    return rows
+
+
+def make_project(folder: Path, model_dir: Path) -> Path:
+    """`model`, `rows.jsonl` and `cfg.yaml`: a run of 10 steps that is evaluated and saved every 5."""
+    folder.mkdir()
+    (folder / "model").symlink_to(model_dir)
+    write_jsonl(folder / "rows.jsonl", chat_rows())
+    config = {
+        "model": "model",
+        "data": {"train": "rows.jsonl", "eval": 8},
+        "train": {"tokens_per_step": 256, "seq_len": 64, "max_steps": 10, "learning_rate": 1e-2, "warmup": 2, "eval_every": 5},
+        "checkpoint": {"every": 5, "keep": 2},
+        "threads": 1,
+        "device": "cpu",
+        "output": "run",
+    }
+    (folder / "cfg.yaml").write_text(write_yaml(config))
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def metrics_of(run_dir: Path) -> list[Row]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[Row]:
+    return [row for row in metrics_of(run_dir) if "loss" in row]
+
+
+def evaluations_of(run_dir: Path) -> list[Row]:
+    return [row for row in metrics_of(run_dir) if "eval_loss" in row]
+
+
+def environment() -> dict[str, str]:
+    """For a command in a process of its own."""
+    return {**os.environ, "PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}

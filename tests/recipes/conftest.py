@@ -1,0 +1,93 @@
+"""A tiny model with a tokenizer and a chat template, a user's folder around it, and the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import cli
+from tests.commands import CHATML, POSITIONS, SPECIAL, Answer, Command, chat_rows, make_project
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    base.train_from_iterator([turn["content"] for row in chat_rows() for turn in row["messages"]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A random llama of 2 layers, as a Hugging Face folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=POSITIONS, bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "model"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.fixture
+def project(tmp_path: Path, model_dir: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, which is the current one while the test runs."""
+    folder = make_project(tmp_path / "project", model_dir)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(token_cache))
+    return folder
+
+
+@pytest.fixture
+def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process."""
+
+    def run(*arguments: str) -> Answer:
+        capfd.readouterr()
+        code = cli.main(list(arguments))
+        return Answer(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished_project(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path) -> Path:
+    """A user's folder whose run has come to its end. Tests only read it."""
+    folder = make_project(tmp_path_factory.mktemp("finished") / "project", model_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MEGATRAIN_CACHE", str(token_cache))
+        assert cli.main(["train", "cfg.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(finished_project: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder of a finished run, whose project is the current folder."""
+    monkeypatch.chdir(finished_project)
+    return finished_project / "run"
+
+
+@pytest.fixture
+def copied(finished_project: Path, project: Path) -> Path:
+    """A finished run in this test's own project, to do anything with."""
+    return Path(shutil.copytree(finished_project / "run", project / "run", symlinks=True))
