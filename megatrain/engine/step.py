@@ -53,9 +53,9 @@ def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
 
 def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:
     """`items` in at most `groups` consecutive groups of as equal sizes as can be."""
-    count = min(groups, len(items))
+    count = max(1, min(groups, len(items)))
     bounds = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[start:stop] for start, stop in pairwise(bounds)]
+    return [items[start:stop] for start, stop in pairwise(bounds) if stop > start]
 
 
 class Passes:
@@ -234,7 +234,10 @@ class Passes:
     def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
         """The same seed for a layer's forward and its recomputation, another for every seed, step, layer and micro-batch."""
         if self.skeleton.has_dropout and self.skeleton.model.training:  # evaluation draws nothing, and must leave the caller's state alone
-            torch.manual_seed(mix(self.seed, self.step, block, mb.number))
+            seed = mix(self.seed, self.step, block, mb.number)
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":  # this device's generator alone: `torch.manual_seed` would reseed the caller's other GPUs too
+                torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     @contextmanager
     def _dropout_state(self) -> Iterator[None]:
