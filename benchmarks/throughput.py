@@ -22,7 +22,8 @@ import transformers
 
 import megatrain
 from megatrain.engine.build import from_config
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.hardware import update_threads
 from megatrain.meters import GpuMeter, host_bytes
 from megatrain.optim import AdamW

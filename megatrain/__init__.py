@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatrain import losses as losses
     from megatrain.engine.engine import Engine as Engine
-    from megatrain.engine.engine import Settings as Settings
+    from megatrain.engine.settings import Settings as Settings
     from megatrain.optim import AdamW as AdamW
     from megatrain.recipes.run import plan as plan
     from megatrain.recipes.run import train as train
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamW": "megatrain.optim",
     "Engine": "megatrain.engine.engine",
-    "Settings": "megatrain.engine.engine",
+    "Settings": "megatrain.engine.settings",
     "plan": "megatrain.recipes.run",
     "train": "megatrain.recipes.run",
 }

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from megatrain.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.engine.build import build, write_master
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.engine.step import mix
 from megatrain.models.anatomy import decays
 from megatrain.models.skeleton import choose_attention

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain.engine.build import build
-from megatrain.engine.engine import PRECISIONS, Settings
 from megatrain.engine.head import token_logprobs
+from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.hardware import probe
 from megatrain.models.footprint import LiveBytes
 from megatrain.models.shape import shape_of

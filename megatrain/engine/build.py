@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.engine import PRECISIONS, Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError
 from megatrain.hardware import bf16_is_fast, update_threads
 from megatrain.models.initialize import initialize

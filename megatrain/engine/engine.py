@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,45 +13,18 @@ from typing import Any
 import torch
 
 from megatrain.engine.gradients import Gradient, Gradients
+from megatrain.engine.settings import PRECISIONS, Settings, state_specs
 from megatrain.engine.staging import GradientRing
 from megatrain.engine.step import Batch, Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
-from megatrain.errors import MegaTrainError
+from megatrain.errors import MegaTrainError, OutOfMemory
 from megatrain.losses import Loss, next_token
-from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.host_store import HostStore
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
-
-PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the engine divides a step and the memory; the planner's choices, or yours.
-
-    Attributes:
-        groups: the micro-batches of a step are cut into so many groups; each weight crosses to the device once per group and direction.
-        sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter), else they travel.
-        head_chunk: targets whose logits exist at a time.
-        update_threads: host threads that run the optimizer.
-        compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
-    """
-
-    groups: int = 1
-    sums_on_device: bool = False
-    head_chunk: int = 2048
-    update_threads: int = 2
-    compile: bool = False
-
-    @property
-    def sums(self) -> str:
-        """Where fp32 gradient sums live between groups: nowhere, on the device, or streamed to and from the host."""
-        if self.groups == 1:
-            return "ring"
-        return "device" if self.sums_on_device else "host"
 
 
 @dataclass(frozen=True)
@@ -84,18 +57,16 @@ class _NotFinite(Exception):
     """The loss is not finite and nothing was updated yet."""
 
 
-def state_specs(optimizer: Optimizer, precision: str, *, clip: bool, sums: str) -> list[ArraySpec]:
-    """The arrays of every block in host RAM (DESIGN: the bytes)."""
-    dtype = PRECISIONS[precision]
-    specs = [ArraySpec("weight", dtype, transferred=True)]
-    if precision == "bfloat16":
-        specs.append(ArraySpec("remainder", torch.int16))
-    specs += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
-    if clip:
-        specs.append(ArraySpec("grad", dtype, transferred=True))
-    if sums == "host":
-        specs.append(ArraySpec("grad_sum", torch.float32, transferred=True))
-    return specs
+@contextmanager
+def naming_the_gpu(what: str) -> Iterator[None]:
+    """Turn the allocator's failure into our error, which says what did not fit and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the GPU has no room for {what}; set a smaller train.micro_batch_tokens, or memory.gpu to what is free "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 class Engine:
@@ -133,23 +104,24 @@ class Engine:
         self._compute = Compute(device)
         self._upload, self._download = Lane("upload", device), Lane("download", device)
         self._updater = Updater(self.store, optimizer, settings.update_threads)
-        self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
         self._ring: GradientRing | None = None
         if max_grad_norm is None:
             self._ring = GradientRing(max(x.numel for x in layouts), dtype, pinned=cuda, wait_ready=self._updater.wait_ready)
-        self._gradients = Gradients(
-            layouts,
-            dtype,
-            settings.sums,
-            [0] if skeleton.anatomy.embed_feeds_head else [],
-            self._compute,
-            self._upload,
-            self._download,
-            self._destination,
-            (lambda block: self.store.array("grad_sum", block)) if settings.sums == "host" else None,
-        )
-        parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
-        skeleton.move_buffers(device)
+        with naming_the_gpu("the weights' slots and the gradients' sums"):
+            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
+            self._gradients = Gradients(
+                layouts,
+                dtype,
+                settings.sums,
+                [0] if skeleton.anatomy.embed_feeds_head else [],
+                self._compute,
+                self._upload,
+                self._download,
+                self._destination,
+                (lambda block: self.store.array("grad_sum", block)) if settings.sums == "host" else None,
+            )
+            parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
+            skeleton.move_buffers(device)
         self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, seed)
         self._pending: list[Gradient] | None = None
         self._targets = 0
@@ -212,7 +184,7 @@ class Engine:
                 raise _NotFinite
 
         self._passes.step = self.updates + self.skipped
-        with self._attention():
+        with naming_the_gpu("a step's activations"), self._attention():
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, self.settings.groups, on_gradient, on_loss)
         self._pending = pending
         return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
@@ -284,7 +256,7 @@ class Engine:
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with self._attention(), torch.no_grad():
+        with naming_the_gpu("an evaluation's activations"), self._attention(), torch.no_grad():
             total = float(self._passes.evaluate(micro_batches, loss))
         self._compute.take_stalls()
         return EvalResult(total / targets, round(targets))

@@ -32,13 +32,6 @@ class Gradient:
     square_sum: torch.Tensor
 
 
-def sums_mode(groups: int, fits_device: bool) -> str:
-    """Where fp32 gradient sums live between groups: nowhere ("ring") with one group, else on the device or, streamed, on the host."""
-    if groups == 1:
-        return "ring"
-    return "device" if fits_device else "host"
-
-
 class Gradients:
     """Sums each block's gradient over the micro-batches of a step.
 

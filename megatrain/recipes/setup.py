@@ -18,8 +18,9 @@ from megatrain.config import Config
 from megatrain.data import DataOptions, Loader, load_data
 from megatrain.data.dataset import Rows
 from megatrain.engine.build import choose_device, choose_precision, randomize
-from megatrain.engine.engine import PRECISIONS, Engine, Settings
+from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
+from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, probe
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source

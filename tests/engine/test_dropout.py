@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatrain.engine.engine import Settings
+from megatrain.engine.settings import Settings
 from megatrain.engine.step import mix
 from tests.support import (
     differing,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.engine.step import MicroBatch
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.losses import NextToken, Targets

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.gradients import SUM_BUFFERS, Gradient, Gradients, square_sum, sums_mode
+from megatrain.engine.gradients import SUM_BUFFERS, Gradient, Gradients, square_sum
+from megatrain.engine.settings import Settings
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
 from tests.support import differing
@@ -157,7 +158,8 @@ def test_device_buffers_do_not_depend_on_the_number_of_blocks(mode, largest_bloc
 
 
 def test_where_sums_live():
-    assert [sums_mode(1, True), sums_mode(1, False), sums_mode(2, True), sums_mode(2, False)] == ["ring", "ring", "device", "host"]
+    cases = {(1, True): "ring", (1, False): "ring", (2, True): "device", (2, False): "host"}
+    assert {case: Settings(groups=case[0], sums_on_device=case[1]).sums for case in cases} == cases
 
 
 def test_a_failed_download_is_raised_by_the_norm():

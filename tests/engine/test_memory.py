@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.models.footprint import LiveBytes
 from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.engine import Settings
+from megatrain.engine.settings import Settings
 from megatrain.optim import AdamW
 from tests.support import (
     FAMILIES,

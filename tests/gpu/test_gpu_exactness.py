@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.errors import DivergedError
 from tests.support import State, Trace, differing, engine_of, full_batches, state_of, tiny_config, train_engine, train_with_a_break
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from tests.support import engine_of, full_batches, tiny_config
 
 HIDDEN = 128

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.engine.build import from_config
-from megatrain.engine.engine import Settings
+from megatrain.engine.settings import Settings
 from megatrain.optim import AdamW
 from tests.support import (
     VOCABULARY,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.engine import Engine, Settings
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
 from megatrain.engine.streams import Event
 from tests.support import State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 

@@ -1,0 +1,35 @@
+"""A GPU that is too small ends a run with a sentence, not with a traceback of the allocator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.engine.streamer import Slot
+from megatrain.errors import OutOfMemory
+from tests.support import engine_of, full_batches, tiny_config
+
+ALLOCATOR_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError(ALLOCATOR_SAYS)
+
+
+@pytest.mark.parametrize("part", ["layer", "embed", "head"])
+def test_a_step_that_does_not_fit_names_what_and_how_to_shrink_it(part, monkeypatch):
+    with engine_of(tiny_config("llama")) as engine:
+        monkeypatch.setattr(engine.skeleton, part, fail)
+        with pytest.raises(
+            OutOfMemory, match=r"a step's activations; set a smaller train\.micro_batch_tokens.*Tried to allocate 2\.00 GiB"
+        ):
+            engine.train_step(full_batches(0))
+        with pytest.raises(OutOfMemory, match="an evaluation's activations"):
+            engine.evaluate(full_batches(0))
+
+
+def test_slots_that_do_not_fit_are_named(monkeypatch):
+    monkeypatch.setattr(Slot, "__init__", fail)
+    with pytest.raises(OutOfMemory, match="the weights' slots and the gradients' sums"):
+        engine_of(tiny_config("llama"))
+    assert OutOfMemory.exit_code == 5
