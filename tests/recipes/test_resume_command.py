@@ -1,0 +1,264 @@
+"""`megatrain resume`: where it goes on, what may change, and that ten steps are five, a stop, and five more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatrain.config import Config, load_config
+from megatrain.recipes import loop
+from megatrain.recipes.changes import FLAGGED, REFUSED, check_changes, flatten
+from tests.commands import Command, Row, chat_rows, evaluations_of, metrics_of, steps_of, write_jsonl
+from tests.support import differing
+
+CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time")  # what may differ between two runs of the same steps
+
+
+def everything(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, weights and optimizer state, by file and name."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    assert len(files) == 1 + 4, "weights, and a file for each block"
+    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+
+
+def same_steps(rows: list[Row]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
+
+
+def state_of_run(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def same_run(one: Path, other: Path) -> None:
+    assert differing(everything(one / "checkpoint-10"), everything(other / "checkpoint-10")) == []
+    assert state_of_run(one / "checkpoint-10") == state_of_run(other / "checkpoint-10")
+    assert same_steps(metrics_of(one)) == same_steps(metrics_of(other))
+
+
+def cut_back(run_dir: Path) -> None:
+    """Leave of a finished run what a kill after step 7 leaves."""
+    for name in ("final", "checkpoint-10"):
+        (run_dir / name).rename(run_dir.parent / f"lost-{name}")
+    for name in ("last", "best"):
+        (run_dir / name).unlink()
+    (run_dir / "last").symlink_to("checkpoint-5")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:9]) + '{"step": 8, "lo')
+
+
+def test_five_steps_and_five_more_are_ten(megatrain: Command, finished_project: Path, copied: Path) -> None:
+    cut_back(copied)
+    done = megatrain("resume", "run")
+    assert done.code == 0, done.err
+    assert "resuming from run/checkpoint-5" in done.err
+    same_run(copied, finished_project / "run")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("clipping", ["1.0", "null"])
+def test_so_they_are_in_every_precision(megatrain: Command, project: Path, precision: str, clipping: str, stop_after: Any) -> None:
+    options = (f"precision={precision}", f"train.max_grad_norm={clipping}", "optimizer.weight_decay=0.1", "train.groups=2")
+    assert megatrain("train", "cfg.yaml", *options, "output=whole").code == 0
+    stop_after(3)
+    assert megatrain("train", "cfg.yaml", *options, "output=halves").code == 75
+    stop_after(8)
+    assert megatrain("resume", "halves").code == 75
+    assert megatrain("resume", "halves").code == 0
+    same_run(project / "whole", project / "halves")
+
+
+def test_the_summary_is_about_the_whole_run_where_it_says_so(megatrain: Command, copied: Path) -> None:
+    first = evaluations_of(copied)[0]["eval_loss"]
+    cut_back(copied)
+    summary = megatrain("resume", "run", "--json").json
+    assert summary["eval_loss_before"] == first
+    assert summary["eval_loss_after"] == evaluations_of(copied)[-1]["eval_loss"]
+    assert (summary["steps"], summary["tokens"]) == (5, sum(row["tokens"] for row in steps_of(copied)[5:]))
+
+
+def test_a_finished_run_is_left_as_it_is(megatrain: Command, copied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.name not in (".lock", "train.log")}
+    done = megatrain("resume", "run")
+    assert done.code == 0
+    assert "run is finished, nothing is left to train; to go on, set a higher train.epochs or train.max_steps" in done.err
+    assert "0 steps" not in done.out
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(megatrain: Command, copied: Path) -> None:
+    done = megatrain("resume", "run", "train.max_steps=12")
+    assert done.code == 0
+    assert "warning: train.max_steps changed from 10 to 12: the schedule is stretched to the new length" in done.err
+    assert "train.max_steps changed" in (copied / "train.log").read_text()
+    assert [row["step"] for row in steps_of(copied)] == list(range(1, 13))
+    assert json.loads((copied / "final" / "state.json").read_text())["step"] == 12
+
+
+def test_given_fewer_steps_than_it_has_it_ends_where_it_is(megatrain: Command, copied: Path) -> None:
+    assert megatrain("resume", "run", "train.max_steps=7").code == 0
+    assert [row["step"] for row in steps_of(copied)] == list(range(1, 11))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(megatrain: Command, finished_project: Path, copied: Path) -> None:
+    for folder in ("checkpoint-10", "final"):
+        weights = copied / folder / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-7] ^= 1
+        weights.unlink()  # `final` is hard links
+        weights.write_bytes(data)
+    done = megatrain("resume", "run")
+    assert done.code == 0, done.err
+    assert "warning: run/checkpoint-10/model.safetensors: " in done.err
+    assert "resuming from run/checkpoint-5" in done.err
+    assert "checkpoint-10/model.safetensors" in (copied / "train.log").read_text()
+    same_run(copied, finished_project / "run")
+
+
+def test_without_an_intact_checkpoint_the_way_out_is_named(megatrain: Command, copied: Path) -> None:
+    for folder in ("checkpoint-5", "checkpoint-10", "final"):
+        (copied / folder / "MANIFEST.json").write_text("{")
+    done = megatrain("resume", "run")
+    assert done.code == 7
+    assert done.err.endswith("run: has no intact checkpoint to go on from; start again: megatrain train run/config.yaml\n")
+    assert done.err.count("warning: ") == 3
+
+
+@pytest.mark.parametrize("folder", ["empty", "run/checkpoint-5"])
+def test_a_folder_that_is_no_run_is_refused(megatrain: Command, copied: Path, folder: str) -> None:
+    (copied.parent / folder).mkdir(exist_ok=True)
+    done = megatrain("resume", folder)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {folder}: is not a run folder (no config.yaml)")
+
+
+def test_a_run_folder_may_be_moved(megatrain: Command, copied: Path, finished_project: Path) -> None:
+    cut_back(copied)
+    moved = copied.rename(copied.parent / "elsewhere")
+    done = megatrain("resume", "elsewhere")
+    assert done.code == 0, done.err
+    assert not copied.exists()
+    same_run(moved, finished_project / "run")
+
+
+def test_so_may_model_and_rows(megatrain: Command, copied: Path, finished_project: Path) -> None:
+    cut_back(copied)
+    (copied.parent / "model").rename(copied.parent / "base")
+    (copied.parent / "rows.jsonl").rename(copied.parent / "data.jsonl")
+    done = megatrain("resume", "run", "model=base", "data.train=data.jsonl")
+    assert done.code == 0, done.err
+    assert "warning: model.path changed from 'model' to 'base': configuration and tokenizer are read from there" in done.err
+    same_run(copied, finished_project / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.seed=1", "command line: train.seed: cannot change from 0 to 1 in a resumed run, since the order of the rows follows from it"),
+        ("method=pretrain", "data.train_on"),
+        ("output=other", "command line: output: cannot change from 'run' to 'other' in a resumed run, since a run stays in its folder"),
+        ("precision=float32", "command line: precision: cannot change from 'bfloat16' to 'float32' in a resumed run"),
+        ("train.max_stepz=3", "did you mean max_steps?"),
+    ],
+)
+def test_what_cannot_change_is_refused(megatrain: Command, project: Path, override: str, words: str) -> None:
+    assert megatrain("train", "cfg.yaml", "precision=bfloat16", "train.max_steps=1").code == 0
+    done = megatrain("resume", "run", override)
+    assert done.code == 2
+    assert words in done.err
+
+
+@pytest.mark.parametrize("override", ["data.eval=9", "data.train=others.jsonl", "train.seq_len=27"])
+def test_other_rows_are_refused(megatrain: Command, copied: Path, override: str) -> None:
+    write_jsonl(copied.parent / "others.jsonl", chat_rows(61))
+    cut_back(copied)
+    done = megatrain("resume", "run", override)
+    assert done.code == 3
+    assert "the training rows are not those of the checkpoint: the data, the tokenizer or how rows are cut has changed" in done.err
+
+
+def test_what_changes_nothing_may_change_freely(megatrain: Command, copied: Path, finished_project: Path) -> None:
+    cut_back(copied)
+    done = megatrain("resume", "run", "train.log_every=5", "memory.host=20GiB", "threads=2", "checkpoint.keep=1", "sample_prompt=hi")
+    assert done.code == 0, done.err
+    assert "warning" not in done.err
+    same_run(copied, finished_project / "run")
+
+
+def test_what_the_planner_chose_stays_chosen(megatrain: Command, project: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More memory, or another machine, at the second start would choose larger micro-batches, and so another order of sums."""
+    from megatrain import plan
+
+    monkeypatch.setitem(plan.AUTO_MICRO_BATCH_TOKENS, "cpu", 64)
+    assert megatrain("train", "cfg.yaml", "output=whole").code == 0
+    stop_after(4)
+    assert megatrain("train", "cfg.yaml", "output=halves").code == 75
+    monkeypatch.setitem(plan.AUTO_MICRO_BATCH_TOKENS, "cpu", 2048)
+    assert megatrain("resume", "halves").code == 0
+    assert load_config("halves/config.resolved.yaml").train.micro_batch_tokens == 64
+    same_run(project / "whole", project / "halves")
+    assert "micro_batch_tokens changed from 64 to 'auto'" in megatrain("resume", "halves", "train.micro_batch_tokens=auto").err
+
+
+def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain: Command, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own checkpoints fill the disk; they make room for the next ones."""
+    from megatrain import hardware
+
+    cut_back(copied)
+    need = json.loads((copied / "plan.json").read_text())["totals"]["disk"]["need"]
+    monkeypatch.setattr(hardware, "disk_free", lambda _: need - 400_000)
+    assert megatrain("plan", "cfg.yaml", "output=other").code == 4
+    assert megatrain("resume", "run").code == 0
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------------------
+
+FREE = {
+    "train.eval_every", "train.eval_rows", "train.log_every", "checkpoint.every", "checkpoint.keep", "memory.gpu", "memory.host",
+    "memory.nvme", "threads", "device", "sample_prompt",
+}  # fmt: skip
+
+
+def all_keys() -> set[str]:
+    config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
+    return set(flatten(config.model_dump(mode="json")))
+
+
+def test_every_row_of_the_table_is_a_key() -> None:
+    keys = all_keys()
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert set(REFUSED) | set(FLAGGED) <= keys | sections
+
+
+def test_every_key_is_refused_flagged_or_free() -> None:
+    def listed(key: str) -> bool:
+        return any(key == row or key.startswith(row + ".") for row in [*REFUSED, *FLAGGED])
+
+    assert {key for key in all_keys() if not listed(key)} == FREE
+
+
+def test_places_are_no_changes() -> None:
+    config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
+    assert check_changes(config, config.with_places({"model": "x.yaml:1: model"})) == []
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """stop_after(5): SIGTERM arrives during step 5."""
+    import os
+    import signal
+
+    original = loop.train_step
+    at: list[int] = []
+
+    def train_step(run: loop.Run, *rest: Any, **named: Any) -> None:
+        original(run, *rest, **named)
+        if at and run.step == at[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return lambda step: at.__setitem__(slice(None), [step])
