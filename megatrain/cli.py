@@ -251,7 +251,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last resort: every error becomes a sentence and a code
         code, sentence = exit_code_of(error)

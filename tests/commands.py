@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,3 +92,58 @@ def evaluations_of(run_dir: Path) -> list[Row]:
 def environment() -> dict[str, str]:
     """For a command in a process of its own."""
     return {**os.environ, "PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}
+
+
+FORKER = """
+import json, os, sys
+from megatrain import cli
+from megatrain.optim import AdamW
+from megatrain.recipes import run, use
+AdamW().compile()
+for line in sys.stdin:
+    folder, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        log = os.open("forked.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os._exit(cli.main(arguments))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forker:
+    """Runs commands in processes of their own that need not import anything: they are forked from one that did, and never computed."""
+
+    def __init__(self, token_cache: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment(), "MEGATRAIN_CACHE": str(token_cache)},
+        )
+
+    def start(self, *arguments: str) -> int:
+        """Start a command in the current folder, its output going to forked.log there; returns its process id."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([str(Path.cwd()), arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> int:
+        """The exit code of the command that was started; negative: the signal that ended it."""
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

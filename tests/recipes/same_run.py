@@ -1,0 +1,41 @@
+"""Two runs of ten steps that must be one and the same, whatever happened on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.commands import Row, metrics_of
+from tests.support import differing
+
+CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time")  # what may differ between two runs of the same steps
+
+
+def everything(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, weights and optimizer state, by file and name."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    assert len(files) == 1 + 4, "weights, and a file for each block"
+    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+
+
+def without_clock(rows: list[Row]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
+
+
+def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> None:
+    """Every bit of the last checkpoint is equal, and every line of the metrics but for times.
+
+    but_evaluations_of: a step after which one of the runs was stopped before it could evaluate.
+    """
+    states = [json.loads((run / "checkpoint-10" / "state.json").read_text()) for run in (one, other)]
+    lines = [[row for row in without_clock(metrics_of(run)) if not is_evaluation(row, but_evaluations_of)] for run in (one, other)]
+    assert differing(everything(one / "checkpoint-10"), everything(other / "checkpoint-10")) == []
+    assert states[0] == states[1]
+    assert lines[0] == lines[1]
+
+
+def is_evaluation(row: Row, step: int | None) -> bool:
+    return "eval_loss" in row and row["step"] == step

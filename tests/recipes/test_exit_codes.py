@@ -1,0 +1,203 @@
+"""Every way in which a command can fail: its exit code, and one sentence that says what, where and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import hardware
+from megatrain.engine.gradients import Gradients
+from megatrain.recipes import loop
+from megatrain.run_folder import checkpoints
+from tests.commands import POSITIONS, Answer, Command, chat_rows, metrics_of, steps_of, write_jsonl
+
+
+def sentence(done: Answer) -> str:
+    """The error: the last line of stderr, and the only one that is an error."""
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    return errors[0].removeprefix("error: ")
+
+
+CONFIG_FAULTS = [
+    ("train.learning_rte=1", "command line: train.learning_rte: did you mean learning_rate?"),
+    ("train.seq_len=1e3x", "command line: train.seq_len: must be a whole number of tokens of at least 2, not '1e3x'"),
+    ("train.seq_len=129", f"command line: train.seq_len: 129 exceeds the {POSITIONS} positions of this model; set train.seq_len: 128"),
+    ("train.micro_batch_tokens=32", "command line: train.micro_batch_tokens: 32 cannot hold one row of train.seq_len 64 tokens"),
+    ("train.rows_per_step=0", "command line: train.rows_per_step: must be a whole number of at least 1, or null, not 0"),
+    ("memory.host=80", "command line: memory.host: must be a size of at least 1 MiB such as 80GiB"),
+    ("fp16=true", "command line: fp16: training in float16 needs loss scaling"),
+    ("save_only_model=true", "command line: save_only_model: a checkpoint holds what an exact resume needs"),
+    ("checkpoint.save_optimizer=false", "command line: checkpoint.save_optimizer: "),
+    ("model=modle", "modle: is not a local folder; did you mean model?"),
+    ("model=rows.jsonl", "rows.jsonl: is a file; name the folder that holds the model's config.json"),
+    ("model=empty", "empty: has no config.json; name a folder that holds a Hugging Face model"),
+    ("model=no-weights", "no-weights: has neither model.safetensors nor model.safetensors.index.json"),
+    ("model=no-tokenizer", "no-tokenizer: the tokenizer cannot be used"),
+]  # fmt: skip
+DATA_FAULTS = [
+    ("data.train=row.jsonl", "row.jsonl: no such file; did you mean rows.jsonl?"),
+    ("data.train=empty.jsonl", "empty.jsonl: holds no rows"),
+    ("data.train=empty", "empty: no data files in this folder; known types are .jsonl"),
+    ("data.train=broken.jsonl", "broken.jsonl:2: broken JSON at column 2"),
+    ("data.train=questions.jsonl", "questions.jsonl: no token to train on in 3 rows; no row has an answer left"),
+    ("data.eval=60", "data.eval: 60 holds out 60 of 60 rows; at least one has to be left to train on"),
+    ("data.eval=gone.jsonl", "gone.jsonl: no such file"),
+    ("data.format=alpaca", "rows.jsonl:1: field 'instruction' is missing"),
+    ("model=no-template", "rows.jsonl:1: the tokenizer has no chat template for conversations; use a chat model, or rows of prompt"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def broken(project: Path) -> Path:
+    """Folders and files with one fault each."""
+    (project / "empty").mkdir()
+    (project / "empty.jsonl").write_text("")
+    (project / "broken.jsonl").write_text(json.dumps(chat_rows(1)[0]) + "\n{x\n")
+    write_jsonl(project / "questions.jsonl", [{"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(3)])
+    for name, lacks in (("weights", "model.safetensors"), ("tokenizer", "tokenizer*.json"), ("template", "chat_template.jinja")):
+        folder = Path(shutil.copytree(project / "model", project / f"no-{name}"))
+        for path in folder.glob(lacks):
+            path.unlink()
+    return project
+
+
+@pytest.mark.parametrize(("override", "words"), CONFIG_FAULTS)
+def test_config_and_model_are_2(megatrain: Command, broken: Path, override: str, words: str) -> None:
+    done = megatrain("train", "cfg.yaml", override)
+    assert done.code == 2
+    assert sentence(done).startswith(words)
+
+
+@pytest.mark.parametrize(("override", "words"), DATA_FAULTS)
+def test_data_is_3(megatrain: Command, broken: Path, override: str, words: str) -> None:
+    done = megatrain("train", "cfg.yaml", override)
+    assert done.code == 3
+    assert sentence(done).startswith(words)
+
+
+def test_bad_rows_are_skipped_if_asked(megatrain: Command, broken: Path) -> None:
+    write_jsonl(broken / "rows.jsonl", [*chat_rows(20), {"messages": 5}])
+    assert megatrain("train", "cfg.yaml").code == 3
+    done = megatrain("train", "cfg.yaml", "data.on_bad_row=skip", "train.max_steps=1")
+    assert done.code == 0
+    assert "1 of 21 rows are bad and skipped; the first: rows.jsonl:21" in done.err
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_too_little_memory_is_4_before_rows_are_read(megatrain: Command, project: Path, command: str) -> None:
+    (project / "rows.jsonl").unlink()
+    done = megatrain(command, "cfg.yaml", "memory.host=64MiB")
+    assert done.code == 4
+    assert "error: the run does not fit: it needs 0." in done.err
+    assert "GiB of host RAM, where 0.06 GiB can be had; " in done.err
+    assert not (project / "run" / "checkpoint-5").exists()
+
+
+def test_a_small_budget_that_fits_is_kept_to(megatrain: Command, project: Path) -> None:
+    need = megatrain("plan", "cfg.yaml", "--json").json["totals"]["host"]["need"]
+    assert megatrain("plan", "cfg.yaml", f"memory.host={need}").code == 0
+    assert megatrain("plan", "cfg.yaml", f"memory.host={int(0.9 * need)}").code == 4
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_too_small_a_disk_is_4(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(hardware, "disk_free", lambda _: 10_000)
+    done = megatrain(command, "cfg.yaml")
+    assert done.code == 4
+    assert "GiB of disk space, where 0.00 GiB can be had; " in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"), "out of GPU memory, although "),
+        (MemoryError(), "out of host memory, although "),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory"), "out of host memory, although "),
+    ],
+)
+def test_an_allocation_that_fails_is_5(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    done = megatrain("train", "cfg.yaml")
+    assert done.code == 5
+    assert sentence(done).startswith(words)
+    assert "were planned" in sentence(done)
+    assert "train.micro_batch_tokens: 128" in sentence(done)
+
+
+@pytest.fixture
+def absurd_from_step_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    sane = loop.Run.learning_rate.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(loop.Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run)))
+
+
+@pytest.mark.usefixtures("absurd_from_step_4")
+def test_divergence_is_6_and_good_checkpoints_stay(megatrain: Command, project: Path) -> None:
+    done = megatrain("train", "cfg.yaml", "train.max_steps=20", "checkpoint.every=2")
+    assert done.code == 6
+    assert sentence(done).startswith("5 steps in a row were not finite (the last batch is in run/bad-batch-9.safetensors); resume from")
+    assert sentence(done).endswith("with a lower train.learning_rate")
+    assert (project / "run" / "bad-batch-9.safetensors").is_file()
+    assert (project / "run" / "checkpoint-2").is_dir(), "none of the lost states took its place"
+    skipped = [row for row in steps_of(project / "run") if row["skipped"]]
+    assert [row["step"] for row in skipped] == [5, 6, 7, 8, 9]
+    assert all(row["grad_norm"] is None for row in skipped), "JSON has no NaN"
+
+
+@pytest.mark.usefixtures("absurd_from_step_4")
+def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_unsaved(megatrain: Command, project: Path) -> None:
+    done = megatrain("train", "cfg.yaml", "train.max_steps=20", "checkpoint.every=2", "train.max_grad_norm=null")
+    assert done.code == 6
+    assert "resume from the last checkpoint" in sentence(done)
+    assert not [path for path in checkpoints(project / "run") if int(path.name.partition("-")[2]) > 4]
+
+
+def test_without_a_checkpoint_the_way_back_is_the_beginning(megatrain: Command, project: Path) -> None:
+    done = megatrain("train", "cfg.yaml", "train.learning_rate=1e30", "train.warmup=0", "checkpoint.every=null")
+    assert done.code == 6
+    assert "no checkpoint was written yet: start again with a lower train.learning_rate" in sentence(done)
+
+
+def test_one_bad_batch_is_skipped_and_forgotten(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Gradients.norm
+    norms = iter(range(1, 99))
+    monkeypatch.setattr(Gradients, "norm", lambda *given: float("inf") if next(norms) == 4 else original(*given))
+    done = megatrain("train", "cfg.yaml", "--json")
+    assert done.code == 0
+    assert done.json["skipped"] == 1
+    assert "warning: step 4: the loss or the gradient is not finite; skipped, the weights are unchanged" in done.err
+    assert [row["step"] for row in steps_of(project / "run") if row["skipped"]] == [4]
+
+
+def test_an_unwritable_folder_is_7(megatrain: Command, project: Path) -> None:
+    done = megatrain("train", "cfg.yaml", "output=cfg.yaml")
+    assert done.code == 7
+    assert sentence(done).startswith("cfg.yaml: cannot make the run folder: File exists")
+
+
+def test_what_nobody_foresaw_is_1_and_its_traceback_is_in_the_log(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("deep down")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    done = megatrain("train", "cfg.yaml")
+    assert done.code == 1
+    assert sentence(done) == "unexpected ValueError: deep down; run again with --debug for the traceback"
+    log = (project / "run" / "train.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert len(metrics_of(project / "run")) == 1
+    assert "Traceback" in megatrain("--debug", "train", "cfg.yaml").err

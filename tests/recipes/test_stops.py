@@ -1,0 +1,210 @@
+"""Signals, kills and full disks: what is saved when a run is stopped from outside, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain as mt
+from megatrain.engine.engine import Engine
+from megatrain.recipes import loop, run
+from megatrain.run_folder import checkpoints
+from tests.commands import Command, Forker, evaluations_of, metrics_of, steps_of
+from tests.recipes.same_run import same_run
+
+SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+Interrupt = Callable[..., None]
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
+    """interrupt(owner, name, at=3): the third call of owner.name sends this process a signal, and then does its work."""
+
+    def at_call(owner: Any, name: str, at: int, number: int = signal.SIGTERM, times: int = 1) -> None:
+        original, calls = getattr(owner, name), iter(range(1, 1 << 30))
+
+        def interrupted(*positional: Any, **named: Any) -> Any:
+            if next(calls) == at:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+            return original(*positional, **named)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    return at_call
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in checkpoints(run_dir)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_signal_finishes_the_step_and_saves(megatrain: Command, project: Path, interrupt: Interrupt, number: int, code: int) -> None:
+    handlers = [signal.getsignal(each) for each, _ in SIGNALS]
+    interrupt(loop, "train_step", at=3, number=number)
+    done = megatrain("train", "cfg.yaml")
+    assert done.code == code
+    assert "a second signal stops at once" in done.err
+    assert "stopped by a signal after step 3; the run is saved" in done.err
+    assert "to go on: megatrain resume run" in done.out
+    assert (saved_steps(project / "run"), [row["step"] for row in steps_of(project / "run")]) == ([3], [1, 2, 3])
+    assert not (project / "run" / "final").exists()
+    assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("sweep", [1, 2, 6])
+def test_a_signal_ends_an_evaluation(megatrain: Command, project: Path, interrupt: Interrupt, sweep: int) -> None:
+    """Held-out rows of four sweeps: the signal comes in the first evaluation, or in the one after step 5."""
+    config = ("data.eval=30", "train.max_steps=10", "checkpoint.every=null")
+    assert megatrain("train", "cfg.yaml", *config, "output=whole").code == 0
+    interrupt(Engine, "evaluate", at=sweep)
+    assert megatrain("train", "cfg.yaml", *config, "output=halves").code == 75
+    step = 0 if sweep < 4 else 5
+    assert saved_steps(project / "halves") == [step]
+    assert step not in [row["step"] for row in evaluations_of(project / "halves")], "half an evaluation is none"
+    assert megatrain("resume", "halves").code == 0
+    same_run(project / "whole", project / "halves", but_evaluations_of=5)
+
+
+def test_a_signal_during_a_save_stops_after_it(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+    interrupt(loop, "save_checkpoint", at=1)
+    assert megatrain("train", "cfg.yaml").code == 75
+    assert (saved_steps(project / "run"), steps_of(project / "run")[-1]["step"]) == ([5], 5)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+    interrupt(loop, "train_step", at=10)
+    assert megatrain("train", "cfg.yaml").code == 0
+    assert (project / "run" / "final").is_dir()
+    assert evaluations_of(project / "run")[-1]["step"] == 10
+
+
+def test_a_second_ctrl_c_stops_at_once(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+    threads = set(threading.enumerate())
+    interrupt(loop, "train_step", at=3, number=signal.SIGINT, times=2)
+    done = megatrain("train", "cfg.yaml")
+    assert done.code == 130
+    assert (saved_steps(project / "run"), len(steps_of(project / "run"))) == ([], 2)
+    assert set(threading.enumerate()) <= threads, "nothing goes on in the background"
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+    interrupt(run, "read_rows", at=1, number=signal.SIGINT)
+    assert megatrain("train", "cfg.yaml").code == 130
+    assert saved_steps(project / "run") == []
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(project: Path) -> None:
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(mt.train("cfg.yaml")))
+    thread.start()
+    thread.join()
+    assert done[0].exit_code == 0
+
+
+# -- kill -9 ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def forker(token_cache: Path) -> Iterator[Forker]:
+    forker = Forker(token_cache)
+    yield forker
+    forker.close()
+
+
+def test_two_sigterms_end_the_process(forker: Forker, project: Path) -> None:
+    child = forker.start("train", "cfg.yaml", "train.max_steps=100000", "checkpoint.every=null", "train.eval_every=null")
+    wait_for(lambda: (project / "run" / "metrics.jsonl").exists() and len(metrics_of(project / "run")) > 2)
+    os.kill(child, signal.SIGTERM)
+    os.kill(child, signal.SIGTERM)
+    assert forker.wait() in (-signal.SIGTERM, 75), "the second may come after the save"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def test_kill_9_at_any_moment_costs_no_bit(forker: Forker, project: Path) -> None:
+    draw, folder, kills, resumed = random.Random(5), project / "run", 0, 0
+    config = ("checkpoint.every=1", "train.eval_every=3")
+    forker.start("train", "cfg.yaml", *config, "output=whole")
+    began = time.monotonic()
+    assert forker.wait() == 0
+    whole_s = time.monotonic() - began
+    code = -1
+    while code != 0:
+        going_on = bool(checkpoints(folder))
+        resumed += going_on
+        child = forker.start("resume", "run") if going_on else forker.start("train", "cfg.yaml", *config)
+        if kills < 8:
+            time.sleep(draw.uniform(0.3, 1.0) * whole_s)
+            try:
+                os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:  # it was quicker, and the forker has collected it
+                pass
+        code = forker.wait()
+        kills += code == -signal.SIGKILL
+        assert code in (0, -signal.SIGKILL), (project / "forked.log").read_text()
+    assert resumed, "no kill hit a run that had saved"
+    same_run(project / "whole", folder)
+
+
+# -- disks --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file_limit() -> Iterator[Callable[[int], None]]:
+    """file_limit(n): no file may grow beyond n bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size if size >= 0 else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]) -> None:
+    original = loop.train_step
+
+    def train_step(run: loop.Run, *rest: Any, **named: Any) -> None:
+        actions.get(run.step + 1, lambda: None)()
+        original(run, *rest, **named)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, file_limit: Callable[[int], None], finished_project: Path
+) -> None:
+    at_step(monkeypatch, {7: lambda: file_limit(60_000)})
+    done = megatrain("train", "cfg.yaml")
+    file_limit(-1)
+    assert done.code == 7
+    assert "checkpoint-10.tmp/model.safetensors: cannot" in done.err
+    assert "free space there or choose another folder" in done.err
+    assert "Traceback" not in done.err
+    assert {path.name for path in (project / "run").iterdir() if "checkpoint" in path.name or path.name == "final"} == {"checkpoint-5"}
+    assert "cannot" in (project / "run" / "train.log").read_text(), "the reason is in the log, too"
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    assert megatrain("resume", "run").code == 0
+    same_run(project / "run", finished_project / "run")
+
+
+def test_a_disk_full_in_the_middle_does_not_end_the_run(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, file_limit: Callable[[int], None]
+) -> None:
+    at_step(monkeypatch, {3: lambda: file_limit(60_000), 8: lambda: file_limit(-1)})
+    done = megatrain("train", "cfg.yaml")
+    assert done.code == 0, done.err
+    assert "error: step 5 is not saved, training goes on: " in done.err
+    assert saved_steps(project / "run") == [10]
