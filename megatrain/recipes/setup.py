@@ -242,28 +242,20 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def memory_errors(plan: Plan) -> Iterator[None]:
-    """Say what was planned and what to do when an allocation fails nevertheless. Raises OutOfMemory."""
-    smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2)
+    """Say what was planned, and what to do, when host RAM does not suffice nevertheless; the engine speaks for the GPU.
+
+    Raises OutOfMemory.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"out of GPU memory, although {human_bytes(plan.gpu_bytes)} were planned: {first_line(error)}; set memory.gpu to less than "
-            f"that, or train.micro_batch_tokens: {smaller}"
-        ) from error
-    except MemoryError as error:
-        raise OutOfMemory(host_words(plan, smaller)) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):  # how torch says it
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):  # how torch says it
             raise
-        raise OutOfMemory(f"{host_words(plan, smaller)} ({first_line(error)})") from error
-
-
-def host_words(plan: Plan, smaller: int) -> str:
-    return (
-        f"out of host memory, although {human_bytes(plan.host_bytes)} were planned; close other programs, or set train.micro_batch_tokens: "
-        f"{smaller}"
-    )
+        smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2)
+        raise OutOfMemory(
+            f"out of host memory, although only {human_bytes(plan.host_bytes)} were planned; close other programs, or set "
+            f"train.micro_batch_tokens: {smaller} ({first_line(error)})"
+        ) from error
 
 
 def first_line(error: Exception) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatrain import hardware
 from megatrain.engine.gradients import Gradients
@@ -116,25 +115,17 @@ def test_too_small_a_disk_is_4(megatrain: Command, project: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"), "out of GPU memory, although "),
-        (MemoryError(), "out of host memory, although "),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory"), "out of host memory, although "),
-    ],
+    "error", [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory: you tried...\nmore")]
 )
-def test_an_allocation_that_fails_is_5(
-    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
-) -> None:
+def test_an_allocation_that_fails_is_5(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(loop, "train_step", fail)
     done = megatrain("train", "cfg.yaml")
     assert done.code == 5
-    assert sentence(done).startswith(words)
-    assert "were planned" in sentence(done)
-    assert "train.micro_batch_tokens: 128" in sentence(done)
+    assert sentence(done).startswith("out of host memory, although only ")
+    assert "were planned; close other programs, or set train.micro_batch_tokens: 128" in sentence(done)
 
 
 @pytest.fixture

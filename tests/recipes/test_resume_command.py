@@ -13,6 +13,7 @@ from megatrain.config import Config, load_config
 from megatrain.plan import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import loop
 from megatrain.recipes.changes import FLAGGED, REFUSED, check_changes, flatten
+from megatrain.run_folder import RunLock
 from tests.commands import Command, chat_rows, evaluations_of, steps_of, write_jsonl
 from tests.recipes.same_run import same_run
 
@@ -110,6 +111,13 @@ def test_a_folder_that_is_no_run_is_refused(megatrain: Command, copied: Path, fo
     done = megatrain("resume", folder)
     assert done.code == 2
     assert done.err.startswith(f"error: {folder}: is not a run folder (no config.yaml)")
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_resumed(megatrain: Command, copied: Path) -> None:
+    with RunLock(copied):
+        done = megatrain("resume", "run", "train.max_steps=12")
+    assert done.code == 2
+    assert done.err.startswith("error: run: in use by another run (process ")
 
 
 def test_a_run_folder_may_be_moved(megatrain: Command, copied: Path, finished_project: Path) -> None:
