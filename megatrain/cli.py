@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -136,13 +137,14 @@ def export(
 
 @app.command()
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, checkpoint or exported model.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, checkpoint, any model folder or GGUF file.")],
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; read from stdin unless given.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, greedily, with a trained model."""
-    _need_folder(folder)
+    if not folder.is_file():
+        _need_folder(folder)
     if prompt is None and sys.stdin.isatty():
         raise ConfigError("command line: PROMPT is missing; write it after the folder, or pipe it in")
     question = sys.stdin.read() if prompt is None else prompt
@@ -246,6 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `--debug` may stand anywhere and prints the traceback of an error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # libraries draw progress bars into pipes and logs, too; read when tqdm is imported
     try:
         app(args=[argument for argument in given if argument != "--debug"], prog_name="megatrain")
     except SystemExit as done:

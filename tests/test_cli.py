@@ -296,6 +296,12 @@ def test_help_and_config_import_nothing_heavy(statement):
     assert done.returncode == 0, done.stderr
 
 
+def test_libraries_draw_no_progress_bars_into_a_pipe():
+    code = "from megatrain.cli import main; main(['schema']); import tqdm; list(tqdm.tqdm(range(3)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENV)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_package_is_a_command(tmp_path):
     command = [sys.executable, "-m", "megatrain", "train", "nowhere.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENV)

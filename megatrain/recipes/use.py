@@ -46,9 +46,10 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
 def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
     """Held-out loss of a run folder's model or of one checkpoint, on the run's held-out rows or on all of `data`."""
     quiet_libraries()
-    run_dir, checkpoint = run_folder_of(folder), checkpoint_of(folder)
+    run_dir = run_folder_of(folder)
     if run_dir is None:
         raise ConfigError(f"{folder}: is neither a run folder nor one of its checkpoints (no {CONFIG_FILE})")
+    checkpoint = checkpoint_of(folder)
     config = load_config(run_dir / CONFIG_FILE, [f"data.train={json.dumps(data)}", "data.eval=null"] if data else [])
     model = describe_model(str(checkpoint))
     trained, held_out = read_rows(config, model)
@@ -72,7 +73,7 @@ def perplexity(loss: float) -> float:
 
 
 def generate(folder: Path, prompt: str, max_new_tokens: int) -> str:
-    """The model's greedy answer to a prompt. `folder` is a run folder, a checkpoint or any model folder."""
+    """The model's greedy answer to a prompt. `folder` is a run folder, a checkpoint, any model folder or a GGUF file."""
     quiet_libraries()
     checkpoint = checkpoint_of(folder)
     model = describe_model(str(checkpoint))
@@ -91,9 +92,10 @@ def reader(checkpoint: Path, run_dir: Path | None) -> Iterator[Engine]:
         yield engine
 
 
-def checkpoint_of(folder: Path) -> Path:
-    """The model folder that `folder` means: itself, or the final or last checkpoint of the run. Raises ConfigError."""
-    return folder if (folder / "config.json").is_file() else find_checkpoint(folder)
+def checkpoint_of(path: Path) -> Path:
+    """The model that `path` means: of a run folder its final or last checkpoint, else itself. Raises ConfigError."""
+    is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+    return find_checkpoint(path) if is_run else path
 
 
 def run_folder_of(folder: Path) -> Path | None:

@@ -91,7 +91,7 @@ def test_eval_without_held_out_rows_asks_for_some(megatrain: Command, project: P
     assert done.err == "error: run: holds no rows out (data.eval: null); name some with --data\n"
 
 
-@pytest.mark.parametrize(("command", "words"), [(["eval"], "has no checkpoint"), (["generate", "hi"], "has no checkpoint")])
+@pytest.mark.parametrize(("command", "words"), [(["eval"], "is neither a run"), (["generate", "hi"], "has no config.json; name a folder")])
 def test_a_folder_without_a_model_is_refused(megatrain: Command, project: Path, command: list[str], words: str) -> None:
     (project / "empty").mkdir()
     done = megatrain(command[0], "empty", *command[1:])
