@@ -84,8 +84,8 @@ def prepare(config: Config) -> Parts:
     model, machine = read_model(config), find_machine(config)
     skeleton = make_skeleton(config, model, machine)
     sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))
-    # rows of unequal length are padded inside a micro-batch, and padding costs a mask; packed rows have none
-    shape = shape_of(skeleton, config.train.seq_len, sizes, padded=config.method == "sft", head_loss=next_token_on_meta)
+    # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
+    shape = shape_of(skeleton, config.train.seq_len, sizes, head_loss=next_token_on_meta)
     return Parts(model, machine, skeleton, shape)
 
 
