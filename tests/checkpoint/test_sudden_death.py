@@ -79,7 +79,9 @@ def save_until_killed(run_dir: Path, engine: Any, step: int) -> None:
 
 def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, engine: Any, save: Save) -> None:
     draw = random.Random(2)
+    began = time.monotonic()
     save(1)
+    save_s = time.monotonic() - began  # the machine may be busy: kills are timed in saves
     newest, interrupted = 1, 0
     for _ in range(100):
         child = os.fork()
@@ -88,7 +90,7 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, eng
                 save_until_killed(run_dir, engine, newest)
             finally:
                 os._exit(1)
-        time.sleep(draw.uniform(0.005, 0.08))
+        time.sleep(draw.uniform(0.2, 4) * save_s)
         assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child must not end by itself"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -104,5 +106,5 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, eng
         assert engine.bits() == loaded
         newest = state["step"]
     assert interrupted > 25, "too few kills hit a save for this test to mean anything"
-    assert newest > 50
+    assert newest > 25, "too few saves were finished between kills"
     assert len(checkpoints(run_dir)) <= 3

@@ -149,7 +149,9 @@ def test_kill_9_at_any_moment_costs_no_bit(forker: Forker, project: Path) -> Non
         resumed += going_on
         child = forker.start("resume", "run") if going_on else forker.start("train", "cfg.yaml", *config)
         if kills < 8:
-            time.sleep(draw.uniform(0.3, 1.0) * whole_s)
+            if not going_on:  # a kill before the first checkpoint would show nothing
+                wait_for(lambda: bool(checkpoints(folder)))
+            time.sleep(draw.uniform(0.0, 0.8 if going_on else 0.1) * whole_s)
             try:
                 os.kill(child, signal.SIGKILL)
             except ProcessLookupError:  # it was quicker, and the forker has collected it
