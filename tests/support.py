@@ -79,7 +79,26 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", SIZES),
     "cohere": ("CohereConfig", SIZES),
     "stablelm": ("StableLmConfig", SIZES),
-}
+    "ctrl": (
+        "CTRLConfig",  # scales the embeddings in place
+        {
+            "vocab_size": VOCABULARY, "n_embd": 32, "dff": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        },
+    ),
+    "gpt-bigcode": (
+        "GPTBigCodeConfig",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 64, **NO_DROPOUT},
+    ),
+    "opt-projected": (
+        "OPTConfig",  # as the 350m: embeddings narrower than the hidden states, no final norm
+        {
+            **FALCON, "ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": PAD,
+            "do_layer_norm_before": False,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -42,10 +42,13 @@ def only_trailing_padding(mask: torch.Tensor) -> bool:
 
 
 def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
-    """Move a micro-batch to the device. A mask that only hides trailing padding is dropped: it changes no real token and costs speed."""
+    """Move a micro-batch to the device. A mask that only hides trailing padding is dropped: it changes no real token and costs speed.
+
+    Not if there are positions too: without a mask transformers takes a jump in them for the start of another document.
+    """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     mask = inputs.get("attention_mask")
-    if mask is not None and only_trailing_padding(mask):
+    if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
         del inputs["attention_mask"]
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     return MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
@@ -232,8 +235,11 @@ class Passes:
     # -- dropout --------------------------------------------------------------------------------------------------------------
 
     def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
-        """The same seed for a layer's forward and its recomputation, another for every seed, step, layer and micro-batch."""
-        if self.skeleton.has_dropout and self.skeleton.model.training:  # evaluation draws nothing, and must leave the caller's state alone
+        """The same seed for a layer's forward and its recomputation, another for every seed, step, layer and micro-batch.
+
+        Always, since it costs microseconds: what a family draws beside dropout (a router's jitter, say) is replayed too.
+        """
+        if self.skeleton.model.training:  # evaluation draws nothing, and must leave the caller's state alone
             seed = mix(self.seed, self.step, block, mb.number)
             torch.default_generator.manual_seed(seed)
             if self.device.type == "cuda":  # this device's generator alone: `torch.manual_seed` would reseed the caller's other GPUs too
@@ -242,9 +248,6 @@ class Passes:
     @contextmanager
     def _dropout_state(self) -> Iterator[None]:
         """Leave the caller's random state as it was."""
-        if not self.skeleton.has_dropout:
-            yield
-            return
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
 

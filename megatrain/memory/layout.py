@@ -71,7 +71,7 @@ class FlatLayout:
     def segments(self) -> list[Segment]:
         """The whole block cut into runs of equal hyper-parameters; padding belongs to the tensor before it."""
         segments: list[Segment] = []
-        ends = [t.offset for t in self.tensors[1:]] + [self.numel]
+        ends = [*(t.offset for t in self.tensors[1:]), self.numel][: len(self.tensors)]  # a block may have no tensor
         for tensor, end in zip(self.tensors, ends, strict=True):
             if segments and segments[-1].decay == tensor.decay:
                 segments[-1] = Segment(segments[-1].start, end, tensor.decay)

@@ -7,7 +7,7 @@ or after the last. Both are observed here rather than assumed: the model's own f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +60,7 @@ class Probe:
         self.originals = list(layers)
         self.layers = layers
         self.findings = Findings()
+        self.entered: torch.Tensor | None = None  # what layer 0 received
         self.passed_on: torch.Tensor | None = None  # what the previous layer returned
         self.visited = 0
 
@@ -72,25 +73,46 @@ class Probe:
             raise self.refuse(f"its layers do not run once each in order (layer {index} ran as number {self.visited})")
         if index > 0 and hidden is not self.passed_on:
             raise self.refuse(f"the model changes the hidden states between layers {index - 1} and {index}")
-        for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
-            name = pytree.keystr(path)
+        received = pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_open_container)[0]
+        for path, value in received:
+            name = pytree.keystr(path[1:])
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self.refuse(f"layer {index} receives {name}, which needs a gradient besides the hidden states")
             if "Cache" in type(value).__name__:
                 raise self.refuse(f"layer {index} receives a key-value cache ({name}) although none was asked for")
+        containers = {pytree.keystr(path[1:]): value for path, value in received if is_open_container(value)}
+        output = self.try_out(layer, hidden, LayerCall(args, kwargs)) if index == 0 or containers else None
+        filled = [name for name, container in containers.items() if len(container)]
+        if filled:
+            raise self.refuse(f"layer {index} puts something into {filled[0]}, where other layers could find it")
         if index == 0:
-            self.findings.returns_tuple = self.returns_tuple(layer, hidden, LayerCall(args, kwargs))
+            self.entered = hidden
+            self.findings.returns_tuple = self.returns_tuple(output)
         self.visited += 1
         self.passed_on = hidden.clone()
+        if self.visited == len(self.originals):  # cut off, so that whatever else the model's end uses shows in its graph
+            self.passed_on = self.passed_on.detach().requires_grad_()
         return (self.passed_on,) if self.findings.returns_tuple else self.passed_on
 
-    def returns_tuple(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> bool:
-        """Call the real layer on the meta device, where it costs nothing, to learn the form of its output."""
-        twin = copy.deepcopy(layer).to("meta")
+    def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> Any:
+        """What the real layer returns on the meta device, where it costs nothing.
+
+        In bfloat16 whatever the model's dtype: on meta, torch knows the grouped matrix product (mixtures of experts) in no other.
+        """
+        twin = copy.deepcopy(layer).to("meta", torch.bfloat16)
+        inputs = to_meta((hidden, call.args, call.kwargs), torch.bfloat16)
         try:
-            output = twin(*to_meta((hidden, *call.args)), **to_meta(call.kwargs))
+            output = twin(inputs[0], *inputs[1], **inputs[2])
         except Exception as error:  # whatever a layer's code raises on tensors without data
             raise self.refuse(f"its layer {type(layer).__name__} cannot run without data ({type(error).__name__}: {error})") from error
+        used = {id(node.variable) for node in graph_of(output) if is_leaf(node)}
+        idle = [name for name, parameter in twin.named_parameters() if id(parameter) not in used]
+        if idle:  # a plain optimizer leaves these alone, ours would let them decay
+            raise self.refuse(f"{idle[0]} of its layer {type(layer).__name__} takes no part in what the layer returns")
+        return output
+
+    def returns_tuple(self, output: Any) -> bool:
+        """The form of a layer's output: True for (hidden states, None, ...), False for hidden states alone."""
         if isinstance(output, torch.Tensor):
             return False
         if not isinstance(output, tuple) or any(isinstance(extra, torch.Tensor) for extra in output[1:]):
@@ -111,13 +133,20 @@ class Probe:
         replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
         try:
             with torch.enable_grad():
-                self.model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long), use_cache=False)
+                output = self.model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long), use_cache=False)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever a family's code does with layers that are not its own
+            raise self.refuse(f"its forward does not run with stand-ins for its layers ({type(error).__name__}: {error})") from error
         finally:
             replace_all(self.layers, self.originals)
             for handle in handles:
                 handle.remove()
         if self.visited != len(self.originals):
             raise self.refuse(f"only {self.visited} of its {len(self.originals)} layers ran")
+        shared = graph_of(self.entered) & graph_of(output)
+        if not all(is_leaf(node) for node in shared):  # a tied parameter may be used at both ends
+            raise self.refuse("what follows its last layer uses more than that layer's output")
         return self.findings
 
 
@@ -127,9 +156,38 @@ def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
         stack[index] = module
 
 
-def to_meta(tree: Any) -> Any:
-    """Every tensor of a nested structure on the meta device: shapes and dtypes without data."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), tree)
+def is_open_container(value: Any) -> bool:
+    """Whether a layer could leave something here: an empty list or dictionary, or a dictionary of a kind of its own."""
+    return isinstance(value, (MutableMapping, MutableSequence)) and (not len(value) or not isinstance(value, (dict, list)))
+
+
+def graph_of(tree: Any) -> set[Any]:
+    """The autograd nodes behind all tensors of a nested structure, down to those that accumulate a parameter's gradient."""
+    found: set[Any] = set()
+    ahead = [leaf.grad_fn for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether an autograd node stands for a parameter; its `variable` is the parameter then."""
+    return node.name() == "torch::autograd::AccumulateGrad"  # type: ignore[no-any-return]
+
+
+def to_meta(tree: Any, floats: torch.dtype | None = None) -> Any:
+    """Every tensor of a nested structure on the meta device: shapes and dtypes without data; floating-point ones as `floats`, if given.
+
+    Containers that a layer could fill stay the same objects.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("meta", floats if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(torch.Tensor, moved, tree, is_leaf=is_open_container)
 
 
 @contextmanager

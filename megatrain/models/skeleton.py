@@ -28,7 +28,7 @@ def meta_parameters() -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:  # a tied parameter is meta already and must stay the same object
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=True)
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
@@ -99,13 +99,32 @@ class Skeleton:
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
         text = config.get_text_config()
+        self._refuse_what_is_not_built(text)
         path, stack = find_layers(self.model, text.num_hidden_layers)
         findings = probe(self.model, stack)
         self.layers: list[nn.Module] = list(stack)
         self.recorders = [Recorder(m, i, i == len(self.layers) - 1, findings.returns_tuple) for i, m in enumerate(self.layers)]
+        self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         self.anatomy = self._dissect(path, findings.before, findings.after, text)
         self.has_dropout = self._draws_random_numbers()
         replace_all(stack, self.recorders)
+        self._try_head()
+
+    def _refuse_what_is_not_built(self, text: Any) -> None:
+        """Raise ModelError for settings and kinds of weights that would be ignored in silence."""
+        family = type(self.model).__name__
+        trained = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        others = [name for name in self.model.state_dict() if name not in trained]
+        if others:  # nothing here would load, keep or save it
+            raise ModelError(f"{family} has {others[0]}, which belongs to its weights but is not trained; it cannot be streamed yet")
+        settings = text.to_dict()
+        if settings.get("output_router_logits"):
+            raise ModelError(
+                f"{family}: output_router_logits asks for the routers' balancing loss, which is not built; set it to false in config.json"
+            )
+        skipping = [key for key, rate in settings.items() if "layerdrop" in key and rate]
+        if skipping:
+            raise ModelError(f"{family}: {skipping[0]} leaves out whole layers at random, which is not built; set it to 0 in config.json")
 
     def _dissect(self, path: str, before: list[str], after: list[str], text: Any) -> Anatomy:
         """Assign every parameter to one block."""
@@ -118,11 +137,13 @@ class Skeleton:
         for index, names in enumerate([before, *in_layers, after]):
             for name in names:
                 owner = owner_of.setdefault(id(by_name[name]), name)
-                if owner == name:
+                if owner == name and name not in members[0]:
                     members[index].append(name)
+                elif owner == name:
+                    raise ModelError(f"{type(self.model).__name__}: {name} is used at both ends of the model; it cannot be streamed yet")
                 elif index == len(self.layers) + 1 and owner in members[0]:
                     tied.append((name, owner))
-                elif owner not in members[index]:
+                else:
                     raise ModelError(f"{type(self.model).__name__}: {name} shares its weights with {owner}, which cannot be streamed yet")
         homeless = [name for name, p in by_name.items() if id(p) not in owner_of]
         if homeless:
@@ -196,10 +217,10 @@ class Skeleton:
     def _draws_random_numbers(self) -> bool:
         """Whether any part of the model does, in training mode."""
         drops = any(isinstance(m, nn.Dropout) and m.p > 0 for root in (self.model, *self.layers) for m in root.modules())
-        unused = ("classifier", "summary")  # of other heads than the language model's
-        settings = ((k, v) for k, v in self.config.get_text_config().to_dict().items() if not k.startswith(unused))
-        rates = (value for key, value in settings if "dropout" in key or key.endswith("pdrop"))
-        return drops or any(isinstance(rate, float) and rate > 0 for rate in rates)
+        unused = ("classifier", "summary", "encoder")  # of other heads than the language model's, and of no decoder
+        settings = {k: v for k, v in self.config.get_text_config().to_dict().items() if not k.startswith(unused)}
+        rates = {key: value for key, value in settings.items() if "drop" in key or "jitter" in key}
+        return drops or any(isinstance(rate, float) and rate > 0 for rate in rates.values())
 
     # -- computing --------------------------------------------------------------------------------------------------------------
 
@@ -237,9 +258,21 @@ class Skeleton:
 
         Every position enters as a sequence of one token, since nothing after the last layer mixes tokens.
         """
-        rows = hidden.unsqueeze(1)
-        output = self._play(Tape(injected=rows), inputs_embeds=rows.detach())
+        # What goes in at the front is never seen; it is not `hidden` because some families scale their input in place.
+        unseen = hidden.new_zeros(len(hidden), 1, self._embedding_width)
+        output = self._play(Tape(injected=hidden.unsqueeze(1)), inputs_embeds=unseen)
         return output.logits.squeeze(1)  # type: ignore[no-any-return]
+
+    def _try_head(self) -> None:
+        """Raise ModelError unless the head can be run on single positions, as `head` does. On zeros, which take no memory."""
+        hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
+        try:
+            with zeros_outside(self.model, self.layers), torch.no_grad():
+                shape = tuple(self.head(hidden).shape)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise ModelError(f"{type(self.model).__name__}: its head cannot run by itself ({error}); it cannot be streamed yet") from error
+        if shape != (2, self.anatomy.vocab_size):
+            raise ModelError(f"{type(self.model).__name__}: its head returns {list(shape)} for 2 positions; it cannot be streamed yet")
 
     def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
         """What `embed` returns for a micro-batch of this shape, as meta tensors: for the planner, which must allocate nothing large."""

@@ -25,6 +25,7 @@ DROPOUTS = {
     "gpt-neox": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
     "falcon-7b-untied": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
     "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3},
+    "mixtral": {"router_jitter_noise": 0.3},
 }
 BATCHES = full_batches(0)
 SEED = 11

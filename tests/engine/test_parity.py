@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megatrain.engine.settings import Settings
 from megatrain.optim import AdamW
 from tests.support import (
     FAMILIES,
+    MORE_FAMILIES,
     Batch,
     cosine,
     count_targets,
@@ -19,6 +22,7 @@ from tests.support import (
     distance,
     engine_of,
     follow_in_fp32,
+    full_batches,
     gradients_of,
     load,
     masters_of,
@@ -54,13 +58,42 @@ def test_twenty_steps_equal_a_plain_loop(family):
         assert distance(ours.weights[name], weight) <= bound, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_gradients_equal_autograd_with_padding_on_either_side(family):
     config = tiny_config(family)
-    batches = [*micro_batches(1), *micro_batches(2, pad_left=True)]
+    assert_gradients_equal_autograd(config, [*micro_batches(1), *micro_batches(2, pad_left=True)])
+
+
+def packed(documents: Sequence[int], pad: int = 0) -> Batch:
+    """One row of documents of these lengths, told apart by their positions alone, and padding that a mask hides."""
+    tokens = sum(documents) + pad
+    (batch,) = full_batches(3, [(1, tokens)])
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (*documents, pad)])[None]
+    if pad:
+        batch["attention_mask"] = (torch.arange(tokens) < tokens - pad).long()[None]
+        batch["labels"][0, -pad:] = -100
+    return batch
+
+
+@pytest.mark.parametrize("pad", [0, 3], ids=["full", "padded"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "opt", "gpt2"])
+def test_packed_rows_are_read_as_transformers_reads_them(family, pad):
+    """It keeps documents apart by their positions, but only where there is no mask."""
+    assert_gradients_equal_autograd(tiny_config(family), [packed([5, 4, 3], pad)])
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-rw", "gemma2", "opt"])
+def test_a_row_of_nothing_but_padding_adds_nothing(family):
+    (batch,) = micro_batches(1, [(3, 9)])
+    batch["attention_mask"][1] = 0
+    batch["labels"][1] = -100
+    assert_gradients_equal_autograd(tiny_config(family), [batch])
+
+
+def assert_gradients_equal_autograd(config: Any, batches: list[Batch]) -> None:
     model = plain_model(config)
     plain_gradients(model, batches, count_targets(batches))
-    with engine_of(config) as engine:
+    with engine_of(config, model=model) as engine:
         engine.forward_backward(batches)
         ours = gradients_of(engine)
     largest = max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)

@@ -60,3 +60,9 @@ def test_a_block_without_tensors_still_has_an_array():
     layout = FlatLayout.pack([])
     assert (layout.numel, layout.parameters) == (BLOCK_ALIGNMENT, 0)
     assert layout.views(torch.zeros(layout.numel)) == {}
+
+
+def test_a_block_without_tensors_has_no_segments():
+    """Nothing follows the last layer but a tied head: BART's decoder."""
+    empty = FlatLayout.pack([])
+    assert (empty.parameters, empty.segments(), empty.views(torch.zeros(empty.numel))) == (0, [], {})

@@ -17,6 +17,7 @@ from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, differing, engine
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
 TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2", "opt", "gemma2", "gemma3", "cohere"}
+TIED |= {"ctrl", "opt-projected", "gpt-bigcode"}
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -49,7 +50,7 @@ def test_tied_heads_live_in_embed(family):
     shape = Skeleton(tiny_config(family), dtype=torch.float32).anatomy
     embed = [spec.name for spec in shape.embed.layout.tensors]
     head = [spec.name for spec in shape.head.layout.tensors]
-    assert embed[0].rsplit(".", 2)[1] in ("embed_tokens", "word_embeddings", "embed_in", "wte")
+    assert embed[0].rsplit(".", 2)[1] in ("embed_tokens", "word_embeddings", "embed_in", "wte", "w")
     assert shape.embed_feeds_head == (family in TIED)
     if family in TIED:
         assert [owner for _, owner in shape.tied] == embed[:1]
@@ -112,9 +113,18 @@ def test_attention_that_cannot_cap_logits_is_not_chosen():
     assert Skeleton(tiny_config("gemma2"), dtype=torch.float32).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(("changes", "draws"), [({}, False), ({"hidden_dropout": 0.1}, True), ({"attention_dropout": 0.1}, True)])
-def test_it_knows_whether_training_draws_random_numbers(changes, draws):
-    assert Skeleton(tiny_config("gpt-neox", **changes), dtype=torch.float32).has_dropout is draws
+@pytest.mark.parametrize(
+    ("family", "changes", "draws"),
+    [
+        ("gpt-neox", {}, False),
+        ("gpt-neox", {"hidden_dropout": 0.1}, True),
+        ("gpt-neox", {"attention_dropout": 0.1}, True),
+        ("mixtral", {}, False),
+        ("mixtral", {"router_jitter_noise": 0.1}, True),
+    ],
+)
+def test_it_knows_whether_training_draws_random_numbers(family, changes, draws):
+    assert Skeleton(tiny_config(family, **changes), dtype=torch.float32).has_dropout is draws
 
 
 def test_a_dry_call_has_shapes_and_no_data():
@@ -126,11 +136,49 @@ def test_a_dry_call_has_shapes_and_no_data():
 
 # -- refusals of real families --------------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[str, dict[str, int], str]] = {
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": (
+        "BertConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "is_decoder": True},
+        r"decoder\.bias shares its weights with .*predictions\.bias",
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+            "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        },
+        r"e_score_correction_bias, which belongs to its weights but is not trained",
+    ),
+    "pegasus": (
+        "PegasusConfig",
+        {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        r"embed_positions\.weight, which belongs to its weights but is not trained",
+    ),
+    "bart": (
+        "BartConfig",
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
+    ),
+    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}, "does not run with stand-ins for its layers"),
+    "mixtral": (
+        "MixtralConfig",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+            "num_local_experts": 4, "output_router_logits": True,
+        },
+        "output_router_logits asks for the routers' balancing loss, which is not built",
+    ),
+    "opt": (
+        "OPTConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1},
+        r"layerdrop",
+    ),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "return more than hidden states"),
     "gptj": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "return more than hidden states"),
     "t5": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4}, "cannot be built as a causal language model"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -163,6 +211,13 @@ class Layer(nn.Module):
 class LeakyLayer(Layer):
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         return self.linear(hidden_states), hidden_states.mean()
+
+
+class FillingLayer(Layer):
+    def forward(self, hidden_states: Tensor, box: dict[str, Tensor] | None = None, **_: Any) -> Any:
+        assert box is not None
+        box["keys"] = hidden_states
+        return self.linear(hidden_states)
 
 
 class ValueDependentLayer(Layer):
@@ -217,6 +272,32 @@ class PassesCache(Toy):
         return {"past": DynamicCache()}
 
 
+class PassesBox(Toy):
+    """Hands a container to its layers, which put something into it."""
+
+    layer: type[Layer] = FillingLayer
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        self.box: dict[str, Tensor] = {}
+        return super().forward(input_ids, use_cache)
+
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"box": self.box}
+
+
+class IgnoresItsBox(PassesBox):
+    layer = Layer
+
+
+class AddsItsInputAtTheEnd(Toy):
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        embedded: Tensor = self.embed(input_ids)
+        hidden = embedded
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return embedded + hidden
+
+
 class RunsTwice(Toy):
     def order(self) -> list[nn.Module]:
         return [*self.layers, self.layers[0]]
@@ -241,6 +322,8 @@ class LooksAtValues(Toy):
         (ChangesBetween, "changes the hidden states between layers"),
         (PassesGradient, r"layer 0 receives .*embedding.*, which needs a gradient"),
         (PassesCache, r"receives a key-value cache \(.*past.*\)"),
+        (PassesBox, r"layer 0 puts something into \['box'\], where other layers could find it"),
+        (AddsItsInputAtTheEnd, "what follows its last layer uses more than that layer's output"),
         (RunsTwice, "do not run once each in order"),
         (SkipsOne, "only 2 of its 3 layers ran"),
         (ReturnsMore, "return more than hidden states"),
@@ -255,8 +338,9 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
     assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
 
-def test_a_model_that_keeps_to_the_rules_is_accepted():
-    toy = Toy()
+@pytest.mark.parametrize("model", [Toy, IgnoresItsBox])
+def test_a_model_that_keeps_to_the_rules_is_accepted(model):
+    toy = model()
     findings = probe(toy, toy.layers)
     assert (findings.returns_tuple, findings.before, findings.after) == (False, ["embed.weight"], [])
 
@@ -278,6 +362,14 @@ def test_a_parameter_that_the_forward_never_uses_is_refused(monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     model.unused = nn.Linear(2, 2, device="meta")
     with pytest.raises(ModelError, match=r"unused\.weight is used neither before the first nor after the last layer"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_parameter_used_at_both_ends_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    base: Any = model.model
+    base.norm.register_forward_hook(lambda *_: [base.embed_tokens(torch.zeros(1, 1, dtype=torch.long))].clear())
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight is used at both ends"):
         skeleton_of(model, monkeypatch)
 
 
