@@ -85,7 +85,11 @@ def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any)
     if isinstance(config, (str, Path)):
         config = load_config(resolve_source(config, None), trust_remote_code)
     engine = build(config, trust_remote_code=trust_remote_code, **options)
-    randomize(engine)
+    try:
+        randomize(engine)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

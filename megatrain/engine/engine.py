@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ import torch
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.settings import PRECISIONS, Settings, state_specs
 from megatrain.engine.staging import GradientRing
-from megatrain.engine.step import Batch, Passes
+from megatrain.engine.step import Batch, Passes, check_batches
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
@@ -98,15 +98,32 @@ class Engine:
         self.max_grad_norm, self.device, self.settings, self.seed = max_grad_norm, device, settings, seed
         self.updates = 0
         self.skipped = 0
-        layouts, dtype, cuda = layouts_of(skeleton.anatomy), PRECISIONS[precision], device.type == "cuda"
-        specs = state_specs(optimizer, precision, clip=max_grad_norm is not None, sums=settings.sums)
-        self.store = HostStore(layouts, specs, pinned=cuda, threads=max(settings.update_threads, 1))
-        self._compute = Compute(device)
-        self._upload, self._download = Lane("upload", device), Lane("download", device)
-        self._updater = Updater(self.store, optimizer, settings.update_threads)
+        self._pending: list[Gradient] | None = None
+        self._targets = 0
+        self._closed = False
+        if settings.compile:
+            skeleton.compile_layers()
+        optimizer.compile()
+        with ExitStack() as resources:
+            self._open(resources)
+            self._resources = resources.pop_all()  # until here a failure gives everything back at once
+
+    def _open(self, resources: ExitStack) -> None:
+        """Allocate all memory and start all threads; `resources` closes them in reverse order: whoever uses before what is used."""
+        skeleton, settings, cuda = self.skeleton, self.settings, self.device.type == "cuda"
+        layouts, dtype = layouts_of(skeleton.anatomy), PRECISIONS[self.precision]
+        specs = state_specs(self.optimizer, self.precision, clip=self.max_grad_norm is not None, sums=settings.sums)
+        self.store = resources.enter_context(HostStore(layouts, specs, pinned=cuda, threads=max(settings.update_threads, 1)))
         self._ring: GradientRing | None = None
-        if max_grad_norm is None:
-            self._ring = GradientRing(max(x.numel for x in layouts), dtype, pinned=cuda, wait_ready=self._updater.wait_ready)
+        if self.max_grad_norm is None:
+            self._ring = GradientRing(max(x.numel for x in layouts), dtype, pinned=cuda, wait_ready=self.wait_ready)
+            resources.callback(self._ring.close)
+        self._updater = Updater(self.store, self.optimizer, settings.update_threads)
+        resources.callback(self._updater.close)
+        self._compute, self._download = Compute(self.device), Lane("download", self.device)
+        resources.callback(self._download.close)
+        self._upload = Lane("upload", self.device)
+        resources.callback(self._upload.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
             self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
             self._gradients = Gradients(
@@ -121,13 +138,8 @@ class Engine:
                 (lambda block: self.store.array("grad_sum", block)) if settings.sums == "host" else None,
             )
             parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
-            skeleton.move_buffers(device)
-        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, seed)
-        self._pending: list[Gradient] | None = None
-        self._targets = 0
-        if settings.compile:
-            skeleton.compile_layers()
-        optimizer.compile()
+            skeleton.move_buffers(self.device)
+        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, self.seed)
 
     # -- making one -----------------------------------------------------------------------------------------------------------
 
@@ -162,6 +174,7 @@ class Engine:
 
         Raises:
             MegaTrainError: called twice without `step`, or without gradient clipping (use `train_step`).
+            DataError: a micro-batch lacks something, or holds a token that the model does not know.
         """
         if self._ring is not None:
             raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
@@ -171,8 +184,10 @@ class Engine:
     def _run(
         self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]
     ) -> StepResult:
+        self._check_usable()
         if self._pending is not None:
             raise MegaTrainError("forward_backward was called twice; call step in between")
+        check_batches(micro_batches, self.anatomy.vocab_size)
         denominator = sum(loss.denominator(batch) for batch in micro_batches)
         self._targets = round(denominator)
         if denominator == 0:
@@ -203,12 +218,31 @@ class Engine:
             self.skipped += 1
             return norm
         assert self.max_grad_norm is not None
-        self._streamer.invalidate()
-        self.updates += 1
-        scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
-        for gradient in sorted(pending, key=lambda g: g.block):  # forward order: the next forward needs embed first
-            self._updater.submit(gradient, lr=self._rate(lr), step=self.updates, grad_scale=scale)
+        rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
+        with self._all_or_nothing():
+            self._streamer.invalidate()
+            self.updates += 1
+            for gradient in sorted(pending, key=lambda g: g.block):  # forward order: the next forward needs embed first
+                self._updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
         return norm
+
+    @contextmanager
+    def _all_or_nothing(self, begun: Sequence[Gradient] | None = None) -> Iterator[None]:
+        """If this is left by an exception, some blocks may have been updated and others not: then nothing may use the model again.
+
+        `begun`: the gradients whose update was queued so far; while there is none, nothing is lost.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if begun is None or begun:
+                self._updater.give_up(
+                    MegaTrainError(
+                        f"the engine stopped in the middle of an update ({type(error).__name__}: {error}), so that its weights are of two "
+                        "steps; resume from the last checkpoint"
+                    )
+                )
+            raise
 
     def train_step(self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None) -> StepResult:
         """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward still runs.
@@ -231,7 +265,8 @@ class Engine:
             self._updater.submit(gradient, lr=lr, step=self.updates + 1, grad_scale=1.0, check_finite=True)
 
         try:
-            result = self._run(micro_batches, loss, on_gradient, check_loss=True, pending=pending)
+            with self._all_or_nothing(pending):
+                result = self._run(micro_batches, loss, on_gradient, check_loss=True, pending=pending)
         except _NotFinite:
             self.skipped += 1
             return StepResult(math.nan, self._targets, math.nan, True, self._compute.take_stalls())
@@ -252,7 +287,9 @@ class Engine:
     # -- using the model ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> EvalResult:
-        """Mean loss over all targets, in evaluation mode."""
+        """Mean loss over all targets, in evaluation mode. Raises DataError as `forward_backward`."""
+        self._check_usable()
+        check_batches(micro_batches, self.anatomy.vocab_size)
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
@@ -262,17 +299,23 @@ class Engine:
         return EvalResult(total / targets, round(targets))
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, tokens, vocab] on the device, whole: for checks, not for training."""
+        """Logits [batch, tokens, vocab] on the device, whole: for checks, not for training. Returns when they are computed."""
+        return self._logits(input_ids, slice(None))
+
+    def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
+        self._check_usable()
         with self._attention(), torch.no_grad():
-            return self._passes.logits(input_ids)
+            logits = self._passes.logits(input_ids, positions)
+        self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
+        self._compute.take_stalls()
+        return logits
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
         """Greedy continuation of input_ids [1, tokens]. Every token streams the whole model once: for a look, not for serving."""
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            with self._attention(), torch.no_grad():
-                tokens.append(int(self._passes.last_logits(context)[0].argmax()))
+            tokens.append(int(self._logits(context, slice(-1, None))[0, 0].argmax()))
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -299,7 +342,14 @@ class Engine:
 
     def wait_ready(self, block: int) -> None:
         """Return once the last update of a block is done. Every reader of the store calls this first."""
+        self._check_usable()
         self._updater.wait_ready(block)
+
+    def _check_usable(self) -> None:
+        """Raise MegaTrainError if the engine is closed, or whatever stopped an update half-way."""
+        if self._closed:
+            raise MegaTrainError("the engine is closed; make a new one")
+        self._updater.check()
 
     def state(self) -> dict[str, int]:
         """The counters that a checkpoint keeps beside the arrays."""
@@ -327,13 +377,9 @@ class Engine:
         return sdpa_kernel(order, set_priority=True)
 
     def close(self) -> None:
-        """Finish running updates, stop the threads, give the memory back."""
-        self._upload.close()
-        self._download.close()
-        self._updater.close()
-        if self._ring is not None:
-            self._ring.close()
-        self.store.close()
+        """Finish running updates, stop the threads, give the host memory back. Closing twice is closing once."""
+        self._closed = True
+        self._resources.close()
 
     def __enter__(self) -> Engine:
         return self

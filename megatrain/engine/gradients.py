@@ -95,7 +95,7 @@ class Gradients:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
             flat.zero_()
         elif block not in self._own:
-            arriving = self._fetch_sum(block, flat, buffer)
+            arriving = buffer.free = self._fetch_sum(block, flat, buffer)
         self._started.add(block)
         self._open[block] = (buffer, layout.views(flat), arriving)
 
@@ -109,7 +109,7 @@ class Gradients:
 
         def job(_: Event) -> None:
             self.upload.wait(free)  # wait: another block's sum still leaves this buffer
-            written.synchronize()  # wait: this block's sum of the previous group may still be on its way down
+            self.upload.wait(written)  # wait: this block's sum of the previous group may still be on its way down
             flat.copy_(source, non_blocking=True)
 
         return self.upload.submit(job)

@@ -13,7 +13,8 @@ from torch import nn
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.head import loss_and_gradients, loss_sum
 from megatrain.engine.streamer import Streamer
-from megatrain.losses import Loss, Targets, find_targets
+from megatrain.errors import DataError
+from megatrain.losses import IGNORE, Loss, Targets, find_targets
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 
@@ -34,6 +35,27 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         return self.inputs["input_ids"].numel()
+
+
+def check_batches(batches: Sequence[Batch], vocabulary: int) -> None:
+    """Raise DataError for a micro-batch whose tensors are missing, misshapen or out of range, which a GPU would answer by dying."""
+    for number, batch in enumerate(batches):
+        for name in ("input_ids", "labels"):
+            if name not in batch:
+                raise DataError(f"micro-batch {number} has no {name}; it needs input_ids and labels")
+            values, wanted = batch[name], list(batch["input_ids"].shape)
+            if values.dtype != torch.int64 or values.ndim != 2 or list(values.shape) != wanted:
+                found = f"{list(values.shape)} {str(values.dtype).removeprefix('torch.')}"
+                raise DataError(
+                    f"{name} of micro-batch {number} are {found}; they must be [rows, tokens] int64, as input_ids: {wanted} int64"
+                )
+            known = (values >= 0) & (values < vocabulary)
+            strange = values[~(known | (values == IGNORE) if name == "labels" else known)]
+            if len(strange):
+                raise DataError(
+                    f"{name} of micro-batch {number} hold {int(strange[0])}, but the model's vocabulary has {vocabulary} tokens; "
+                    "use the tokenizer of this model"
+                )
 
 
 def only_trailing_padding(mask: torch.Tensor) -> bool:
@@ -125,10 +147,6 @@ class Passes:
             total += loss_sum(self.skeleton.head, mb.boundaries[-1].flatten(0, 1), mb.targets, loss, self.chunk)
         return total
 
-    def last_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, vocab] of the token after each row of input_ids [batch, tokens], in evaluation mode."""
-        return self.logits(input_ids, slice(-1, None))[:, 0]
-
     def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
         """Logits [batch, positions, vocab], in evaluation mode. Whole: for tests, checks and sampling, not for training."""
         self.skeleton.set_training(False)
@@ -210,6 +228,7 @@ class Passes:
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
         for mb in group:
+            mb.calls.clear()  # masks are large, and running the embedding again makes them anew
             self._seed_dropout(self.embed, mb)
             with torch.enable_grad():
                 hidden, _ = self.skeleton.embed(mb.inputs)

@@ -24,7 +24,7 @@ class Slot:
         self.target = flat_alias(self.flat)
         self.holds: int | None = None  # the block whose current weights are here or on their way
         self.landed: Event | None = None
-        self.free: Event | None = None  # completes when the computation has last read this slot
+        self.free: Event | None = None  # completes when the computation has last read, or first zeroed, this slot
 
 
 def slot_sizes(anatomy: Anatomy) -> tuple[list[int], list[int]]:
@@ -58,6 +58,9 @@ class Streamer:
         self.wait_ready = wait_ready
         sizes, self._slot_index = slot_sizes(anatomy)
         self.slots = [Slot(size, dtype, compute.device) for size in sizes]
+        for slot in self.slots:
+            slot.free = compute.record()
+        self._also_reads = {anatomy.head.index: self.slot_of(0)} if anatomy.embed_feeds_head else {}
 
     def slot_of(self, block: int) -> Slot:
         return self.slots[self._slot_index[block]]
@@ -79,7 +82,9 @@ class Streamer:
             try:
                 yield block
             finally:  # also when the sweep is abandoned
-                slot.free = self.compute.record()  # the next upload into this slot waits for this
+                slot.free = read = self.compute.record()  # the next upload into this slot waits for this
+                if block in self._also_reads:
+                    self._also_reads[block].free = read
 
     def _fetch_ahead(self, visits: Sequence[int], position: int, fetched: int) -> int:
         """Request blocks in the order of their visits until one needs a slot that a visit still to come reads first."""
@@ -97,7 +102,7 @@ class Streamer:
             return
         source = self.store.array("weight", block)
         target = slot.target[: source.numel()]
-        free, slot.holds = slot.free, block
+        free, slot.holds = slot.free, None  # nothing, if this is interrupted
 
         def job(event: Event) -> None:
             started = time.perf_counter()
@@ -107,6 +112,7 @@ class Streamer:
             target.copy_(source, non_blocking=True)
 
         slot.landed = self.upload.submit(job)
+        slot.holds = block
 
     def invalidate(self) -> None:
         """Forget what the slots hold: the weights in the store have changed or are about to."""

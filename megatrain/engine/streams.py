@@ -90,9 +90,16 @@ class Lane:
                 event.cuda.synchronize()
 
     def close(self) -> None:
-        """Finish what is queued, then stop the thread."""
+        """Finish what is queued, on the GPU too, then stop the thread: the memory that jobs read and write may go afterwards."""
         self._queue.put(None)
         self._thread.join()
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What stopped this lane, if anything did."""
+        return self._error
 
     def _run(self) -> None:
         if self.stream is not None:
@@ -133,19 +140,23 @@ class Compute:
         """What is computed next runs after `event`. `cause` names the wait in the metrics: upload, update or download."""
         if event is None:
             return
-        if event.cuda is None:
+        if not self.is_cuda:
             started = time.perf_counter()
             event.wait_host()
-            if event.cuda is None:  # CUDA events appear when their job was enqueued
-                self._add(cause, event, time.perf_counter() - started)
-                return
-        event.wait_host()
+            self._add(cause, event, time.perf_counter() - started)
+            return
         stream = torch.cuda.current_stream(self.device)
         before, after = _cuda_event(timed=True), _cuda_event(timed=True)
-        before.record(stream)
+        before.record(stream)  # first: if the job is not even queued yet, the GPU runs dry while the host waits for that
+        event.wait_host()
         stream.wait_event(event.cuda)
         after.record(stream)
         self._timed.append((cause, event, before, after))
+
+    def synchronize(self) -> None:
+        """Block this thread until everything computed so far is done."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def record(self) -> Event:
         """An event that completes when everything computed so far is done."""

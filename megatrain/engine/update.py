@@ -47,6 +47,7 @@ class Updater:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-adamw")
         self._chunks = [chunks(layout, threads) for layout in store.layouts]
         self._done: dict[int, Event] = {}
+        self._given_up: BaseException | None = None
 
     def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> Event:
         """Queue the update of one block.
@@ -84,10 +85,22 @@ class Updater:
         list(self._pool.map(update, self._chunks[gradient.block]))
 
     def wait_ready(self, block: int) -> None:
-        """Block the calling thread until the last queued update of `block` is done. Raises what stopped the updates, if anything did."""
+        """Block the calling thread until the last queued update of `block` is done. Raises what stopped it, if anything did."""
         event = self._done.get(block)
         if event is not None:
             event.wait_host()
+        if self._given_up is not None:
+            self.check()
+
+    def give_up(self, error: BaseException) -> None:
+        """From now on every wait and check raises `error`, or what stopped the updates before it: the weights are of two steps."""
+        self._given_up = error
+
+    def check(self) -> None:
+        """Raise what stopped the updates, if anything did so far."""
+        error = self.lane.error or self._given_up
+        if error is not None:
+            raise error
 
     def wait_all(self, blocks: Iterable[int]) -> None:
         for block in blocks:

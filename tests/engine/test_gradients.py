@@ -149,6 +149,28 @@ def test_an_abandoned_step_leaves_nothing_behind():
         assert differing(made.host, expected_sums(micro_batches, torch.float32)) == []
 
 
+def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
+    """It is still on its way up into a buffer that the next step zeroes and uses."""
+    (micro_batch,) = random_micro_batches(1)
+    with rig("host") as made:
+        made.gradients.begin_step()
+        for block in (3, 2):
+            made.gradients.open(block)
+            made.gradients.add(block, dict(micro_batch[block]))
+            made.gradients.close(block, last_group=False)
+        made.upload.delay = lambda: time.sleep(0.03)
+        made.gradients.open(3)  # the second group, which ends here
+        made.gradients.begin_step()
+        finished = []
+        for block in (3, 2, 1, 0):
+            made.gradients.open(block)
+            time.sleep(0.04 if block == 2 else 0)  # in the same buffer: what arrives meanwhile must have arrived before
+            made.gradients.add(block, dict(micro_batch[block]))
+            finished.append(made.gradients.close(block, last_group=True))
+        made.gradients.norm([gradient for gradient in finished if gradient is not None])
+        assert differing(made.host, expected_sums([micro_batch], torch.float32)) == []
+
+
 @pytest.mark.parametrize(("mode", "largest_blocks"), [("ring", 1), ("host", SUM_BUFFERS)])
 def test_device_buffers_do_not_depend_on_the_number_of_blocks(mode, largest_blocks):
     with rig(mode) as made:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.engine.streamer import Slot, Streamer, slot_sizes
-from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.host_store import ArraySpec, HostStore
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block
@@ -169,6 +169,45 @@ def test_an_upload_waits_for_the_update_of_its_block():
         assert next(visits) == 2
         assert torch.all(made.streamer.flat(2) == -1)
         visits.close()
+
+
+def test_the_first_upload_waits_for_the_slot_to_be_made():
+    """On CUDA its zeros are written by the computing stream, which an upload may overtake."""
+    with rig(3) as made:
+        assert all(slot.free is not None for slot in made.streamer.slots)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_the_head_reads_is_free_only_after_the_head(tied):
+    with rig(3, tied=tied) as made:
+        visits = made.streamer.sweep(range(5))
+        for _ in range(4):
+            next(visits)
+        before = made.streamer.slot_of(0).free
+        visits.close()  # abandoned after the last layer: the head may have been running
+        assert made.streamer.slot_of(0).free is before
+        made.drain(range(5))
+        after = made.streamer.slot_of(0).free
+        assert (after is made.streamer.slot_of(4).free) or not tied
+
+
+def test_an_upload_that_could_not_be_queued_is_not_taken_for_landed():
+    with rig(3) as made:
+        made.drain(there_and_back(3))
+        made.streamer.invalidate()
+        submit, made.streamer.upload.submit = made.streamer.upload.submit, interrupted  # type: ignore[method-assign,assignment]
+        with pytest.raises(KeyboardInterrupt):
+            next(made.streamer.sweep(range(5)))
+        made.streamer.upload.submit = submit  # type: ignore[method-assign]
+        made.store.array("weight", 0).fill_(-3.0)
+        visits = made.streamer.sweep(range(5))
+        next(visits)
+        assert torch.all(made.streamer.flat(0) == -3)
+        visits.close()
+
+
+def interrupted(*_: object) -> Event:
+    raise KeyboardInterrupt
 
 
 # -- retained graphs ----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +140,29 @@ def test_stalls_are_attributed_to_their_cause_and_to_the_update_within(monkeypat
     compute.wait(compute.record(), "upload")  # complete: no stall
     assert compute.take_stalls() == {"wait_update": 4.0, "wait_upload": 2.0, "wait_download": 4.0}
     assert compute.take_stalls() == {}
+
+
+class Mark:
+    """Stands for a CUDA event on a stream of one thing after another: its time is that of the clock when it is recorded."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def record(self, _: object) -> None:
+        self.at = self.clock[0]
+
+    def elapsed_time(self, later: Mark) -> float:
+        return (later.at - self.at) * 1000
+
+
+def test_on_cuda_the_wait_for_an_upload_to_be_queued_is_a_stall_too(monkeypatch):
+    """While the host waits for a block's update before it can queue the upload, the GPU runs dry."""
+    clock = [0.0]
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr("megatrain.engine.streams._cuda_event", lambda timed=False: Mark(clock))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
+    compute = Compute(torch.device("cuda", 0))
+    event = SlowEvent(clock, 5.0, update_wait_s=3.0)
+    event.cuda = object()
+    compute.wait(event, "upload")
+    assert compute.take_stalls() == {"wait_update": 3.0, "wait_upload": 2.0}

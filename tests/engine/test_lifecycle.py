@@ -1,0 +1,277 @@
+"""Engines that fail, are interrupted or are closed: nothing leaks, nothing hangs, and nothing half-done is ever used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine import build as building
+from megatrain.engine.engine import Engine
+from megatrain.engine.gradients import Gradient
+from megatrain.engine.settings import Settings
+from megatrain.engine.streamer import Slot
+from megatrain.engine.update import Updater
+from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
+from megatrain.memory import host_store, slab
+from megatrain.models.footprint import LiveBytes
+from tests.support import Trace, delay, differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+
+STEPS = [micro_batches(seed) for seed in range(3)]
+MODES = {"one group": Settings(head_chunk=7), "two groups, sums travel": Settings(groups=2, head_chunk=7)}
+
+
+@pytest.fixture
+def open_slabs(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Slabs of host memory that were made and not closed."""
+    found: set[int] = set()
+    make, close = slab.Slab.__init__, slab.Slab.close
+
+    def noted_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        found.add(id(self))
+
+    def noted_close(self: Any) -> None:
+        close(self)
+        found.discard(id(self))
+
+    monkeypatch.setattr(slab.Slab, "__init__", noted_make)
+    monkeypatch.setattr(slab.Slab, "close", noted_close)
+    return found
+
+
+def lanes() -> int:
+    return sum(thread.name.startswith("megatrain-") for thread in threading.enumerate())
+
+
+# -- making one that fails ----------------------------------------------------------------------------------------------------------
+
+
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_an_engine_that_cannot_be_made_gives_back_what_it_had(max_grad_norm, open_slabs, monkeypatch):
+    before = lanes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "__init__", no_room)
+        with pytest.raises(OutOfMemory):
+            engine_of(tiny_config("llama"), max_grad_norm=max_grad_norm)
+    assert (lanes(), open_slabs) == (before, set())
+
+
+def test_weights_that_cannot_be_drawn_close_the_engine(open_slabs, monkeypatch):
+    monkeypatch.setattr(building, "initialize", no_room)
+    before = lanes()
+    with pytest.raises(torch.OutOfMemoryError):
+        Engine.from_config(tiny_config("llama"), device="cpu")
+    assert (lanes(), open_slabs) == (before, set())
+
+
+def test_what_cannot_be_compiled_is_refused_before_any_memory_is_taken(monkeypatch):
+    monkeypatch.setattr(host_store, "Slab", no_room)
+    with pytest.raises(ModelError, match="cannot replay this model's dropout"):
+        engine_of(tiny_config("gpt-neox", hidden_dropout=0.1), settings=Settings(compile=True))
+
+
+# -- closing ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_closing_ends_all_threads_and_twice_is_once(max_grad_norm, open_slabs):
+    before = lanes()
+    with engine_of(tiny_config("llama"), max_grad_norm=max_grad_norm) as engine:
+        delay(engine, ["update", "upload", "download"], longest_s=0.003).train_step(STEPS[0])
+        engine.close()
+    assert (lanes(), open_slabs) == (before, set())
+
+
+USES: dict[str, Callable[[Engine], Any]] = {
+    "train_step": lambda engine: engine.train_step(STEPS[0]),
+    "forward_backward": lambda engine: engine.forward_backward(STEPS[0]),
+    "evaluate": lambda engine: engine.evaluate(STEPS[0]),
+    "logits": lambda engine: engine.logits(STEPS[0][0]["input_ids"]),
+    "generate": lambda engine: engine.generate(torch.tensor([[4, 5]]), 1),
+    "iter_weights": lambda engine: list(engine.iter_weights()),
+    "wait_ready": lambda engine: engine.wait_ready(0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_engine_says_so(use):
+    engine = engine_of(tiny_config("llama"))
+    engine.close()
+    with pytest.raises(MegaTrainError, match="the engine is closed; make a new one"):
+        USES[use](engine)
+
+
+def test_an_engine_can_be_closed_while_a_sweep_was_abandoned_and_updates_run():
+    with engine_of(tiny_config("llama", num_hidden_layers=6)) as engine:
+        delay(engine, ["update", "upload"], longest_s=0.01, shortest_s=0.01)
+        engine.train_step(STEPS[0])
+        interrupt(engine, "layer", 3)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(STEPS[1])
+
+
+# -- interrupted steps --------------------------------------------------------------------------------------------------------------
+
+
+def interrupt(engine: Engine, part: str, at: int) -> None:
+    """Raise once, as Ctrl-C would, in the `at`-th call of a part of the model."""
+    original, calls = getattr(engine.skeleton, part), iter(range(1, 10**6))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == at:
+            setattr(engine.skeleton, part, original)
+            raise KeyboardInterrupt
+        return original(*args)
+
+    setattr(engine.skeleton, part, interrupted)
+
+
+WHERE = [("embed", 1), ("layer", 1), ("layer", 8), ("head", 2), ("layer", 10), ("layer", 17), ("embed", 5)]
+
+
+@pytest.mark.parametrize(("part", "at"), WHERE)
+@pytest.mark.parametrize("slow", [(), ("upload", "download", "update")], ids=["prompt", "slow"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_clipped_step_that_was_interrupted_leaves_no_trace(mode, slow, part, at):
+    config = tiny_config("qwen2-tied")
+    with engine_of(config, settings=MODES[mode]) as engine:
+        expected, state = train_engine(engine, STEPS), state_of(engine)
+    with delay(engine_of(config, settings=MODES[mode]), slow, longest_s=0.004) as engine:
+        trace = Trace()
+        for batches in STEPS:
+            interrupt(engine, part, at)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_step(micro_batches(77))
+            trace.losses.append(engine.train_step(batches).loss)
+        assert trace.losses == expected.losses
+        assert differing(state, state_of(engine)) == []
+
+
+def test_a_step_that_failed_keeps_none_of_its_activations():
+    batches = full_batches(0, [(4, 32)] * 2)
+    with engine_of(tiny_config("llama")) as engine:
+        engine.train_step(batches)
+        with LiveBytes() as live:
+            interrupt(engine, "layer", 10)
+            try:
+                engine.train_step(batches)
+            except KeyboardInterrupt:
+                pass
+        assert live.live == 0
+
+
+def after_interruption(engine: Engine) -> None:
+    for use in ("train_step", "evaluate", "logits", "generate", "iter_weights", "wait_ready"):
+        with pytest.raises(MegaTrainError, match=r"stopped in the middle of an update.*resume from the last checkpoint"):
+            USES[use](engine)
+
+
+@pytest.mark.parametrize("layers", [2, 3])  # with two, all blocks of a tied model stay on the device and nothing need be read
+def test_an_unclipped_step_that_was_interrupted_in_backward_ends_the_engine(layers):
+    with engine_of(tiny_config("llama-tied", num_hidden_layers=layers), max_grad_norm=None) as engine:
+        engine.train_step(STEPS[0])
+        interrupt(engine, "layer", 3 * layers + 4)  # 3 micro-batches: the last layer's gradient is complete and on its way
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(STEPS[1])
+        after_interruption(engine)
+
+
+def test_an_unclipped_step_that_was_interrupted_before_any_update_leaves_no_trace():
+    config = tiny_config("llama")
+    with engine_of(config, max_grad_norm=None) as engine:
+        train_engine(engine, STEPS)
+        state = state_of(engine)
+    with engine_of(config, max_grad_norm=None) as engine:
+        interrupt(engine, "layer", 5)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(STEPS[0])
+        train_engine(engine, STEPS)
+        assert differing(state, state_of(engine)) == []
+
+
+def test_an_update_that_was_interrupted_while_it_was_handed_out_ends_the_engine(monkeypatch):
+    submit = Updater.submit
+
+    def interrupted(self: Updater, gradient: Gradient, **options: Any) -> Any:
+        if gradient.block == 2:
+            raise KeyboardInterrupt
+        return submit(self, gradient, **options)
+
+    with engine_of(tiny_config("llama")) as engine:
+        engine.train_step(STEPS[0])
+        engine.forward_backward(STEPS[1])
+        monkeypatch.setattr(Updater, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        after_interruption(engine)
+
+
+# -- what a step leaves lying about -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_micro_batch_s_layers_received_goes_with_its_backward():
+    """Masks are tokens x tokens: those of one group must not wait for the last."""
+    kept: list[int] = []
+    with engine_of(tiny_config("llama"), settings=Settings(groups=3)) as engine:
+        turn = engine._passes._turn
+        seen: list[Any] = []
+
+        def noting(group: Any, *args: Any) -> Any:
+            kept.append(sum(len(mb.calls) for mb in seen))
+            seen.extend(group)
+            return turn(group, *args)
+
+        engine._passes._turn = noting  # type: ignore[method-assign,assignment]
+        engine.train_step(STEPS[0])
+    assert kept == [0, 0, 0]
+
+
+def test_generating_does_not_count_as_a_stall_of_the_next_step():
+    with engine_of(tiny_config("llama")) as engine:
+        delay(engine, ["upload"], longest_s=0.005, shortest_s=0.005).generate(torch.tensor([[4, 5]]), 2)
+        assert engine._compute.take_stalls() == {}
+
+
+# -- batches that cannot be right ---------------------------------------------------------------------------------------------------
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    (batch,) = full_batches(0, [(2, 8)])
+    return {name: value for name, value in {**batch, **changes}.items() if value is not None}
+
+
+def out_of_range(name: str, value: int) -> dict[str, Any]:
+    batch = changed()
+    batch[name][1, 3] = value
+    return batch
+
+
+BAD = {
+    "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
+    "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
+    "unequal shapes": (changed(labels=torch.zeros(2, 7, dtype=torch.long)), r"labels of micro-batch 1 are \[2, 7\] int64.*\[2, 8\] int64"),
+    "not whole numbers": (changed(labels=torch.zeros(2, 8)), r"labels of micro-batch 1 are \[2, 8\] float32"),
+    "no row": (changed(input_ids=torch.zeros(8, dtype=torch.long)), r"input_ids of micro-batch 1 are \[8\] int64"),
+    "id too large": (out_of_range("input_ids", 97), "input_ids of micro-batch 1 hold 97, but the model's vocabulary has 97 tokens"),
+    "id negative": (out_of_range("input_ids", -1), "input_ids of micro-batch 1 hold -1"),
+    "label too large": (out_of_range("labels", 1000), "labels of micro-batch 1 hold 1000"),
+    "label negative": (out_of_range("labels", -1), "labels of micro-batch 1 hold -1"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_batch_that_cannot_be_right_is_refused_before_anything_runs(fault):
+    batch, message = BAD[fault]
+    with engine_of(tiny_config("llama")) as engine:
+        for use in (engine.train_step, engine.evaluate):
+            with pytest.raises(MegaTrainError, match=message):
+                use([changed(), batch])
+        assert engine.train_step([changed()]).target_tokens == 14
