@@ -5,6 +5,7 @@ Nothing here creates a CUDA context or imports torch: NVML answers for the GPU.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
@@ -21,15 +22,21 @@ from megatrain.errors import ConfigError
 MIB = 2**20
 GIB = 2**30
 
-# What the driver reports beyond torch's own reservation once matrix products and attention have run, H200, torch 2.11, CUDA 13:
-# 619 MiB for the bare context, 771 after cuBLAS and cuDNN, 840 when all kernels of a 7B layer had been loaded.
-CUDA_CONTEXT_BYTES = 850 * MIB
-# cuBLAS keeps a workspace inside torch's reservation for each stream that multiplies: 32 MiB on Hopper, 8 before; we have one.
-CUBLAS_WORKSPACE_BYTES = 32 * MIB
-# Resident memory of the process without any array of ours: Python, torch, transformers, datasets, numba and its compiled kernels.
-# Measured: 0.55 GiB on the CPU build; 1.53 GiB with CUDA's host side (less datasets and kernels), H200 host.
-CPU_RUNTIME_BYTES = int(0.6 * GIB)
-CUDA_RUNTIME_BYTES = int(1.75 * GIB)
+# What the driver counts beyond torch's reservation once all kernels of a model have been loaded: H200, torch 2.11, CUDA 13, and the same to the
+# byte for 14 and 28 layers, eager and compiled (docs/log.md: driver less reserved).
+CUDA_CONTEXT_BYTES = 828 * MIB
+# cuBLAS and cuBLASLt (products with a bias) each keep a workspace of 32 MiB inside torch's reservation on Hopper; less on older chips.
+CUBLAS_WORKSPACE_BYTES = 64 * MIB
+# Resident memory that libraries take after planning, when they compute: the update kernel's compiler and code, oneDNN's or CUDA's host side,
+# what malloc does not hand back. `benchmarks/plan_check.py` measures both: the host's peak less the plan's other rows.
+CPU_LIBRARY_BYTES = int(0.15 * GIB)
+CUDA_LIBRARY_BYTES = 860 * MIB
+
+# glibc serves large blocks by mapping, and gives them back when they are freed, but moves the bound up to 32 MiB as it goes. Activations below it
+# then leave holes in heaps that are never given back: 50 to 160 MiB of a 2 to 4 GiB run, growing with every new length of rows. A fixed bound
+# of 4 MiB costs no time that can be measured; one of 1 MiB costs 15% (page faults).
+LARGE_BLOCK_BYTES = 4 * MIB
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 UPDATE_THREADS_KEPT_FREE = 2  # one core drives the GPU, one feeds data and copies
 
@@ -54,8 +61,10 @@ class Hardware:
     physical_cores: int  # that this process may run on
     disk_free_bytes: int  # where the run folder will be
     memlock_bytes: int | None  # how much may be pinned; None: no limit
-    context_bytes: int  # of the GPU, before the first array
-    runtime_bytes: int  # of the host, before the first array
+    context_bytes: int  # of the GPU, that the driver counts and PyTorch does not
+    workspace_bytes: int  # of the GPU, that libraries take through PyTorch
+    resident_bytes: int  # of the host, that this process holds already: Python, its imports, a tokenizer
+    library_bytes: int  # of the host, that libraries take once they compute
 
 
 def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
@@ -79,8 +88,10 @@ def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
         physical_cores=physical_cores(),
         disk_free_bytes=disk_free(Path(output_folder)),
         memlock_bytes=memlock_limit(),
-        context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES if gpu else 0,
-        runtime_bytes=CUDA_RUNTIME_BYTES if gpu else CPU_RUNTIME_BYTES,
+        context_bytes=CUDA_CONTEXT_BYTES if gpu else 0,
+        workspace_bytes=CUBLAS_WORKSPACE_BYTES if gpu else 0,
+        resident_bytes=own_bytes,
+        library_bytes=CUDA_LIBRARY_BYTES if gpu else CPU_LIBRARY_BYTES,
     )
 
 
@@ -123,6 +134,13 @@ def memlock_limit() -> int | None:
     """The soft limit on locked memory; None when there is none. It binds pinned memory only on systems that count it there."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def keep_heap_small() -> None:
+    """Have malloc give every block from LARGE_BLOCK_BYTES on back to the system as soon as it is freed. The plan counts on it. glibc only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 # -- GPU ----------------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import PlanError
-from megatrain.hardware import GIB, Hardware, update_threads
+from megatrain.hardware import GIB, MIB, Hardware, update_threads
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,8 +33,10 @@ HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is use
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
 SMALLEST_HEAD_CHUNK_TOKENS = 256
-# torch's caching allocator keeps more than the working set's own peak: 2.7 to 3.8% more for a 7B layer at 8k to 16k tokens
-ALLOCATOR_SLACK = 0.04
+# What torch's caching allocator reserves and does not use, which grows with the working set, where tensors of many sizes come and go. Expandable
+# segments, H200: 35 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
+ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
+NOT_ALLOCATED = ("allocator slack", "CUDA context")  # rows of the device that the driver counts and PyTorch does not
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Plan:
     def boundary_bytes(self) -> int:
         """The boundary activations: the part of the device's memory that grows with depth."""
         return self.device["boundary activations"]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of what PyTorch itself allocates where it computes (on CUDA, torch.cuda.max_memory_allocated)."""
+        return sum(size for name, size in self.device.items() if name not in NOT_ALLOCATED)
 
     @property
     def gpu_bytes(self) -> int:
@@ -170,7 +177,7 @@ def _first_fit(job: Job, shape: ModelShape, hardware: Hardware, budget: Budget) 
     """The first candidate, in order of preference, whose memory fits; if none does, the one that is nearest to it."""
     tried = []
     for choices in _candidates(job, shape, hardware):
-        plan = _lay_out(choices, job, shape, hardware, budget)
+        plan = lay_out(choices, job, shape, hardware, budget)
         if set(plan.short) <= {"disk"}:  # no choice made here changes the disk's share
             return plan
         tried.append(plan)
@@ -184,7 +191,7 @@ def _candidates(job: Job, shape: ModelShape, hardware: Hardware) -> Iterator[Cho
     places = ("device", "host") if hardware.gpu else ("device",)  # on the CPU they are one
     for groups in _group_counts(job, min(sizes)):
         for tokens in sizes:
-            chunk = _head_chunk(tokens, shape)
+            chunk = _head_chunk(tokens, job, shape)
             for sums in ("ring",) if groups == 1 else places:
                 yield Choices(tokens, groups, sums, chunk, threads)
 
@@ -204,11 +211,14 @@ def _group_counts(job: Job, micro_batch_tokens: int) -> list[int]:
     return [*doubling, most]
 
 
-def _head_chunk(micro_batch_tokens: int, shape: ModelShape) -> int:
+def _head_chunk(micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
     """The largest chunk whose working set is no larger than what the layers need anyway."""
-    room = max(shape.layer.at(micro_batch_tokens), shape.embed.at(micro_batch_tokens), shape.head.at(SMALLEST_HEAD_CHUNK_TOKENS))
-    sizes = [n for n in shape.head.sizes if n <= micro_batch_tokens and shape.head.at(n) <= room]
-    return max(sizes, default=shape.head.sizes[0])
+
+    def need(chunk: int) -> int:
+        return head_bytes(chunk, micro_batch_tokens, job, shape)
+
+    room = max(shape.layer.at(micro_batch_tokens), shape.embed.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
+    return max((chunk for chunk in shape.head.sizes if chunk <= micro_batch_tokens and need(chunk) <= room), default=shape.head.sizes[0])
 
 
 def _step_tokens(job: Job) -> int:
@@ -218,11 +228,12 @@ def _step_tokens(job: Job) -> int:
 # -- bytes --------------------------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, budget: Budget) -> Plan:
+def lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, budget: Budget) -> Plan:
+    """The bytes that `choices` make, whether they fit or not."""
     sets = {
         "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
         "embedding, one micro-batch": shape.embed.at(choices.micro_batch_tokens),
-        "head, one chunk": _head_bytes(choices, job, shape),
+        "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape),
     }
     return Plan(
         choices=choices,
@@ -257,14 +268,22 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
         "working set": working_set,
     }
     if hardware.gpu:
-        table |= {"allocator slack": int(ALLOCATOR_SLACK * working_set), "CUDA context": hardware.context_bytes}
+        table |= {
+            "cuBLAS workspaces": hardware.workspace_bytes,
+            "allocator slack": ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * working_set),
+            "CUDA context": hardware.context_bytes,
+        }
     return table
 
 
-def _head_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """A chunk's working set, its hidden states, and the gradient of the micro-batch's hidden states that the chunks fill."""
-    rows = choices.head_chunk_tokens + choices.micro_batch_tokens
-    return shape.head.at(choices.head_chunk_tokens) + rows * shape.hidden_size * WEIGHT_BYTES[job.precision]
+def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
+    """A chunk's working set and hidden states, the gradients of the chunk before, and the micro-batch's gradient that the chunks fill."""
+    embed, *_, head = shape.block_numel
+    weights = embed + head if shape.tied else head
+    # the chunk before lets go of its gradients when this one's are there
+    previous = chunk_tokens * shape.hidden_size + weights if chunk_tokens < micro_batch_tokens else 0
+    rows = (chunk_tokens + micro_batch_tokens) * shape.hidden_size
+    return shape.head.at(chunk_tokens) + (rows + previous) * WEIGHT_BYTES[job.precision]
 
 
 def _device_sums(choices: Choices, shape: ModelShape) -> int:
@@ -289,7 +308,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
         "gradient sums": numel * SUM_BYTES if choices.gradient_sums == "host" else 0,
     }
     slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
-    return slabs | {"runtime": hardware.runtime_bytes}
+    return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": hardware.library_bytes}
 
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:

@@ -1,16 +1,16 @@
 """The planner's arithmetic, written out by hand."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from megatrain.errors import PlanError
-from megatrain.hardware import GIB, Gpu, Hardware
+from megatrain.hardware import CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, GIB, MIB, Gpu, Hardware
 from megatrain.models.shape import ModelShape, WorkingSet
-from megatrain.plan import Job, Plan, make_plan
+from megatrain.plan import Budget, Choices, Job, Plan, lay_out, make_plan
 
 # Qwen2.5-7B as dry runs of its modules found it, sequence 1024, bf16
 EMBED, LAYER, HEAD = 544_997_376, 233_058_304, 545_001_472
@@ -23,8 +23,8 @@ QWEN_7B = ModelShape(
     vocab_size=152_064,
     layer=WorkingSet(((1024, 568_876_032), (2048, 767_279_104), (4096, 1_398_767_616), (8192, 2_661_744_640), (16384, 5_187_698_688))),
     embed=WorkingSet(((1024, 1_097_875_456), (16384, 1_208_098_816))),
-    head=WorkingSet(((256, 1_177_027_588), (512, 1_264_060_420), (1024, 1_897_926_660), (2048, 3_795_853_316), (4096, 7_591_706_628))),
-    calls=WorkingSet(((1024, 532_480),)),
+    head=WorkingSet(((256, 1_177_027_588), (1024, 1_456_949_252), (2048, 2_109_175_812), (4096, 3_413_628_932), (8192, 6_022_535_172))),
+    calls=WorkingSet(((1024, 532_480), (16384, 532_480))),  # rows share the rotary tables
 )
 TINY = ModelShape(
     family="tiny",
@@ -46,9 +46,21 @@ H200 = Hardware(
     disk_free_bytes=1000 * GIB,
     memlock_bytes=None,
     context_bytes=GIB,
-    runtime_bytes=2 * GIB,
+    workspace_bytes=64 * MIB,
+    resident_bytes=GIB,
+    library_bytes=GIB,
 )
-LAPTOP = replace(H200, gpu=None, context_bytes=0, runtime_bytes=100, host_available_bytes=GIB, physical_cores=2, disk_free_bytes=GIB)
+LAPTOP = replace(
+    H200,
+    gpu=None,
+    context_bytes=0,
+    workspace_bytes=0,
+    resident_bytes=70,
+    library_bytes=30,
+    host_available_bytes=GIB,
+    physical_cores=2,
+    disk_free_bytes=GIB,
+)
 JOB_7B = Job("bfloat16", tokens_per_step=65_536, seq_len=1024)
 TINY_JOB = Job("bfloat16", tokens_per_step=64, seq_len=8, micro_batch_tokens=16)
 
@@ -73,7 +85,8 @@ def test_device_arrays_of_a_small_model_by_hand() -> None:
         "token ids and targets": 64 * 24,
         "rotary tables and masks": 4 * 128,  # four micro-batches of 16 tokens
         "working set": 1500 + (16 + 16) * 10 * 2,  # the head on a chunk of 16, its hidden states and the micro-batch's gradient
-        "allocator slack": int(0.04 * 2140),
+        "cuBLAS workspaces": 64 * MIB,
+        "allocator slack": 32 * MIB + int(0.05 * 2140),
         "CUDA context": GIB,
     }
 
@@ -88,7 +101,8 @@ def test_host_and_disk_of_a_small_model_by_hand() -> None:
         "exp_avg": 4 * huge,
         "exp_avg_sq": 4 * huge,
         "grad": 2 * huge,
-        "runtime": 100,
+        "the process so far": 70,
+        "libraries at work": 30,
     }
     assert 2 * numel == pytest.approx(1.915 * huge, rel=0.001)
     assert list(plan.disk.values()) == [9_900 * 12] * 4  # two kept, the best, and the one being written
@@ -117,15 +131,43 @@ def test_a_7b_step_on_an_h200() -> None:
     plan = make_plan(JOB_7B, QWEN_7B, H200)
     plan.check()
     assert (plan.choices.micro_batch_tokens, plan.choices.groups, plan.choices.gradient_sums) == (16_384, 1, "ring")
-    assert plan.choices.head_chunk_tokens == 2048  # 3.8 GB; the next, 7.6 GB, is more than the layer's 5.2 GB
+    assert plan.choices.head_chunk_tokens == 4096  # 4.7 GB; the next, 7.3 GB, is more than the layer's 5.2 GB
     assert plan.choices.update_threads == 14
     assert plan.host_bytes < 15 * QWEN_7B.parameters
     assert plan.boundary_bytes == 65_536 * 3584 * 2 * 29
     slots = 2 * LAYER * 2 + HEAD * 2
-    assert (
-        plan.gpu_bytes
-        == slots + 4 * HEAD + 2 * HEAD * 2 + plan.boundary_bytes + 65_536 * 24 + 4 * 16 * 532_480 + int(1.04 * 5_187_698_688) + GIB
-    )
+    gradients = 4 * HEAD + 2 * HEAD * 2
+    inputs = 65_536 * 24 + 4 * 532_480
+    working_set = 5_187_698_688
+    assert plan.allocated_bytes == slots + gradients + plan.boundary_bytes + inputs + working_set + 64 * MIB
+    assert plan.gpu_bytes == plan.allocated_bytes + 32 * MIB + int(0.05 * working_set) + GIB
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Peaks of the 7B engine on an H200 (benchmarks/results/2026-11-21-h200): micro-batches of 16,384 tokens, one group, expandable segments."""
+
+    head_chunk: int
+    clipping: bool
+    allocated: int
+    driver: int
+    host: int
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        Measured(4096, True, 25_264_909_312, 26_461_863_936, 108_421_505_024),  # a layer decides
+        Measured(8192, False, 27_414_260_224, 28_496_101_376, 96_514_838_528),  # the head decides
+    ],
+)
+def test_what_was_measured_on_an_h200(measured: Measured) -> None:
+    hardware = replace(H200, context_bytes=CUDA_CONTEXT_BYTES, resident_bytes=856 * MIB, library_bytes=CUDA_LIBRARY_BYTES)
+    choices = Choices(16_384, 1, "ring", measured.head_chunk, 14)
+    plan = lay_out(choices, replace(JOB_7B, clipping=measured.clipping), QWEN_7B, hardware, Budget(gpu=0, host=0, disk=0))
+    assert plan.allocated_bytes == pytest.approx(measured.allocated, rel=0.001)
+    assert plan.gpu_bytes == pytest.approx(measured.driver, rel=0.01)
+    assert plan.host_bytes == pytest.approx(measured.host, rel=0.002)
 
 
 @pytest.mark.parametrize("hardware", [H200, replace(LAPTOP, host_available_bytes=500 * GIB)])

@@ -19,7 +19,7 @@ from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Job, Plan, make_plan
 
-ROW, VOCAB = 64, 512
+ROW = 64
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Case:
     groups: int = 1
     micro_batch_tokens: int = 256
     tokens: int = 1024
+    vocab: int = 512
 
     @property
     def config(self) -> LlamaConfig:
@@ -40,7 +41,7 @@ class Case:
             num_hidden_layers=self.layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=VOCAB,
+            vocab_size=self.vocab,
             tie_word_embeddings=self.tied,
         )
 
@@ -51,14 +52,14 @@ class Case:
         skeleton = Skeleton(self.config, dtype=PRECISIONS[self.precision])
         shape = shape_of(skeleton, ROW, [self.micro_batch_tokens], head_loss=loss)
         job = Job(self.precision, self.tokens, ROW, self.clipping, micro_batch_tokens=self.micro_batch_tokens, groups=self.groups)
-        return make_plan(job, shape, replace(probe(folder, "cpu"), runtime_bytes=0))
+        return make_plan(job, shape, replace(probe(folder, "cpu"), resident_bytes=0, library_bytes=0))
 
     def measure(self, plan: Plan) -> tuple[int, int]:
         """(peak bytes where it computes, bytes of the host's arrays) of one training step under `plan`."""
         choices = plan.choices
         settings = Settings(choices.groups, choices.gradient_sums == "device", choices.head_chunk_tokens, choices.update_threads)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(VOCAB, (self.tokens // ROW, ROW), generator=generator)
+        ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
         batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(self.micro_batch_tokens // ROW)]
         gc.collect()
         with LiveBytes() as live:
@@ -78,6 +79,8 @@ CASES = {
     "no clipping": Case(clipping=False),
     "two groups": Case(groups=2, micro_batch_tokens=128),
     "one micro-batch": Case(micro_batch_tokens=1024),
+    "head decides, in chunks": Case(vocab=8192, micro_batch_tokens=512),
+    "head decides, tied": Case(vocab=8192, micro_batch_tokens=512, tied=True),
     "deep": Case(layers=32, micro_batch_tokens=128),
 }
 
