@@ -90,7 +90,7 @@ def plan_case(case: Case, device: str) -> Any:
     from megatrain.recipes.setup import next_token_on_meta
 
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
-    shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta)
+    shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta, runs_on=device)
     job = Job(case.precision, case.tokens, case.seq_len, case.clipping, micro_batch_tokens=case.micro_batch, groups=case.groups)
     hardware = probe(".", device)
     plan = make_plan(job, shape, hardware)

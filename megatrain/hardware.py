@@ -22,19 +22,18 @@ from megatrain.errors import ConfigError
 MIB = 2**20
 GIB = 2**30
 
-# What the driver counts beyond torch's reservation once all kernels of a model have been loaded: H200, torch 2.11, CUDA 13, and the same to the
-# byte for 14 and 28 layers, eager and compiled (docs/log.md: driver less reserved).
+# What the driver counts beyond torch's reservation once all kernels of a model have been loaded: H200, torch 2.11, CUDA 13. The same to the
+# byte from 0.1 to 7.6 billion parameters, eager and compiled; 16 MiB less in float32, whose attention has no kernels of its own.
 CUDA_CONTEXT_BYTES = 828 * MIB
 # cuBLAS and cuBLASLt (products with a bias) each keep a workspace of 32 MiB inside torch's reservation on Hopper; less on older chips.
 CUBLAS_WORKSPACE_BYTES = 64 * MIB
-# Resident memory that libraries take after planning, when they compute: the update kernel's compiler and code, oneDNN's or CUDA's host side,
-# what malloc does not hand back. `benchmarks/plan_check.py` measures both: the host's peak less the plan's other rows.
-CPU_LIBRARY_BYTES = int(0.15 * GIB)
+# Resident memory that libraries take after planning, when they compute: the update kernel's compiler and code, oneDNN's kernels or CUDA's
+# host side. `benchmarks/plan_check.py` measures it: the host's peak less all other rows of the plan.
+CPU_LIBRARY_BYTES = 190 * MIB
 CUDA_LIBRARY_BYTES = 860 * MIB
 
-# glibc serves large blocks by mapping, and gives them back when they are freed, but moves the bound up to 32 MiB as it goes. Activations below it
-# then leave holes in heaps that are never given back: 50 to 160 MiB of a 2 to 4 GiB run, growing with every new length of rows. A fixed bound
-# of 4 MiB costs no time that can be measured; one of 1 MiB costs 15% (page faults).
+# glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.
+# Smaller activations then leave holes in heaps that nobody takes back: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time.
 LARGE_BLOCK_BYTES = 4 * MIB
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -137,7 +136,7 @@ def memlock_limit() -> int | None:
 
 
 def keep_heap_small() -> None:
-    """Have malloc give every block from LARGE_BLOCK_BYTES on back to the system as soon as it is freed. The plan counts on it. glibc only."""
+    """Have malloc (glibc's) give every block from LARGE_BLOCK_BYTES on back to the system when it is freed. The plan counts on it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)

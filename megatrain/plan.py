@@ -33,8 +33,8 @@ HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is use
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
 SMALLEST_HEAD_CHUNK_TOKENS = 256
-# What torch's caching allocator reserves and does not use, which grows with the working set, where tensors of many sizes come and go. Expandable
-# segments, H200: 35 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
+# What torch's caching allocator reserves and does not use: it grows with the working set, where tensors of many sizes come and go.
+# H200 with expandable segments: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
 ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
 NOT_ALLOCATED = ("allocator slack", "CUDA context")  # rows of the device that the driver counts and PyTorch does not
 

@@ -145,7 +145,7 @@ def test_a_7b_step_on_an_h200() -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Peaks of the 7B engine on an H200 (benchmarks/results/2026-11-21-h200): micro-batches of 16,384 tokens, one group, expandable segments."""
+    """Peaks of the 7B engine on an H200 (benchmarks/results/2026-11-21-h200): micro-batches of 16,384 tokens, one group."""
 
     head_chunk: int
     clipping: bool

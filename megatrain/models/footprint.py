@@ -84,12 +84,28 @@ class FusedAttention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention by a stand-in that allocates what the fused kernels do.
 
     On the meta device torch decomposes attention into matrix products, whose tokens x tokens matrices no fused kernel allocates.
+
+    Args:
+        device_type: where it will run, "cpu" or "cuda"; not every kernel exists on both.
     """
 
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is functional.scaled_dot_product_attention and _has_fused_kernel(*args, **(kwargs or {})):
+        if func is functional.scaled_dot_product_attention and self._has_kernel(*args, **(kwargs or {})):
             return _fused_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _has_kernel(self, query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> bool:
+        """Whether torch has more than matrix products for it. Heads that merely broadcast (Falcon's multi-query form) get no kernel.
+
+        Nor do shared ones in float32 on CUDA: flash and cuDNN know half precision alone, and the memory-efficient kernel no groups.
+        """
+        if query.shape[1] == key.shape[1]:
+            return True
+        return enable_gqa and not (self.device_type == "cuda" and query.dtype == torch.float32)
 
 
 class _FusedAttentionFunction(torch.autograd.Function):
@@ -113,11 +129,6 @@ class _FusedAttentionFunction(torch.autograd.Function):
         return *grads, None
 
 
-def _has_fused_kernel(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> bool:
-    """Whether torch has more than matrix products for it: heads that merely broadcast (Falcon's multi-query form) get no kernel."""
-    return enable_gqa or query.shape[1] == key.shape[1]
-
-
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """Takes the arguments of scaled_dot_product_attention; a boolean mask is turned into a bias of query's dtype, as there."""
     bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
@@ -133,12 +144,14 @@ def layer_peak_bytes(
     *,
     fused_attention: bool = True,
     device: torch.device | str = "meta",
+    runs_on: str = "cpu",
 ) -> Footprint:
     """Footprint of one decoder layer's forward and backward for one micro-batch.
 
     layer: a transformers decoder layer, parameters on any device (only shapes are read unless `device` is a real one).
     hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states.
     kwargs, args: what the model's own forward passes to this layer besides the hidden states. fused_attention: False for eager attention.
+    device: where this dry run computes. runs_on: "cpu" or "cuda", whose attention kernels count.
     Raises ModelError when the layer cannot run without data (its shapes depend on values).
     """
     parameters = {name: _blank(p, dtype, device).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()}
@@ -152,11 +165,16 @@ def layer_peak_bytes(
 
     trained = [p for p in parameters.values() if p.requires_grad]
     with torch.random.fork_rng(devices=[]):  # a dry run must not move the caller's random state
-        return call_peak_bytes(forward, [hidden_btd, *trained], fused_attention=fused_attention, what=type(layer).__name__)
+        return call_peak_bytes(forward, [hidden_btd, *trained], fused_attention=fused_attention, runs_on=runs_on, what=type(layer).__name__)
 
 
 def call_peak_bytes(
-    forward: Callable[[], Tensor], inputs: Iterable[Tensor], *, fused_attention: bool = True, what: str = "this computation"
+    forward: Callable[[], Tensor],
+    inputs: Iterable[Tensor],
+    *,
+    fused_attention: bool = True,
+    runs_on: str = "cpu",
+    what: str = "this computation",
 ) -> Footprint:
     """Footprint of `forward()` and of the gradient of its output with respect to all `inputs` at once.
 
@@ -165,10 +183,9 @@ def call_peak_bytes(
     """
     wanted = list(inputs)
     live = LiveBytes()
-    attention = FusedAttention if fused_attention else nullcontext
     try:
         with torch.enable_grad(), AssumeYes():  # type: ignore[no-untyped-call]
-            with attention(), live:
+            with FusedAttention(runs_on) if fused_attention else nullcontext(), live:
                 out = forward()
             saved_bytes = live.live
             grad_out = torch.ones_like(out)  # outside the mode: it belongs to the caller

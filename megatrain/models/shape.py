@@ -69,6 +69,7 @@ def shape_of(
     *,
     padded: bool = False,
     head_loss: Callable[[Tensor], Tensor] | None = None,
+    runs_on: str = "cpu",
 ) -> ModelShape:
     """Dry-run a skeleton whose parameters are still on the meta device. Nothing is allocated and no device is touched.
 
@@ -77,6 +78,7 @@ def shape_of(
         micro_batch_tokens: sizes to try; each becomes as many full rows as it holds, at least one.
         padded: rows are padded, so every layer receives a boolean mask [rows, 1, seq_len, seq_len].
         head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
+        runs_on: "cpu" or "cuda", where the model will compute: not every attention kernel exists on both.
 
     Raises:
         ModelError: a part of the model cannot run without data.
@@ -84,7 +86,8 @@ def shape_of(
     assert all(p.is_meta for layer in skeleton.layers for p in layer.parameters()), "shape_of needs a skeleton that is not bound yet"
     anatomy = skeleton.anatomy
     runs = {
-        rows * seq_len: _dry_run(skeleton, rows, seq_len, padded) for rows in sorted({max(1, n // seq_len) for n in micro_batch_tokens})
+        rows * seq_len: _dry_run(skeleton, rows, seq_len, padded, runs_on)
+        for rows in sorted({max(1, n // seq_len) for n in micro_batch_tokens})
     }
     loss = head_loss or _cross_entropy
     return ModelShape(
@@ -110,7 +113,7 @@ class _DryRun:
     call_bytes: int
 
 
-def _dry_run(skeleton: Skeleton, rows: int, seq_len: int, padded: bool) -> _DryRun:
+def _dry_run(skeleton: Skeleton, rows: int, seq_len: int, padded: bool, runs_on: str) -> _DryRun:
     calls: list[LayerCall] = []
 
     def embed() -> Tensor:
@@ -124,7 +127,7 @@ def _dry_run(skeleton: Skeleton, rows: int, seq_len: int, padded: bool) -> _DryR
     fused = getattr(skeleton.config, "_attn_implementation", None) != "eager"
     hidden_shape = (rows, seq_len, skeleton.anatomy.hidden_size)
     layer_bytes = max(
-        layer_peak_bytes(layer, hidden_shape, skeleton.dtype, call.kwargs, call.args, fused_attention=fused).peak_bytes
+        layer_peak_bytes(layer, hidden_shape, skeleton.dtype, call.kwargs, call.args, fused_attention=fused, runs_on=runs_on).peak_bytes
         for layer, call in _distinct(skeleton.layers, calls)
     )
     return _DryRun(layer_bytes, embed_bytes, tensor_bytes([(call.args, call.kwargs) for call in calls]))

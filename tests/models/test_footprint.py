@@ -52,6 +52,19 @@ def test_dry_run_in_bf16_is_within_half_a_percent(family: str) -> None:
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "fused"),
+    [("llama", torch.bfloat16, True), ("llama", torch.float32, False), ("gpt-neox", torch.float32, True)],
+)
+def test_groups_of_heads_have_no_fused_attention_in_float32_on_cuda(family: str, dtype: torch.dtype, fused: bool) -> None:
+    skeleton = Skeleton(CONFIGS[family], attention="sdpa", dtype=dtype)
+    _, calls = skeleton.dry_call(ROWS, TOKENS)
+    arguments = skeleton.layers[0], (ROWS, TOKENS, HIDDEN), dtype, calls[0].kwargs, calls[0].args
+    on_cpu, on_cuda = (layer_peak_bytes(*arguments, runs_on=device).saved_bytes for device in ("cpu", "cuda"))
+    probabilities = ROWS * 4 * TOKENS * TOKENS * dtype.itemsize
+    assert on_cuda == on_cpu if fused else on_cuda >= on_cpu + probabilities
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox"])
 def test_a_padding_mask_is_counted(family: str) -> None:
     dry, real = dry_and_real(CONFIGS[family], "sdpa", torch.float32, mask=True)
