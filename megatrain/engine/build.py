@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,21 @@ from megatrain.optim.split import split_master
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU where there is none."""
+    """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError for a device that is unknown or not there."""
     # Memory segments that grow, instead of new ones beside them: torch then holds little more than it uses. Read at the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device: {device!r} is unknown; choose auto, cpu, cuda or cuda:N")
     chosen = torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device; install its CUDA build or set device: cpu")
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+    if chosen.type == "cpu":
+        return chosen
+    index, count = chosen.index or 0, torch.cuda.device_count()
+    if index >= count:
+        seen = f"PyTorch sees {count} CUDA devices" if count else "PyTorch sees no CUDA device; install its CUDA build or set device: cpu"
+        raise ConfigError(f"device: {device} was asked for, but {seen}")
+    return torch.device("cuda", index)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
@@ -53,7 +61,15 @@ def build(
     settings: Settings | None = None,
     trust_remote_code: bool = False,
 ) -> Engine:
-    """An engine for a transformers configuration, its weights still zero. The arguments are those of `Engine`, with `auto` allowed."""
+    """An engine for a transformers configuration, its weights still zero. The arguments are those of `Engine`, with `auto` allowed.
+
+    Raises:
+        ConfigError: an option is out of range or cannot be had here.
+        ModelError: the family cannot be streamed.
+        OutOfMemory: host or GPU memory does not suffice.
+    """
+    if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
+        raise ConfigError(f"max_grad_norm: {max_grad_norm!r} is out of range; give a number above 0, or None for no clipping")
     where = choose_device(str(device))
     resolved = choose_precision(precision, where)
     skeleton = Skeleton(config, attention=attention, dtype=PRECISIONS[resolved], trust_remote_code=trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -59,10 +60,14 @@ class _NotFinite(Exception):
 
 @contextmanager
 def naming_the_gpu(what: str) -> Iterator[None]:
-    """Turn the allocator's failure into our error, which says what did not fit and what to change."""
+    """Turn the allocator's failure into our error, which says what did not fit and what to change.
+
+    The activations of what failed are let go at once, so that the caller can try less while still handling the error.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
         raise OutOfMemory(
             f"the GPU has no room for {what}; set a smaller train.micro_batch_tokens, or memory.gpu to what is free "
             f"({str(error).splitlines()[0]})"

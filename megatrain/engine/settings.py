@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.errors import ConfigError
 from megatrain.memory.host_store import ArraySpec
 from megatrain.optim import Optimizer
 
@@ -22,6 +23,8 @@ class Settings:
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
         compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
+
+    Raises ConfigError for a number below 1.
     """
 
     groups: int = 1
@@ -29,6 +32,12 @@ class Settings:
     head_chunk: int = 2048
     update_threads: int = 2
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "head_chunk", "update_threads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least 1")
 
     @property
     def sums(self) -> str:

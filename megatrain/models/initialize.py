@@ -21,7 +21,7 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
     devices = [device] if device.type == "cuda" else []
     for block in skeleton.anatomy.blocks:
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(seed * 100_003 + block.index)
+            torch.manual_seed((seed * 100_003 + block.index) % 2**63)  # any integer may be a seed
             flat = torch.zeros(block.layout.numel, dtype=torch.float32, device=device)
             draw(skeleton, block, flat)
             write(block.index, flat)

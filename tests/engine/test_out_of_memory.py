@@ -7,6 +7,7 @@ import torch
 
 from megatrain.engine.streamer import Slot
 from megatrain.errors import OutOfMemory
+from megatrain.models.footprint import LiveBytes
 from tests.support import engine_of, full_batches, tiny_config
 
 ALLOCATOR_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
@@ -33,3 +34,19 @@ def test_slots_that_do_not_fit_are_named(monkeypatch):
     with pytest.raises(OutOfMemory, match="the weights' slots and the gradients' sums"):
         engine_of(tiny_config("llama"))
     assert OutOfMemory.exit_code == 5
+
+
+def test_a_smaller_batch_may_be_tried_while_the_error_is_still_at_hand(monkeypatch):
+    """Its traceback leads to every activation of the step that failed."""
+    calls, large = iter(range(100)), full_batches(0, [(4, 32)] * 2)
+    with engine_of(tiny_config("llama")) as engine, LiveBytes() as live:
+        layer = engine.skeleton.layer
+        monkeypatch.setattr(engine.skeleton, "layer", lambda *args: layer(*args) if next(calls) < 8 else fail())
+        try:
+            engine.train_step(large)
+        except OutOfMemory:
+            assert live.live == 0
+            monkeypatch.setattr(engine.skeleton, "layer", layer)
+            assert not engine.train_step(full_batches(0, [(1, 4)])).skipped
+        else:
+            pytest.fail("it fits")
