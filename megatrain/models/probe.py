@@ -7,6 +7,7 @@ or after the last. Both are observed here rather than assumed: the model's own f
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,24 +193,23 @@ def to_meta(tree: Any, floats: torch.dtype | None = None) -> Any:
 
 @contextmanager
 def zeros_outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[None]:
-    """Give the parameters outside the layers real, all-zero CPU memory while the context lasts.
+    """Give the parameters outside the layers real, all-zero CPU memory while the context lasts. Nobody may write to it.
 
-    The zeros are never written, so the operating system backs them all by one page: this costs no memory to speak of.
+    They share one anonymous mapping that is never written, so the operating system backs all of it by its page of zeros
+    (torch.zeros would write them: gigabytes for a large vocabulary).
     """
     inside = {id(p) for layer in layers for p in layer.parameters()}
-    stand_ins: dict[int, nn.Parameter] = {}
-    replaced = []
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in inside:
-                if id(parameter) not in stand_ins:
-                    stand_ins[id(parameter)] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
-                replaced.append((module, leaf, parameter))
-                module._parameters[leaf] = stand_ins[id(parameter)]
+    places = [(m, leaf, p) for m in model.modules() for leaf, p in m._parameters.items() if p is not None and id(p) not in inside]
+    zeros = torch.frombuffer(
+        mmap.mmap(-1, max((p.nbytes for _, _, p in places), default=1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )
+    stand_ins = {id(p): nn.Parameter(zeros[: p.nbytes].view(p.dtype).view(p.shape)) for _, _, p in places}  # one for tied parameters
+    for module, leaf, parameter in places:
+        module._parameters[leaf] = stand_ins[id(parameter)]
     try:
         yield
     finally:
-        for module, leaf, parameter in replaced:
+        for module, leaf, parameter in places:
             module._parameters[leaf] = parameter
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -76,6 +78,21 @@ def test_parameters_have_no_memory_and_buffers_do():
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     assert not any(b.is_meta for b in model.buffers())
     assert model.training
+
+
+def test_building_takes_no_memory_for_a_large_vocabulary():
+    """Embedding and head of this model have 512 MiB."""
+    code = """
+import resource, transformers
+from megatrain.models.skeleton import Skeleton
+def peak(vocabulary):
+    sizes = dict(hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    Skeleton(transformers.LlamaConfig(vocab_size=vocabulary, **sizes))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(-peak(100) + peak(1 << 19))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 64 << 10  # KiB
 
 
 def test_building_leaves_torch_as_it_was():
