@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 
 from megatrain.engine.gradients import Gradient, Gradients
+from megatrain.engine.out_of_memory import naming_the_gpu
 from megatrain.engine.settings import PRECISIONS, Settings, state_specs
 from megatrain.engine.staging import GradientRing
 from megatrain.engine.step import Batch, Passes, check_batches
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
-from megatrain.errors import MegaTrainError, OutOfMemory
+from megatrain.errors import MegaTrainError
 from megatrain.losses import Loss, next_token
 from megatrain.memory.host_store import HostStore
 from megatrain.models.anatomy import Anatomy
@@ -56,22 +56,6 @@ class EvalResult:
 
 class _NotFinite(Exception):
     """The loss is not finite and nothing was updated yet."""
-
-
-@contextmanager
-def naming_the_gpu(what: str) -> Iterator[None]:
-    """Turn the allocator's failure into our error, which says what did not fit and what to change.
-
-    The activations of what failed are let go at once, so that the caller can try less while still handling the error.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise OutOfMemory(
-            f"the GPU has no room for {what}; set a smaller train.micro_batch_tokens, or memory.gpu to what is free "
-            f"({str(error).splitlines()[0]})"
-        ) from error
 
 
 class Engine:
@@ -215,6 +199,7 @@ class Engine:
         Returns:
             The global gradient norm before clipping. If it is not finite the step is skipped, and the state stays as it was, bit for bit.
         """
+        self._check_usable()
         pending, self._pending = self._pending, None
         if pending is None:
             raise MegaTrainError("step was called without forward_backward")
@@ -362,12 +347,14 @@ class Engine:
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Take over the counters of a checkpoint whose arrays were just loaded into the store."""
+        self._check_usable()
         self.updates, self.skipped, self.seed = state["updates"], state["skipped"], state["seed"]
         self._passes.seed = self.seed
         self.weights_changed()
 
     def weights_changed(self) -> None:
         """Tell the engine that the store was written from outside, so that no block on the device is taken for current."""
+        self._check_usable()
         self._streamer.invalidate()
 
     def _attention(self) -> AbstractContextManager[None]:
@@ -382,9 +369,16 @@ class Engine:
         return sdpa_kernel(order, set_priority=True)
 
     def close(self) -> None:
-        """Finish running updates, stop the threads, give the host memory back. Closing twice is closing once."""
+        """Finish running updates, stop the threads, give the memory back. Closing twice is closing once."""
+        if self._closed:
+            return
         self._closed = True
-        self._resources.close()
+        try:
+            self._resources.close()
+        finally:  # the device's memory too, though a caller may hold on to this engine
+            del self._passes, self._streamer, self._gradients
+            for block in self.anatomy.blocks:
+                self.skeleton.bind(block, torch.empty(block.layout.numel, device="meta"))
 
     def __enter__(self) -> Engine:
         return self

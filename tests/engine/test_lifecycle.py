@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +91,22 @@ def test_closing_ends_all_threads_and_twice_is_once(max_grad_norm, open_slabs):
     assert (lanes(), open_slabs) == (before, set())
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_closed_engine_keeps_no_device_memory(family):
+    with engine_of(tiny_config(family)) as engine:
+        engine.train_step(STEPS[0])
+        buffers = [weakref.ref(slot.flat.untyped_storage()) for slot in engine._streamer.slots]
+        buffers += [weakref.ref(buffer.flat.untyped_storage()) for buffer in (*engine._gradients._ring, *engine._gradients._staging)]
+        assert all(buffer() is not None for buffer in buffers)
+    assert all(buffer() is None for buffer in buffers)
+    assert engine.anatomy.layers == 3  # still there to be asked
+
+
 USES: dict[str, Callable[[Engine], Any]] = {
     "train_step": lambda engine: engine.train_step(STEPS[0]),
+    "step": lambda engine: engine.step(),
+    "weights_changed": lambda engine: engine.weights_changed(),
+    "load_state": lambda engine: engine.load_state(engine.state()),
     "forward_backward": lambda engine: engine.forward_backward(STEPS[0]),
     "evaluate": lambda engine: engine.evaluate(STEPS[0]),
     "logits": lambda engine: engine.logits(STEPS[0][0]["input_ids"]),
