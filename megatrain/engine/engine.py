@@ -294,7 +294,7 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        with self._attention(), torch.no_grad():
+        with naming_the_gpu("these logits"), self._attention(), torch.no_grad():
             logits = self._passes.logits(input_ids, positions)
         self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
         self._compute.take_stalls()

@@ -112,6 +112,7 @@ class Lane:
                 except BaseException as error:  # noqa: BLE001  carried to whoever waits, on its own thread
                     self._error = error
             event.finish(self._error)
+            del item, job, event  # or an idle lane would hold on to what its last job used: a store that nobody closed, say
 
     def _perform(self, job: Job, event: Event) -> None:
         if self.stream is None:

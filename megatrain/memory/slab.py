@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,7 +34,7 @@ class Slab:
     def __init__(self, name: str, nbytes: int, *, pinned: bool, threads: int) -> None:
         self.name = name
         self.nbytes = round_up(max(nbytes, 1), HUGE_PAGE)
-        self.pinned = False
+        self._unpin: weakref.finalize[..., Slab] | None = None
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -64,14 +65,19 @@ class Slab:
                 f"CUDA could not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code}); "
                 "raise the memlock limit (ulimit -l unlimited) or lower the model's size"
             )
-        self.pinned = True
+        # also for a slab that nobody closes: pages that go while they are registered stay pinned for as long as the process lives
+        self._unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr())
+        self._unpin.atexit = False
 
     def close(self) -> None:
-        """Unpin and drop the memory. Views that are still held keep the mapping alive until they go."""
-        if self.pinned:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.pinned = False
-        del self.bytes
+        """Unpin and drop the memory; twice is once. Views that are still held keep the mapping alive until they go."""
+        if self._unpin is not None:
+            self._unpin()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _unregister(pointer: int) -> None:
+    _cudart().cudaHostUnregister(pointer)
 
 
 def _cudart() -> Any:

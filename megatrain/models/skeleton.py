@@ -122,6 +122,8 @@ class Skeleton:
             raise ModelError(
                 f"{family}: output_router_logits asks for the routers' balancing loss, which is not built; set it to false in config.json"
             )
+        if settings.get("use_bidirectional_attention") in (True, "all"):
+            raise ModelError(f"{family}: use_bidirectional_attention shows every token the one it should predict; set it to false")
         skipping = [key for key, rate in settings.items() if "layerdrop" in key and rate]
         if skipping:
             raise ModelError(f"{family}: {skipping[0]} leaves out whole layers at random, which is not built; set it to 0 in config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -290,3 +291,21 @@ def test_a_batch_that_cannot_be_right_is_refused_before_anything_runs(fault):
             with pytest.raises(MegaTrainError, match=message):
                 use([changed(), batch])
         assert engine.train_step([changed()]).target_tokens == 14
+
+
+# -- engines that nobody closes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_an_engine_that_is_forgotten_does_not_keep_its_host_memory(max_grad_norm):
+    """As in a notebook whose cell is run again. Its idle threads stay, but they hold on to nothing."""
+    engine = engine_of(tiny_config("llama"), max_grad_norm=max_grad_norm)
+    engine.train_step(STEPS[0])
+    state_of(engine)  # waits
+    store = weakref.ref(engine.store)
+    idle = [engine._upload, engine._download, engine._updater.lane]
+    del engine
+    gc.collect()
+    assert store() is None
+    for lane in idle:
+        lane.close()

@@ -187,6 +187,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "output_router_logits asks for the routers' balancing loss, which is not built",
     ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_bidirectional_attention": True},
+        "use_bidirectional_attention shows every token the one it should predict",
+    ),
     "opt": (
         "OPTConfig",
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1},
