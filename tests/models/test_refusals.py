@@ -1,0 +1,266 @@
+"""What cannot be streamed exactly is refused by name, with the reason; what keeps to the rules is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
+from megatrain.models import skeleton as skeleton_module
+from megatrain.models.probe import probe
+from megatrain.models.skeleton import Skeleton, build_model
+from tests.support import VOCABULARY, tiny_config
+
+# -- refusals of real families --------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": (
+        "BertConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "is_decoder": True},
+        r"decoder\.bias shares its weights with .*predictions\.bias",
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+            "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        },
+        r"e_score_correction_bias, which belongs to its weights but is not trained",
+    ),
+    "pegasus": (
+        "PegasusConfig",
+        {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        r"embed_positions\.weight, which belongs to its weights but is not trained",
+    ),
+    "bart": (
+        "BartConfig",
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
+    ),
+    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}, "does not run with stand-ins for its layers"),
+    "mixtral": (
+        "MixtralConfig",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+            "num_local_experts": 4, "output_router_logits": True,
+        },
+        "output_router_logits asks for the routers' balancing loss, which is not built",
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_bidirectional_attention": True},
+        "use_bidirectional_attention shows every token the one it should predict",
+    ),
+    "opt": (
+        "OPTConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1},
+        r"layerdrop",
+    ),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "return more than hidden states"),
+    "gptj": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "return more than hidden states"),
+    "t5": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4}, "cannot be built as a causal language model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_right_is_refused_by_name_with_the_reason(family):
+    name, sizes, reason = REFUSED[family]
+    with pytest.raises(ModelError, match=reason) as refusal:
+        Skeleton(getattr(transformers, name)(vocab_size=VOCABULARY, **sizes), dtype=torch.float32)
+    assert family in str(refusal.value).lower()
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ModelError, match="nonsense"):
+        Skeleton(tiny_config("llama"), attention="nonsense")
+
+
+# -- refusals of made-up models -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A decoder layer of a made-up model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, device="meta")
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states)
+
+
+class LeakyLayer(Layer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states), hidden_states.mean()
+
+
+class FillingLayer(Layer):
+    def forward(self, hidden_states: Tensor, box: dict[str, Tensor] | None = None, **_: Any) -> Any:
+        assert box is not None
+        box["keys"] = hidden_states
+        return self.linear(hidden_states)
+
+
+class ValueDependentLayer(Layer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states) if hidden_states.sum() > 0 else hidden_states
+
+
+class DynamicCache:
+    """Looks like a key-value cache by its name."""
+
+
+class Toy(nn.Module):
+    """A made-up decoder. What each variant does wrong is in `between` and in `extras`."""
+
+    layer: type[Layer] = Layer
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8, device="meta")
+        self.layers = nn.ModuleList(self.layer() for _ in range(layers))
+
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"mask": None, "positions": torch.arange(hidden.shape[1])}
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def order(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.order():
+            output = layer(self.between(hidden), **self.extras(hidden))
+            hidden = output[0] if isinstance(output, tuple) else output
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+
+class ChangesBetween(Toy):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * 1.0
+
+
+class PassesGradient(Toy):
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"embedding": {"of": self.embed.weight.sum()}}
+
+
+class PassesCache(Toy):
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"past": DynamicCache()}
+
+
+class PassesBox(Toy):
+    """Hands a container to its layers, which put something into it."""
+
+    layer: type[Layer] = FillingLayer
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        self.box: dict[str, Tensor] = {}
+        return super().forward(input_ids, use_cache)
+
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"box": self.box}
+
+
+class IgnoresItsBox(PassesBox):
+    layer = Layer
+
+
+class AddsItsInputAtTheEnd(Toy):
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        embedded: Tensor = self.embed(input_ids)
+        hidden = embedded
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return embedded + hidden
+
+
+class RunsTwice(Toy):
+    def order(self) -> list[nn.Module]:
+        return [*self.layers, self.layers[0]]
+
+
+class SkipsOne(Toy):
+    def order(self) -> list[nn.Module]:
+        return list(self.layers)[:2]
+
+
+class ReturnsMore(Toy):
+    layer = LeakyLayer
+
+
+class LooksAtValues(Toy):
+    layer = ValueDependentLayer
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (ChangesBetween, "changes the hidden states between layers"),
+        (PassesGradient, r"layer 0 receives .*embedding.*, which needs a gradient"),
+        (PassesCache, r"receives a key-value cache \(.*past.*\)"),
+        (PassesBox, r"layer 0 puts something into \['box'\], where other layers could find it"),
+        (AddsItsInputAtTheEnd, "what follows its last layer uses more than that layer's output"),
+        (RunsTwice, "do not run once each in order"),
+        (SkipsOne, "only 2 of its 3 layers ran"),
+        (ReturnsMore, "return more than hidden states"),
+        (LooksAtValues, "cannot run without data"),
+    ],
+)
+def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model, reason):
+    toy = model()
+    with pytest.raises(ModelError, match=reason) as refusal:
+        probe(toy, toy.layers)
+    assert str(refusal.value).startswith(f"{model.__name__} cannot be streamed exactly")
+    assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
+
+
+@pytest.mark.parametrize("model", [Toy, IgnoresItsBox])
+def test_a_model_that_keeps_to_the_rules_is_accepted(model):
+    toy = model()
+    findings = probe(toy, toy.layers)
+    assert (findings.returns_tuple, findings.before, findings.after) == (False, ["embed.weight"], [])
+
+
+def skeleton_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Skeleton:
+    monkeypatch.setattr(skeleton_module, "build_model", lambda *_: model)
+    return Skeleton(model.config, dtype=torch.float32)
+
+
+def test_weights_shared_between_layers_are_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    layers[2].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_parameter_that_the_forward_never_uses_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    model.unused = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ModelError, match=r"unused\.weight is used neither before the first nor after the last layer"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_parameter_used_at_both_ends_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    base: Any = model.model
+    base.norm.register_forward_hook(lambda *_: [base.embed_tokens(torch.zeros(1, 1, dtype=torch.long))].clear())
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight is used at both ends"):
+        skeleton_of(model, monkeypatch)
+
+
+def test_a_second_stack_of_as_many_layers_is_refused(monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
+    with pytest.raises(ModelError, match=r"expected exactly one list of 3 decoder layers, found model\.layers, encoder"):
+        skeleton_of(model, monkeypatch)
