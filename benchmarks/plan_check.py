@@ -86,7 +86,7 @@ def plan_case(case: Case, device: str) -> Any:
     from megatrain.hardware import probe
     from megatrain.models.shape import shape_of
     from megatrain.models.skeleton import Skeleton
-    from megatrain.plan import Job, lay_out, make_plan
+    from megatrain.planner import Job, lay_out, make_plan
     from megatrain.recipes.setup import next_token_on_meta
 
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])

@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "memory", "optim", "hardware"),
     (
         "engine", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
-        "plan", "plan_view", "metrics", "meters", "flops", "report", "summary",
+        "planner", "planner_view", "metrics", "meters", "flops", "report", "summary",
     ),
     ("recipes",),
     ("cli",),
@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What the floors alone do not say.
-READS_CONFIG = {"cli", "recipes", "plan", "plan_view", "data", "__init__", "__main__"}  # elsewhere arguments are plain
+READS_CONFIG = {"cli", "recipes", "planner", "planner_view", "data", "__init__", "__main__"}  # elsewhere arguments are plain
 NEVER = {
     ("memory", "models"),  # stores know no modules
     ("engine", "data"),  # the engine knows no data format
@@ -107,7 +107,7 @@ def test_rooms_of_one_floor_do_not_load_each_other_in_a_circle():
 
 
 def test_the_planner_knows_no_device():
-    assert not [name for _, name in imports_of(PACKAGE / "plan.py") if name.split(".")[0] == "torch"]
+    assert not [name for _, name in imports_of(PACKAGE / "planner.py") if name.split(".")[0] == "torch"]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -12,7 +12,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.meters import host_bytes
 from megatrain.metrics import read_metrics
-from megatrain.plan import Plan
+from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, RESOLVED_FILE
 from megatrain.recipes.loop import Run
 from megatrain.recipes.sample import sample

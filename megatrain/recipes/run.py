@@ -21,7 +21,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.flops import Work
 from megatrain.meters import GpuMeter
 from megatrain.metrics import MetricsWriter
-from megatrain.plan import Plan
+from megatrain.planner import Plan
 from megatrain.recipes.changes import check_changes, resumed_configs
 from megatrain.recipes.describe import describe_run, summarize, summarize_finished
 from megatrain.recipes.loop import Run, fit

@@ -22,13 +22,13 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
-from megatrain.hardware import Hardware, probe
+from megatrain.hardware import Hardware, keep_heap_small, probe
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.optim import OPTIMIZERS, Optimizer
-from megatrain.plan import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
+from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -81,6 +81,7 @@ class Parts:
 
 def prepare(config: Config) -> Parts:
     """Read the model's description and the machine's. Raises ModelError and ConfigError for what cannot run at all."""
+    keep_heap_small()
     model, machine = read_model(config), find_machine(config)
     skeleton = make_skeleton(config, model, machine)
     sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))

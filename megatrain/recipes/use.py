@@ -19,7 +19,7 @@ from megatrain.engine.build import from_pretrained
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.optim import Frozen
-from megatrain.plan import AUTO_MICRO_BATCH_TOKENS
+from megatrain.planner import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.changes import CONFIG_FILE, RESOLVED_FILE
 from megatrain.recipes.loop import mean_loss
 from megatrain.recipes.sample import answer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config, load_config
-from megatrain.plan import AUTO_MICRO_BATCH_TOKENS
+from megatrain.planner import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import loop
 from megatrain.recipes.changes import FLAGGED, REFUSED, check_changes, flatten
 from megatrain.run_folder import RunLock

@@ -248,7 +248,6 @@ def test_from_python(project: Path) -> None:
     assert (Path("run") / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.xfail(strict=True, reason="the module megatrain.plan hides the function once it is imported; it needs another name")
 def test_a_plan_from_python(project: Path) -> None:
     assert mt.plan("cfg.yaml").fits
     assert mt.plan("cfg.yaml").fits, "again: the first call imports what it needs"

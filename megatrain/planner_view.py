@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.hardware import GIB, MIB
-from megatrain.plan import TIER_WORDS, Plan
+from megatrain.planner import TIER_WORDS, Plan
 
 
 def render(plan: Plan, console: Console) -> None:

@@ -17,7 +17,7 @@ from megatrain.hardware import probe
 from megatrain.models.footprint import LiveBytes
 from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
-from megatrain.plan import Job, Plan, make_plan
+from megatrain.planner import Job, Plan, make_plan
 
 ROW = 64
 

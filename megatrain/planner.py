@@ -150,7 +150,7 @@ class Plan:
 
     def render(self, console: Console) -> None:
         """Print the plan as tables: bytes per tier and array, choices and what decided them."""
-        from megatrain.plan_view import render
+        from megatrain.planner_view import render
 
         render(self, console)
 

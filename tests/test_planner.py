@@ -10,7 +10,7 @@ from rich.console import Console
 from megatrain.errors import PlanError
 from megatrain.hardware import CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, GIB, MIB, Gpu, Hardware
 from megatrain.models.shape import ModelShape, WorkingSet
-from megatrain.plan import Budget, Choices, Job, Plan, lay_out, make_plan
+from megatrain.planner import Budget, Choices, Job, Plan, lay_out, make_plan
 
 # Qwen2.5-7B as dry runs of its modules found it, sequence 1024, bf16
 EMBED, LAYER, HEAD = 544_997_376, 233_058_304, 545_001_472
