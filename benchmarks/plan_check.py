@@ -83,12 +83,13 @@ def plan_case(case: Case, device: str) -> Any:
     from transformers import AutoTokenizer  # noqa: F401  # a run has it in memory by now, too
 
     from megatrain.engine.settings import PRECISIONS
-    from megatrain.hardware import probe
+    from megatrain.hardware import keep_heap_small, probe
     from megatrain.models.shape import shape_of
     from megatrain.models.skeleton import Skeleton
     from megatrain.planner import Job, lay_out, make_plan
     from megatrain.recipes.setup import next_token_on_meta
 
+    keep_heap_small()
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta, runs_on=device)
     job = Job(case.precision, case.tokens, case.seq_len, case.clipping, micro_batch_tokens=case.micro_batch, groups=case.groups)

@@ -86,7 +86,7 @@ def prepare(config: Config) -> Parts:
     skeleton = make_skeleton(config, model, machine)
     sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))
     # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
-    shape = shape_of(skeleton, config.train.seq_len, sizes, head_loss=next_token_on_meta)
+    shape = shape_of(skeleton, config.train.seq_len, sizes, head_loss=next_token_on_meta, runs_on=machine.device.type)
     return Parts(model, machine, skeleton, shape)
 
 
