@@ -83,7 +83,9 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, eng
     save(1)
     save_s = time.monotonic() - began  # the machine may be busy: kills are timed in saves
     newest, interrupted = 1, 0
-    for _ in range(100):
+    for kills in range(400):
+        if kills >= 100 and interrupted > 25 and newest > 25:
+            break  # enough kills hit a save, and enough saves were finished between kills, for this to mean something
         child = os.fork()
         if child == 0:
             try:
@@ -105,6 +107,6 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, eng
         engine.update(state["step"])
         assert engine.bits() == loaded
         newest = state["step"]
-    assert interrupted > 25, "too few kills hit a save for this test to mean anything"
-    assert newest > 25, "too few saves were finished between kills"
+    assert interrupted > 25
+    assert newest > 25
     assert len(checkpoints(run_dir)) <= 3
