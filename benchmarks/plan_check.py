@@ -80,8 +80,10 @@ CPU_CASES = {
 
 def plan_case(case: Case, device: str) -> Any:
     """The plan of a case, made as a run makes it: from a skeleton and the machine, before anything is allocated."""
-    from transformers import AutoTokenizer  # noqa: F401  # a run has it in memory by now, too
+    # what a run has in memory by now, too
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
 
+    import megatrain.recipes.run  # noqa: F401
     from megatrain.engine.settings import PRECISIONS
     from megatrain.hardware import keep_heap_small, probe
     from megatrain.models.shape import shape_of
@@ -90,10 +92,10 @@ def plan_case(case: Case, device: str) -> Any:
     from megatrain.recipes.setup import next_token_on_meta
 
     keep_heap_small()
+    hardware = probe(".", device)
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta, runs_on=device)
     job = Job(case.precision, case.tokens, case.seq_len, case.clipping, micro_batch_tokens=case.micro_batch, groups=case.groups)
-    hardware = probe(".", device)
     plan = make_plan(job, shape, hardware)
     choices = replace(plan.choices, gradient_sums=case.sums, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens)
     return lay_out(choices, job, shape, hardware, plan.budget)

@@ -95,8 +95,8 @@ def test_too_little_memory_is_4_before_rows_are_read(megatrain: Command, project
     (project / "rows.jsonl").unlink()
     done = megatrain(command, "cfg.yaml", "memory.host=64MiB")
     assert done.code == 4
-    assert "error: the run does not fit: it needs 0." in done.err
-    assert "GiB of host RAM, where 0.06 GiB can be had; " in done.err
+    # how much it needs depends on the machine: the process itself counts
+    assert re.search(r"error: the run does not fit: it needs \d+\.\d\d GiB of host RAM, where 0\.06 GiB can be had; ", done.err)
     assert not (project / "run" / "checkpoint-5").exists()
 
 
