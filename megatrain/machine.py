@@ -1,0 +1,266 @@
+"""What this machine's resources sustain: measured once by `megatrain doctor`, kept in the user's cache, guessed where nothing was measured.
+
+Plain numbers and files: nothing here imports torch or touches a device. What measures is in megatrain/measure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import StorageError
+from megatrain.hardware import GIB, Hardware, _nvml, bf16_is_fast, update_threads
+
+Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
+
+FORMAT = 1  # of the measurements: a higher number makes every cached profile stale
+UPDATE_BYTES = 26  # memory traffic of one parameter's AdamW update: weight, remainder, two fp32 moments read and written, gradient read
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Sustained rates in SI units: bytes/s, FLOP/s, parameters/s, seconds. 0.0: the machine lacks it."""
+
+    fingerprint: str  # of the machine it was measured on; "typical" for a guess
+    measured_on: str  # ISO date; empty for a guess
+    upload: float  # bytes/s, pinned host memory to device, alone
+    download: float  # bytes/s, the other way, alone
+    both: float  # bytes/s, both directions at once, their sum
+    update: Rates  # (threads, parameters/s) of our AdamW kernel over host arrays much larger than caches, 26 bytes a parameter
+    update_busy: float  # parameters/s on `hardware.update_threads` threads while PCIe is busy both ways; without a GPU as alone
+    matmul: Rates  # (tokens, FLOP/s) on the compute device, bfloat16, [tokens, 4096] x [4096, 14336]
+    matmul_fp32: Rates  # the same in float32
+    attention: Rates  # (sequence length, FLOP/s) causal, forward and backward, heads of 128; 12 x heads x 128 FLOP per pair that attends
+    memory: float  # bytes/s of the compute device's own memory, read and written ones counted
+    launch: float  # seconds that one small eager operation costs the host
+    device_update: float  # parameters/s of the same update on the compute device
+    disk_write: float  # bytes/s in the output folder, past the page cache
+    disk_read: float
+    fp8: float  # FLOP/s of row-wise scaled products at 8192 tokens
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be a profile: a cached file may hold anything."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "Rates":
+                points = tuple((size, rate) for size, rate in value)
+                if not points or not all(type(size) is int and is_rate(rate) for size, rate in points):
+                    raise ValueError(f"{field.name}: {value!r}")
+                object.__setattr__(self, field.name, points)  # lists where it comes from JSON
+            elif not (isinstance(value, str) if field.type == "str" else is_rate(value)):
+                raise ValueError(f"{field.name}: {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def is_rate(value: object) -> bool:
+    """Whether `value` is a finite number that is not negative."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def interpolate(rates: Rates, size: float) -> float:
+    """The rate at `size`, on straight lines between the points; beyond the first and last point theirs."""
+    for (low, rate), (high, next_rate) in pairwise(rates):
+        if size <= high:
+            return rate + (next_rate - rate) * max(0.0, size - low) / (high - low)
+    return rates[-1][1]
+
+
+# -- which machine ------------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(hardware: Hardware) -> str:
+    """A short name that changes with whatever the figures depend on: GPU, driver, processor, cores, RAM in GiB, PyTorch."""
+    gpu = hardware.gpu.name if hardware.gpu else "cpu"
+    parts = (
+        FORMAT,
+        gpu,
+        driver_version() if hardware.gpu else "",
+        processor(),
+        hardware.physical_cores,
+        round(hardware.host_total_bytes / GIB),
+        torch_version(),
+    )
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+    return f"{'-'.join(gpu.lower().split())}-{digest}"
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version; empty where there is none."""
+    with _nvml() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, as well as the system knows it."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def torch_version() -> str:
+    """PyTorch's version without importing it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+# -- cache --------------------------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """MEGATRAIN_CACHE, else megatrain/ in the user's cache folder."""
+    own = os.environ.get("MEGATRAIN_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain"
+
+
+def cache_file(fingerprint: str) -> Path:
+    return cache_folder() / f"machine-{fingerprint}.json"
+
+
+def load(fingerprint: str) -> MachineProfile | None:
+    """The cached profile of the machine with this fingerprint; None if there is none that can be read, or it is another machine's."""
+    try:
+        profile = MachineProfile(**json.loads(cache_file(fingerprint).read_text()))
+    except (OSError, ValueError, TypeError):  # no file; not JSON, or a figure that is none; not an object, or other keys
+        return None
+    return profile if profile.fingerprint == fingerprint else None
+
+
+def save(profile: MachineProfile) -> Path:
+    """Cache a profile and return its file. Raises StorageError if it cannot be written."""
+    path = cache_file(profile.fingerprint)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(profile.to_dict(), indent=1) + "\n")
+        unfinished.replace(path)  # at once: another process may be reading
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; name another folder in MEGATRAIN_CACHE") from error
+    return path
+
+
+# -- guesses ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _DataSheet:
+    """A GPU by its maker's figures: dense products in TFLOP/s (fp8 0: none), memory in GB/s, PCIe generation; and its usual host."""
+
+    bfloat16: float
+    float32: float
+    fp8: float
+    memory: float
+    pcie: int
+    host: str
+
+
+# From NVIDIA's data sheets and architecture papers. The first row whose words all occur in the device's name counts.
+GPUS: tuple[tuple[str, _DataSheet], ...] = (
+    ("B200", _DataSheet(2250, 75, 4500, 8000, 5, "server")),
+    ("H200", _DataSheet(989, 67, 1979, 4800, 5, "server")),
+    ("H100 PCIe", _DataSheet(756, 51, 1513, 2000, 5, "server")),
+    ("H100", _DataSheet(989, 67, 1979, 3350, 5, "server")),
+    ("A100", _DataSheet(312, 19.5, 0, 1935, 4, "server")),
+    ("L40S", _DataSheet(362, 91.6, 733, 864, 4, "server")),
+    ("RTX 5090", _DataSheet(209.5, 104.8, 419, 1792, 5, "desktop")),
+    ("RTX 4090", _DataSheet(165, 82.6, 330, 1008, 4, "desktop")),
+    ("RTX 3090", _DataSheet(71, 35.6, 0, 936, 4, "desktop")),
+)
+UNKNOWN_GPU = _DataSheet(60, 25, 0, 500, 4, "desktop")
+
+# What of a data sheet was sustained on an H200: products 550 to 750 TFLOP/s by tokens, cuDNN's attention by sequence length.
+MATMUL_SHARE: Rates = ((512, 0.56), (2048, 0.71), (8192, 0.76))
+ATTENTION_SHARE: Rates = ((1024, 0.31), (4096, 0.51), (16384, 0.58))
+FLOAT32_SHARE = 0.8
+FP8_SHARE = 0.71
+MEMORY_SHARE = 0.85
+
+# Bytes/s through 16 lanes of a generation: one way, and both at once. The fifth as measured beside an H200.
+PCIE = {4: (25e9, 44e9), 5: (55.5e9, 101e9)}
+# Bytes/s of host memory by threads: a server with 16 cores to a GPU as measured (fused AdamW), a desktop with two channels as usual.
+HOST_MEMORY: dict[str, Rates] = {
+    "server": ((1, 20e9), (4, 78e9), (8, 122e9), (12, 148e9), (16, 159e9)),
+    "desktop": ((1, 25e9), (2, 38e9), (4, 50e9), (8, 60e9)),
+}
+DISK = {"server": (2.75e9, 3.5e9), "desktop": (1.5e9, 2.5e9)}
+BUSY_SHARE = 0.68  # of the update's rate that is left while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200
+CORE_FLOPS = {"fast bfloat16": 100e9, "bfloat16": 25e9, "float32": 50e9, "attention": 20e9}  # of one core with wide vectors
+LAUNCH_S = {"gpu": 5e-6, "cpu": 2e-6}
+
+
+def typical(hardware: Hardware) -> MachineProfile:
+    """A guess at the profile, from the GPU's name and the number of cores alone."""
+    gpu, cores = hardware.gpu, hardware.physical_cores
+    sheet = data_sheet(gpu.name) if gpu else None
+    host = sheet.host if sheet else "desktop"
+    chosen = update_threads(cores)
+    update = tuple((threads, interpolate(HOST_MEMORY[host], threads) / UPDATE_BYTES) for threads in thread_counts(cores))
+    alone = interpolate(update, chosen)
+    common: dict[str, Any] = {
+        "fingerprint": "typical",
+        "measured_on": "",
+        "update": update,
+        "disk_write": DISK[host][0],
+        "disk_read": DISK[host][1],
+    }
+    if sheet is None:
+        return MachineProfile(**common, **_computing_on_cpu(cores), update_busy=alone, device_update=interpolate(update, cores))
+    return MachineProfile(**common, **_computing_on_gpu(sheet), update_busy=BUSY_SHARE * alone)
+
+
+def thread_counts(cores: int) -> Sequence[int]:
+    """Numbers of threads at which the host update is known, the one that a run chooses among them; ascending."""
+    return sorted({1, max(1, cores // 4), max(1, cores // 2), update_threads(cores), cores})
+
+
+def data_sheet(gpu_name: str) -> _DataSheet:
+    words = set(gpu_name.replace("-", " ").split())
+    return next((sheet for name, sheet in GPUS if words.issuperset(name.split())), UNKNOWN_GPU)
+
+
+def _computing_on_gpu(sheet: _DataSheet) -> dict[str, Any]:
+    one_way, both = PCIE[sheet.pcie]
+    memory = MEMORY_SHARE * sheet.memory * 1e9
+    return {
+        "upload": one_way,
+        "download": one_way,
+        "both": both,
+        "matmul": tuple((tokens, share * sheet.bfloat16 * 1e12) for tokens, share in MATMUL_SHARE),
+        "matmul_fp32": tuple((tokens, FLOAT32_SHARE * sheet.float32 * 1e12) for tokens, _ in MATMUL_SHARE),
+        "attention": tuple((length, share * sheet.bfloat16 * 1e12) for length, share in ATTENTION_SHARE),
+        "memory": memory,
+        "launch": LAUNCH_S["gpu"],
+        "device_update": memory / UPDATE_BYTES,
+        "fp8": FP8_SHARE * sheet.fp8 * 1e12,
+    }
+
+
+def _computing_on_cpu(cores: int) -> dict[str, Any]:
+    bfloat16 = "fast bfloat16" if bf16_is_fast("cpu") else "bfloat16"
+    return {
+        "upload": 0.0,
+        "download": 0.0,
+        "both": 0.0,
+        "matmul": ((512, cores * CORE_FLOPS[bfloat16]),),
+        "matmul_fp32": ((512, cores * CORE_FLOPS["float32"]),),
+        "attention": ((1024, cores * CORE_FLOPS["attention"]),),
+        "memory": interpolate(HOST_MEMORY["desktop"], cores),
+        "launch": LAUNCH_S["cpu"],
+        "fp8": 0.0,
+    }
