@@ -15,8 +15,8 @@ import torch
 
 from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.manifest import verify_checkpoint
-from megatrain.memory.host_store import HostStore
 from megatrain.memory.layout import FlatLayout
+from megatrain.memory.store import Arrays
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.safetensors_io import StoredTensor, open_shards, read_chunks, read_header, storage_error
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CHUNK_ELEMENTS = 1 << 24  # of what lies on the device, copied to the host at a time
 CHECKPOINT_ONLY = ("MANIFEST.json", "state.json", "optimizer")  # what a checkpoint has beyond a model folder
 INDEX = "model.safetensors.index.json"
 
@@ -38,7 +39,7 @@ class Trained(Protocol):
     @property
     def anatomy(self) -> Anatomy: ...
     @property
-    def store(self) -> HostStore: ...
+    def store(self) -> Arrays: ...
     @property
     def hf_config(self) -> Any: ...
 
@@ -53,7 +54,7 @@ def array_sources(engine: Trained, array: str, block: int, names: Mapping[str, s
 
     def pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:
         engine.wait_ready(block)
-        yield view
+        yield from [view] if view.is_cpu else (part.cpu() for part in torch.split(view.view(-1), CHUNK_ELEMENTS))
 
     return [TensorSource(names[own], view.dtype, tuple(view.shape), partial(pieces, view)) for own, view in layout.views(flat).items()]
 

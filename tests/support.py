@@ -327,7 +327,7 @@ def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
     chosen = [n for n in engine.store.arrays if n not in ("grad", "grad_sum")] if names is None else list(names)
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
-    return {(name, block.index): engine.store.array(name, block.index).clone() for name in chosen for block in engine.anatomy.blocks}
+    return {(name, block.index): engine.store.array(name, block.index).cpu().clone() for name in chosen for block in engine.anatomy.blocks}
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from megatrain.engine.attention import fastest_attention
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.out_of_memory import naming_the_gpu
-from megatrain.engine.settings import PRECISIONS, Settings, state_specs
+from megatrain.engine.results import EvalResult, StepResult
+from megatrain.engine.settings import PRECISIONS, Placement, Settings, open_store
 from megatrain.engine.staging import GradientRing
 from megatrain.engine.step import Batch, Passes, check_batches
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
-from megatrain.engine.update import Updater
+from megatrain.engine.update import Updater, diverged
 from megatrain.errors import MegaTrainError
 from megatrain.losses import Loss, next_token
-from megatrain.memory.host_store import HostStore
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step saw.
-
-    Attributes:
-        loss: sum of losses over sum of targets, over all micro-batches of the step; 0 if there was no target.
-        grad_norm: global L2 norm before clipping; None until `step` was called.
-        skipped: no update was made: a non-finite loss or gradient, or no target.
-        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download).
-    """
-
-    loss: float
-    target_tokens: int
-    grad_norm: float | None = None
-    skipped: bool = False
-    stalls_s: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Mean loss over all targets of an evaluation."""
-
-    loss: float
-    target_tokens: int
 
 
 class _NotFinite(Exception):
@@ -99,36 +73,41 @@ class Engine:
 
     def _open(self, resources: ExitStack) -> None:
         """Allocate all memory and start all threads; `resources` closes them in reverse order: whoever uses before what is used."""
-        skeleton, settings, cuda = self.skeleton, self.settings, self.device.type == "cuda"
-        layouts, dtype = layouts_of(skeleton.anatomy), PRECISIONS[self.precision]
-        specs = state_specs(self.optimizer, self.precision, clip=self.max_grad_norm is not None, sums=settings.sums)
-        self.store = resources.enter_context(HostStore(layouts, specs, pinned=cuda, threads=max(settings.update_threads, 1)))
+        skeleton, settings, cuda, clip = self.skeleton, self.settings, self.device.type == "cuda", self.max_grad_norm is not None
+        layouts, dtype, threads = layouts_of(skeleton.anatomy), PRECISIONS[self.precision], settings.update_threads
+        placement = Placement.of(settings, len(layouts))
+        with naming_the_gpu("the resident blocks' state"):
+            self.store = resources.enter_context(
+                open_store(layouts, self.optimizer, self.precision, placement, clip=clip, device=self.device, threads=threads)
+            )
         self._ring: GradientRing | None = None
-        if self.max_grad_norm is None:
-            self._ring = GradientRing(max(x.numel for x in layouts), dtype, pinned=cuda, wait_ready=self.wait_ready)
+        if not clip:
+            largest = max((layout.numel for layout in layouts[placement.resident :]), default=0)
+            self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready)
             resources.callback(self._ring.close)
-        self._updater = Updater(self.store, self.optimizer, settings.update_threads)
+        self._compute = Compute(self.device)
+        self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
-        self._compute, self._download = Compute(self.device), Lane("download", self.device)
+        self._download, self._upload = Lane("download", self.device), Lane("upload", self.device)
         resources.callback(self._download.close)
-        self._upload = Lane("upload", self.device)
         resources.callback(self._upload.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
             self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
+            tied = {0} if skeleton.anatomy.embed_feeds_head else set()
             self._gradients = Gradients(
                 layouts,
                 dtype,
-                settings.sums,
-                [0] if skeleton.anatomy.embed_feeds_head else [],
+                placement.resident,
+                sorted(tied | set(range(placement.summed))),
                 self._compute,
                 self._upload,
                 self._download,
                 self._destination,
-                (lambda block: self.store.array("grad_sum", block)) if settings.sums == "host" else None,
+                (lambda block: self.store.array("grad_sum", block)) if placement.sums_travel else None,
             )
             parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
             skeleton.move_buffers(self.device)
-        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings.head_chunk, self.seed)
+        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings, self.seed)
 
     # -- making one -----------------------------------------------------------------------------------------------------------
 
@@ -146,8 +125,10 @@ class Engine:
 
         return from_config(config, **options)
 
-    def _destination(self, block: int) -> torch.Tensor:
-        """Where a block's finished gradient goes on the host."""
+    def _destination(self, block: int) -> torch.Tensor | None:
+        """Where a block's finished gradient goes; None if it stays where it was summed, to be applied there."""
+        if self.store.is_resident(block):
+            return self.store.array("grad", block) if self._ring is None and self.settings.groups == 1 else None
         if self._ring is not None:
             return self._ring.take(block, self.store.layouts[block].numel)
         return self.store.array("grad", block)
@@ -188,8 +169,8 @@ class Engine:
                 raise _NotFinite
 
         self._passes.step = self.updates + self.skipped
-        with naming_the_gpu("a step's activations"), self._attention():
-            total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, self.settings.groups, on_gradient, on_loss)
+        with naming_the_gpu("a step's activations"), fastest_attention(self.device):
+            total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
         self._pending = pending
         return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
 
@@ -268,7 +249,9 @@ class Engine:
         self.updates += 1
         norm = self._gradients.norm(pending)
         if not math.isfinite(norm):
-            self._updater.wait_all(gradient.block for gradient in pending)  # raises: some blocks were updated and others were not
+            self._updater.give_up(diverged("a gradient"))
+            for gradient in pending:
+                self.wait_ready(gradient.block)  # raises, with the block's name if its own update found out
         return StepResult(result.loss, result.target_tokens, norm, False, result.stalls_s)
 
     def _rate(self, lr: float | None) -> float:
@@ -283,7 +266,7 @@ class Engine:
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with naming_the_gpu("an evaluation's activations"), self._attention(), torch.no_grad():
+        with naming_the_gpu("an evaluation's activations"), fastest_attention(self.device), torch.no_grad():
             total = float(self._passes.evaluate(micro_batches, loss))
         self._compute.take_stalls()
         return EvalResult(total / targets, round(targets))
@@ -294,7 +277,7 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        with naming_the_gpu("these logits"), self._attention(), torch.no_grad():
+        with naming_the_gpu("these logits"), fastest_attention(self.device), torch.no_grad():
             logits = self._passes.logits(input_ids, positions)
         self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
         self._compute.take_stalls()
@@ -309,10 +292,10 @@ class Engine:
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every tensor as the device computes with it; views of host memory, valid until the next step."""
+        """(name, weight) of every tensor as the device computes with it, on the CPU; the next step changes what lies in host RAM."""
         for block in self.anatomy.blocks:
             self.wait_ready(block.index)
-            yield from block.layout.views(self.store.array("weight", block.index)).items()
+            yield from block.layout.views(self.store.array("weight", block.index).cpu()).items()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and configuration as a Hugging Face folder, which transformers and vLLM load."""
@@ -356,17 +339,6 @@ class Engine:
         """Tell the engine that the store was written from outside, so that no block on the device is taken for current."""
         self._check_usable()
         self._streamer.invalidate()
-
-    def _attention(self) -> AbstractContextManager[None]:
-        """The order in which attention kernels are tried: cuDNN's first on Hopper and newer, where it is fastest, flash elsewhere."""
-        if self.device.type != "cuda":
-            return nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        if torch.cuda.get_device_capability(self.device) >= (9, 0) and not torch.are_deterministic_algorithms_enabled():
-            order.insert(0, SDPBackend.CUDNN_ATTENTION)
-        return sdpa_kernel(order, set_priority=True)
 
     def close(self) -> None:
         """Finish running updates, stop the threads, give the memory back. Closing twice is closing once."""

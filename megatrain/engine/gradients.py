@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One block's finished gradient: where it lands on the host, when, and its sum of squares (a one-element host tensor)."""
+    """One block's finished gradient: where it is, when, and its sum of squares on the host (one element, which lands with it).
+
+    `values` are of the gradient's dtype on the host; of a resident block on the device, where they may still be the fp32 sum, to be rounded
+    by whoever applies them.
+    """
 
     block: int
     values: torch.Tensor
@@ -35,43 +39,45 @@ class Gradient:
 class Gradients:
     """Sums each block's gradient over the micro-batches of a step.
 
-    Sums are fp32 and taken in micro-batch order whatever the mode, so groups do not change a bit.
+    Sums are fp32 and taken in micro-batch order wherever they live, so groups do not change a bit.
 
     Args:
         layouts: of all blocks, in execution order.
         dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
-        mode: "ring" (one group per step), "device" (sums of all blocks stay on the device between groups) or "host" (they travel).
-        resident: blocks whose sum stays on the device for the whole step in any mode: a tied embedding, from head to embed.
-        destination: where a block's finished gradient goes on the host, [numel] of `dtype`.
-        host_sums: for mode "host", a block's fp32 array on the host.
+        resident: the first so many blocks live on the device; their gradients do not leave it.
+        own: blocks whose sum stays on the device for the whole step: those that keep it between groups, and a tied embedding, whose
+            gradient begins at the head and ends at embed.
+        destination: where a block's finished gradient goes, [numel] of `dtype`; on the host, or on the device for a resident block. None: a
+            resident block's stays where it was summed.
+        host_sums: a block's fp32 array on the host, if sums travel there between groups.
     """
 
     def __init__(
         self,
         layouts: Sequence[FlatLayout],
         dtype: torch.dtype,
-        mode: str,
-        resident: Sequence[int],
+        resident: int,
+        own: Collection[int],
         compute: Compute,
         upload: Lane,
         download: Lane,
-        destination: Callable[[int], torch.Tensor],
+        destination: Callable[[int], torch.Tensor | None],
         host_sums: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.layouts = layouts
-        self.mode = mode
+        self.resident = resident
         self.compute, self.upload, self.download = compute, upload, download
         self.destination, self.host_sums = destination, host_sums
         device, pinned = compute.device, compute.is_cuda
-        kept = range(len(layouts)) if mode == "device" else resident
-        self._own = {block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in kept}
+        self._own = {block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in own}
         passing = [layout.numel for block, layout in enumerate(layouts) if block not in self._own]
-        count = SUM_BUFFERS if mode == "host" else 1
+        count = SUM_BUFFERS if host_sums else 1
         self._ring = [Buffer(torch.zeros(max(passing), device=device)) for _ in range(count)] if passing else []
         largest = max(layout.numel for layout in layouts)
         self._staging = [Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(STAGING_BUFFERS)]
         self._square_sums = torch.zeros(len(layouts), device=device)
         self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
+        self._landed_square_sums = torch.zeros(len(layouts), pin_memory=pinned)
         self._turn = 0
         self._open: dict[int, tuple[Buffer, dict[str, torch.Tensor], Event | None]] = {}
         self._sums_landed: dict[int, Event] = {}
@@ -137,15 +143,24 @@ class Gradients:
         return None
 
     def _finish(self, block: int, total: torch.Tensor, buffer: Buffer) -> Gradient:
-        staging = self._staging[block % STAGING_BUFFERS]
-        self.compute.wait(staging.free, "download")  # wait: an earlier gradient still leaves this buffer
-        finished = staging.flat[: total.numel()]
-        finished.copy_(total)
+        """Measure the gradient as it will be applied, rounded, and send it on its way."""
+        target, scalar = self.destination(block), self._landed_square_sums[block : block + 1]
+        if block < self.resident:
+            self._square_sums[block] = square_sum(self._rounded(block, total) if target is None else target.copy_(total))
+            return Gradient(block, total if target is None else target, self.compute.record(), scalar)
+        assert target is not None
+        finished = self._rounded(block, total)
         self._square_sums[block] = square_sum(finished)
         buffer.free = self.compute.record()
-        values, scalar = self.destination(block), self._square_sums_host[block : block + 1]
-        staging.free = landed = self._send(finished, values, (self._square_sums[block : block + 1], scalar))
-        return Gradient(block, values, landed, scalar)
+        landed = self._send(finished, target, (self._square_sums[block : block + 1], scalar))
+        self._staging[block % STAGING_BUFFERS].free = landed
+        return Gradient(block, target, landed, scalar)
+
+    def _rounded(self, block: int, total: torch.Tensor) -> torch.Tensor:
+        """`total` in the gradients' dtype, in a staging buffer."""
+        staging = self._staging[block % STAGING_BUFFERS]
+        self.compute.wait(staging.free, "download")  # wait: an earlier gradient still leaves this buffer
+        return staging.flat[: total.numel()].copy_(total)
 
     def _send(self, source: torch.Tensor, target: torch.Tensor, scalar: tuple[torch.Tensor, torch.Tensor] | None = None) -> Event:
         ready = self.compute.record()
@@ -158,10 +173,12 @@ class Gradients:
 
         return self.download.submit(job)
 
-    def norm(self, blocks: Sequence[Gradient]) -> float:
-        """Global L2 norm of the finished gradients, as they will be applied. Waits for all of them to land."""
-        for gradient in blocks:
-            gradient.landed.synchronize()
+    def norm(self, finished: Sequence[Gradient]) -> float:
+        """Global L2 norm of the step's finished gradients, as they will be applied. Waits for the computation, not for the GPU's downloads."""
+        for gradient in finished:
+            gradient.landed.wait_host()  # raises what a download failed with, before anything is updated
+        self._square_sums_host.copy_(self._square_sums, non_blocking=True)
+        self.compute.synchronize()  # wait: the sums of squares must have been computed
         return float(self._square_sums_host.double().sum().sqrt())
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.errors import ConfigError
 from megatrain.memory.host_store import ArraySpec
+from megatrain.memory.layout import FlatLayout
+from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -15,47 +18,92 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine divides a step and the memory; the planner's choices, or yours.
+    """How the engine divides a step and the memory; the planner's choices, or yours. Numbers beyond what the model has mean all of it.
 
     Attributes:
-        groups: the micro-batches of a step are cut into so many groups; each weight crosses to the device once per group and direction.
-        sums_on_device: with several groups, fp32 gradient sums of all blocks stay on the device (4 bytes a parameter), else they travel.
+        groups: the micro-batches of a step are cut into so many groups; each streamed weight crosses to the device once per group and
+            direction.
+        resident: the first so many blocks (embed, the layers, head) live on the device with their optimizer state, and are updated there.
+        sums_on_device: with several groups, the first so many blocks keep their fp32 gradient sums on the device between groups (4 bytes a
+            parameter; resident blocks always do), the others' travel.
+        retained: the last so many layers keep their graphs from forward to backward; the others are computed again in backward.
+        offload: boundary activations wait in host RAM between forward and backward.
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
         compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
 
-    Raises ConfigError for a number below 1.
+    Raises ConfigError for a number out of range.
     """
 
     groups: int = 1
-    sums_on_device: bool = False
+    resident: int = 0
+    sums_on_device: int = 0
+    retained: int = 0
+    offload: bool = False
     head_chunk: int = 2048
     update_threads: int = 2
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("groups", "head_chunk", "update_threads"):
+        smallest = {"groups": 1, "head_chunk": 1, "update_threads": 1, "resident": 0, "sums_on_device": 0, "retained": 0}
+        for name, least in smallest.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
+
+
+ALL = 1 << 30  # for `resident`, `sums_on_device` and `retained`: every block or layer there is
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which blocks live where, of a model with `blocks` of them.
+
+    Attributes:
+        resident: the first so many live on the device, with their optimizer state.
+        summed: the first so many keep fp32 gradient sums on the device from group to group; 0 if there is one group.
+        several: there are several groups, so that the other blocks' sums travel.
+    """
+
+    blocks: int
+    resident: int
+    summed: int
+    several: bool
+
+    @classmethod
+    def of(cls, settings: Settings, blocks: int) -> Placement:
+        resident, several = min(settings.resident, blocks), settings.groups > 1
+        return cls(blocks, resident, min(max(settings.sums_on_device, resident), blocks) if several else 0, several)
 
     @property
-    def sums(self) -> str:
-        """Where fp32 gradient sums live between groups: nowhere, on the device, or streamed to and from the host."""
-        if self.groups == 1:
-            return "ring"
-        return "device" if self.sums_on_device else "host"
+    def sums_travel(self) -> bool:
+        return self.several and self.summed < self.blocks
 
 
-def state_specs(optimizer: Optimizer, precision: str, *, clip: bool, sums: str) -> list[ArraySpec]:
-    """The arrays of every block in host RAM (DESIGN: the bytes)."""
+def open_store(
+    layouts: Sequence[FlatLayout],
+    optimizer: Optimizer,
+    precision: str,
+    placement: Placement,
+    *,
+    clip: bool,
+    device: torch.device,
+    threads: int,
+) -> Store:
+    """The arrays of every block, where the placement says (DESIGN: the bytes)."""
     dtype = PRECISIONS[precision]
-    specs = [ArraySpec("weight", dtype, transferred=True)]
+    kept = [ArraySpec("weight", dtype, transferred=True)]
     if precision == "bfloat16":
-        specs.append(ArraySpec("remainder", torch.int16))
-    specs += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
-    if clip:
-        specs.append(ArraySpec("grad", dtype, transferred=True))
-    if sums == "host":
-        specs.append(ArraySpec("grad_sum", torch.float32, transferred=True))
-    return specs
+        kept.append(ArraySpec("remainder", torch.int16))
+    kept += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
+    grad = [ArraySpec("grad", dtype, transferred=True)] if clip else []
+    sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if placement.sums_travel else []
+    return Store(
+        layouts,
+        [*kept, *grad, *sums],
+        first={"grad_sum": placement.summed} if sums else {},
+        resident=placement.resident,
+        resident_arrays=kept if placement.several else [*kept, *grad],  # between groups, sums hold the gradient
+        device=device,
+        threads=threads,
+    )

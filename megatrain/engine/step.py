@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.head import loss_and_gradients, loss_sum
+from megatrain.engine.settings import Settings
 from megatrain.engine.streamer import Streamer
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE, Loss, Targets, find_targets
@@ -23,13 +24,17 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass
 class MicroBatch:
-    """A micro-batch in flight. `boundaries[i]` is the input of layer i; the last entry, the output of the last layer, becomes `grad`."""
+    """A micro-batch in flight. `boundaries[i]` is the input of layer i; the last entry, the output of the last layer, becomes `grad`.
+
+    `graphs[i]` holds (input, output) of a layer i that is retained, the one a leaf of the graph and the other its root.
+    """
 
     number: int  # in the step, whatever the grouping: dropout seeds depend on it
     inputs: dict[str, torch.Tensor]
     targets: Targets
     boundaries: list[torch.Tensor] = field(default_factory=list)
     calls: list[LayerCall] = field(default_factory=list)
+    graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     grad: torch.Tensor | None = None  # of the loss with respect to the boundary that backward has reached
 
     @property
@@ -88,18 +93,24 @@ class Passes:
 
     Args:
         parameters: of each block, in layout order, bound to the block's slot.
-        chunk: targets per chunk of the head.
         seed: of dropout.
     """
 
     def __init__(
-        self, skeleton: Skeleton, streamer: Streamer, gradients: Gradients, parameters: list[list[nn.Parameter]], chunk: int, seed: int
+        self,
+        skeleton: Skeleton,
+        streamer: Streamer,
+        gradients: Gradients,
+        parameters: list[list[nn.Parameter]],
+        settings: Settings,
+        seed: int,
     ) -> None:
         self.skeleton = skeleton
         self.streamer = streamer
         self.gradients = gradients
         self.parameters = parameters
-        self.chunk = chunk
+        self.chunk, self.groups = settings.head_chunk, settings.groups
+        self.first_retained = len(skeleton.layers) - settings.retained
         self.seed = seed
         self.device = streamer.compute.device
         self.step = 0  # of dropout seeds
@@ -113,7 +124,6 @@ class Passes:
         batches: Sequence[Batch],
         loss: Loss,
         scale: float,
-        groups: int,
         on_gradient: Callable[[Gradient], None],
         on_loss: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
@@ -124,7 +134,9 @@ class Passes:
         self.skeleton.set_training(True)
         self.gradients.begin_step()
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
-        grouped = cut([mb for mb in micro_batches if len(mb.targets)], groups)  # one without targets adds nothing, so it is not computed
+        grouped = cut(
+            [mb for mb in micro_batches if len(mb.targets)], self.groups
+        )  # one without targets adds nothing, so it is not computed
         total = torch.zeros((), device=self.device)
         route = [block for _ in grouped for block in self._there_and_back()]
         with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
@@ -174,7 +186,7 @@ class Passes:
 
     @torch.no_grad()
     def _forward(self, group: Sequence[MicroBatch], visits: Iterator[int], keep: bool = True) -> None:
-        """Sweep embed and the layers; keep every layer's input."""
+        """Sweep embed and the layers; keep every layer's input, and the whole graph of those that are retained."""
         assert next(visits) == self.embed
         for mb in group:
             self._seed_dropout(self.embed, mb)
@@ -184,10 +196,20 @@ class Passes:
             block = next(visits)
             for mb in group:
                 self._seed_dropout(block, mb)
-                hidden = self.skeleton.layer(index, mb.boundaries[-1], mb.calls[index])
+                if keep and index >= self.first_retained:
+                    mb.graphs[index] = self._graph(index, mb)
+                    hidden = mb.graphs[index][1].detach()
+                else:
+                    hidden = self.skeleton.layer(index, mb.boundaries[-1], mb.calls[index])
                 if not keep:
                     mb.boundaries.clear()
                 mb.boundaries.append(hidden)
+
+    def _graph(self, index: int, mb: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer on its kept input, for gradients: (input, output)."""
+        hidden = mb.boundaries[-1].detach().requires_grad_()
+        with torch.enable_grad():
+            return hidden, self.skeleton.layer(index, hidden, mb.calls[index])
 
     def _turn(self, group: Sequence[MicroBatch], loss: Loss, scale: float, visits: Iterator[int]) -> torch.Tensor:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
@@ -218,7 +240,7 @@ class Passes:
         return total
 
     def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool, on_gradient: Callable[[Gradient], None]) -> None:
-        """Sweep the layers in reverse and embed: recompute each from its kept input, then back-propagate."""
+        """Sweep the layers in reverse and embed: recompute each from its kept input unless it is retained, then back-propagate."""
         for index in reversed(range(len(self.skeleton.layers))):
             block = next(visits)
             self.gradients.open(block)
@@ -238,10 +260,11 @@ class Passes:
         self._close(self.embed, last, on_gradient)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
-        self._seed_dropout(block, mb)
-        hidden = mb.boundaries.pop().detach().requires_grad_()
-        with torch.enable_grad():
-            output = self.skeleton.layer(index, hidden, mb.calls[index])
+        if index < self.first_retained:
+            self._seed_dropout(block, mb)
+            mb.graphs[index] = self._graph(index, mb)
+        hidden, output = mb.graphs.pop(index)
+        mb.boundaries.pop()
         grads = torch.autograd.grad(output, [hidden, *self.parameters[block]], mb.grad, allow_unused=True)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))

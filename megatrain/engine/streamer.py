@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.memory.host_store import HostStore
+from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import flat_alias
 
@@ -19,27 +19,34 @@ class Slot:
     """A flat buffer on the device. Parameters are views of `flat`; uploads write through `target`, the same memory under a version
     counter of its own, so that graphs retained over a re-fill with the same weights stay valid."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.zeros(numel, dtype=dtype, device=device)
-        self.target = flat_alias(self.flat)
-        self.holds: int | None = None  # the block whose current weights are here or on their way
+    def __init__(self, flat: torch.Tensor, home_of: int | None = None) -> None:
+        self.flat = flat
+        self.target = flat_alias(flat)
+        self.holds = home_of  # the block whose current weights are here or on their way
         self.landed: Event | None = None
         self.free: Event | None = None  # completes when the computation has last read, or first zeroed, this slot
 
 
-def slot_sizes(anatomy: Anatomy) -> tuple[list[int], list[int]]:
-    """(elements of each slot, slot index of each block).
+def slot_sizes(anatomy: Anatomy, resident: int = 0) -> tuple[list[int], list[int | None]]:
+    """(elements of each slot, slot index of each block; None for the first `resident` blocks, which have memory of their own).
 
     Layers alternate between LAYER_SLOTS slots. The embedding and the head share an edge slot, being needed one after the other, unless
     they are tied: then the embedding stays in its slot from the first layer to the head, and the head's own tensors get a small one.
     """
     numels = [block.layout.numel for block in anatomy.blocks]
-    count = min(LAYER_SLOTS, anatomy.layers)
-    sizes = [max(numels[1:-1])] * count
-    of_layers = [i % count for i in range(anatomy.layers)]
-    if anatomy.embed_feeds_head:
-        return [*sizes, numels[0], numels[-1]], [count, *of_layers, count + 1]
-    return [*sizes, max(numels[0], numels[-1])], [count, *of_layers, count]
+    index: list[int | None] = [None] * len(numels)
+    head = len(numels) - 1
+    layers = range(max(1, resident), head)
+    count = min(LAYER_SLOTS, len(layers))
+    sizes = [max((numels[block] for block in layers), default=0)] * count
+    for number, block in enumerate(layers):
+        index[block] = number % count
+    edges = [block for block in (0, head) if block >= resident]
+    for slots in [[block] for block in edges] if anatomy.embed_feeds_head else [edges] if edges else []:
+        for block in slots:
+            index[block] = len(sizes)
+        sizes.append(max(numels[block] for block in slots))
+    return sizes, index
 
 
 class Streamer:
@@ -50,20 +57,22 @@ class Streamer:
     """
 
     def __init__(
-        self, anatomy: Anatomy, store: HostStore, dtype: torch.dtype, compute: Compute, upload: Lane, wait_ready: Callable[[int], None]
+        self, anatomy: Anatomy, store: Store, dtype: torch.dtype, compute: Compute, upload: Lane, wait_ready: Callable[[int], None]
     ) -> None:
         self.store = store
         self.compute = compute
         self.upload = upload
         self.wait_ready = wait_ready
-        sizes, self._slot_index = slot_sizes(anatomy)
-        self.slots = [Slot(size, dtype, compute.device) for size in sizes]
+        sizes, index = slot_sizes(anatomy, store.resident)
+        self.slots = [Slot(torch.zeros(size, dtype=dtype, device=compute.device)) for size in sizes]
         for slot in self.slots:
             slot.free = compute.record()
+        homes = [Slot(store.array("weight", block), home_of=block) for block in range(store.resident)]
+        self._slot_of = [homes[block] if number is None else self.slots[number] for block, number in enumerate(index)]
         self._also_reads = {anatomy.head.index: self.slot_of(0)} if anatomy.embed_feeds_head else {}
 
     def slot_of(self, block: int) -> Slot:
-        return self.slots[self._slot_index[block]]
+        return self._slot_of[block]
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""
@@ -91,9 +100,10 @@ class Streamer:
         while fetched < len(visits):
             block = visits[fetched]
             slot = self.slot_of(block)
-            if any(self.slot_of(earlier) is slot and earlier != block for earlier in visits[position:fetched]):
-                break
-            self._fetch(block, slot)
+            if not self.store.is_resident(block):
+                if any(self.slot_of(earlier) is slot and earlier != block for earlier in visits[position:fetched]):
+                    break
+                self._fetch(block, slot)
             fetched += 1
         return fetched
 
@@ -115,6 +125,6 @@ class Streamer:
         slot.holds = block
 
     def invalidate(self) -> None:
-        """Forget what the slots hold: the weights in the store have changed or are about to."""
+        """Forget what has travelled into the slots: the weights in the store have changed or are about to."""
         for slot in self.slots:
             slot.holds = None

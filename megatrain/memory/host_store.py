@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,31 +25,40 @@ class ArraySpec:
 
 
 class HostStore:
-    """Owns the arrays of all blocks in host RAM. Use as a context manager, or `close` it.
+    """Owns arrays of blocks in host RAM. Use as a context manager, or `close` it.
 
     Args:
         layouts: one per block, in execution order.
         arrays: the arrays of each block; all share its layout. New arrays are zero.
+        first: the block from which on arrays are kept here; a mapping gives some arrays a first block of their own.
         pinned: pin transferred arrays for CUDA.
         threads: for the first touch.
     """
 
-    def __init__(self, layouts: Sequence[FlatLayout], arrays: Iterable[ArraySpec], *, pinned: bool = False, threads: int = 8) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        arrays: Iterable[ArraySpec],
+        *,
+        first: Mapping[str, int] | int = 0,
+        pinned: bool = False,
+        threads: int = 8,
+    ) -> None:
         self.layouts = tuple(layouts)
         self.arrays = {spec.name: spec for spec in arrays}
         self._slabs: list[Slab] = []
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         try:
             for spec in self.arrays.values():
-                self._place(spec, pinned and spec.transferred, threads)
+                start = first if isinstance(first, int) else first.get(spec.name, 0)
+                self._place(spec, start, pinned and spec.transferred, threads)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, spec: ArraySpec, pinned: bool, threads: int) -> None:
-        """Cut the array of all blocks into slabs at block boundaries."""
+    def _place(self, spec: ArraySpec, start: int, pinned: bool, threads: int) -> None:
+        """Cut the array of all blocks from `start` on into slabs at block boundaries."""
         sizes = [round_up(layout.numel * spec.dtype.itemsize, PAGE) for layout in self.layouts]
-        start = 0
         while start < len(sizes):
             stop = start + 1
             while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:

@@ -240,8 +240,12 @@ def read_chunks(stored: StoredTensor, chunk: int = CHUNK_ELEMENTS) -> Iterator[t
 
 
 def read_into(stored: StoredTensor, out: torch.Tensor) -> None:
-    """Read a tensor straight into `out`, a contiguous CPU tensor of its dtype and number of elements."""
+    """Read a tensor into `out`, a contiguous tensor of its dtype and number of elements: straight, or in chunks if it lies on a GPU."""
     assert (out.dtype, out.numel()) == (stored.dtype, stored.numel), (stored, out.dtype, out.shape)
+    if not out.is_cpu:
+        for begin, values in read_chunks(stored):
+            out.view(-1)[begin : begin + values.numel()].copy_(values)
+        return
     fd = open_regular(stored.path)
     try:
         _fill(fd, bytes_of(out), stored.offset, stored.path)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.memory.host_store import HostStore
 from megatrain.memory.layout import TensorSpec
+from megatrain.memory.store import Arrays
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.pretrained import Source, load_config, load_config_and_tokenizer, resolve_source
@@ -43,7 +43,7 @@ class Candidate:
     chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
 
-def load_weights(anatomy: Anatomy, store: HostStore, source: Source) -> None:
+def load_weights(anatomy: Anatomy, store: Arrays, source: Source) -> None:
     """Fill the store's weights (and remainders) from a resolved source. Raises as `load_pretrained` and `load_gguf`."""
     if source.kind == "gguf":
         load_gguf(anatomy, store, source.file)
@@ -51,7 +51,7 @@ def load_weights(anatomy: Anatomy, store: HostStore, source: Source) -> None:
         load_pretrained(anatomy, store, source.path)
 
 
-def load_pretrained(anatomy: Anatomy, store: HostStore, folder: Path | str) -> None:
+def load_pretrained(anatomy: Anatomy, store: Arrays, folder: Path | str) -> None:
     """Fill the store's weights (and remainders) from the safetensors files of a Hugging Face folder, a few megabytes at a time.
 
     fp32, bf16 and fp16 sources are kept exactly. Names with and without the base model's prefix are understood.
@@ -68,7 +68,7 @@ def _from_file(stored: StoredTensor) -> Candidate:
     return Candidate(f"{stored.path}: {stored.name}", stored.dtype, stored.shape, lambda: read_chunks(stored))
 
 
-def load_gguf(anatomy: Anatomy, store: HostStore, path: Path | str, config: PretrainedConfig | None = None) -> None:
+def load_gguf(anatomy: Anatomy, store: Arrays, path: Path | str, config: PretrainedConfig | None = None) -> None:
     """Fill the store from a GGUF file, de-quantised to fp32 by transformers (which holds all of it in RAM meanwhile).
 
     Its `from_pretrained` would do the same, but wants the accelerate package only to read a file.
@@ -106,7 +106,7 @@ class Place:
     spec: TensorSpec
 
 
-def copy_in(anatomy: Anatomy, store: HostStore, candidates: Mapping[str, Candidate], where: str) -> None:
+def copy_in(anatomy: Anatomy, store: Arrays, candidates: Mapping[str, Candidate], where: str) -> None:
     """Check every candidate against the anatomy, then copy them with a few threads. Raises ModelError as `load_pretrained`."""
     places = {spec.name: Place(block.index, spec) for block in anatomy.blocks for spec in block.layout.tensors}
     found = match_names(anatomy, candidates, where)
@@ -185,7 +185,7 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
 # -- copying ------------------------------------------------------------------------------------------------------------------------
 
 
-def fill(store: HostStore, place: Place, candidate: Candidate) -> None:
+def fill(store: Arrays, place: Place, candidate: Candidate) -> None:
     """Copy one tensor into its place as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
     Raises:

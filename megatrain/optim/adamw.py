@@ -52,16 +52,30 @@ class AdamW:
     def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
         """One AdamW update of a flat range, in place; the contract is `Optimizer.update`'s.
 
-        `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it; "exp_avg", "exp_avg_sq" float32.
+        `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it; "exp_avg", "exp_avg_sq" float32. A
+        float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
-        from megatrain.optim import kernels
-
         assert step >= 1, step
         scalars = self.scalars(lr, weight_decay, step, grad_scale)
+        (self._update_on_gpu if views["weight"].is_cuda else self._update_on_cpu)(views, scalars)
+
+    def _update_on_gpu(self, views: dict[str, Tensor], scalars: list[np.float32]) -> None:
+        from megatrain.optim import cuda_kernels
+
+        arrays = [views[name] for name in ("weight", "remainder", "exp_avg", "exp_avg_sq", "grad") if name in views]
+        if "remainder" not in views:
+            name = "adamw_float32"
+        else:
+            name = "adamw_split" if views["grad"].dtype == torch.bfloat16 else "adamw_split_of_sums"
+        cuda_kernels.launch(name, arrays, scalars)
+
+    def _update_on_cpu(self, views: dict[str, Tensor], scalars: list[np.float32]) -> None:
+        from megatrain.optim import kernels
+
         moments = numpy_of(views["exp_avg"], torch.float32), numpy_of(views["exp_avg_sq"], torch.float32)
         if "remainder" in views:
             halves = numpy_of(views["weight"], torch.bfloat16), numpy_of(views["remainder"], torch.int16)
-            grad = numpy_of(views["grad"], torch.bfloat16)
+            grad = numpy_of(views["grad"].to(torch.bfloat16), torch.bfloat16)
             assert len({a.size for a in (*halves, *moments, grad)}) == 1, "slices of unequal length"
             kernels.adamw_split()(*halves, *moments, grad, *scalars)
         else:

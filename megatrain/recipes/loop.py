@@ -6,30 +6,35 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
+from megatrain.advice import Facts, advise
 from megatrain.checkpoint import save_checkpoint, write_final
 from megatrain.config import Config
 from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import MicroBatch, StepBatch
-from megatrain.engine.engine import Engine, StepResult
+from megatrain.engine.engine import Engine
+from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
 from megatrain.flops import Work
 from megatrain.losses import next_token
 from megatrain.meters import GpuMeter, host_bytes
-from megatrain.metrics import MetricsWriter, StepMetrics, StepTime
+from megatrain.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.report import Progress
+from megatrain.tracing import tracing
 
 logger = logging.getLogger("megatrain")
 
+TRACED_STEP = 3  # of a process: the first compiles, and the second is the first that finds an update to wait for
 NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped and forgotten; so many in a row mean that the weights are lost
 
 
@@ -51,6 +56,11 @@ class Run:
     work: Work
     gpu_name: str | None
     total_steps: int
+    facts: Facts  # what the advice goes by, besides times
+    trace: Path | None = None  # where the timeline of one step goes, if anywhere
+    traced_step: int = 0
+    steady: SteadyTime = field(default_factory=SteadyTime)
+    advice: str = ""  # the latest
     step: int = 0
     tokens: int = 0
     best: dict[str, Any] = field(default_factory=dict)  # step and loss of the best evaluation so far
@@ -70,6 +80,10 @@ class Run:
             min_ratio=train.min_lr_ratio,
             **shares,
         )
+
+    def watch(self, path: Path | None) -> None:
+        """Write the timeline of one step to come to `path`: a steady one, if the run is long enough. None: of no step."""
+        self.trace, self.traced_step = path, min(self.step + TRACED_STEP, self.total_steps)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the engine: JSON-able, and where a resumed run begins."""
@@ -119,12 +133,18 @@ def due(every: int | None, step: int) -> bool:
 
 def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     """One optimizer step, its metrics written and shown."""
-    started, rate = time.perf_counter(), run.learning_rate
-    result = run.engine.train_step(batch.micro_batches, next_token, rate)
-    seconds = time.perf_counter() - started + data_s
+    rate = run.learning_rate
+    with traced(run):
+        started = time.perf_counter()
+        result = run.engine.train_step(batch.micro_batches, next_token, rate)
+        seconds = time.perf_counter() - started + data_s
     run.step += 1
     run.tokens += batch.tokens
+    spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
+    run.steady.add(spent)
     lengths = [int(n) for mb in batch.micro_batches for n in row_lengths(mb)]
+    mfu = run.work.mfu(lengths, seconds, run.gpu_name)
+    run.advice = advise(run.steady.total, run.facts, mfu)
     metrics = StepMetrics(
         step=run.step,
         loss=result.loss,
@@ -136,15 +156,27 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         step_s=seconds,
         tokens_per_s=batch.tokens / seconds,
         tflops=run.work.tflops(batch.tokens, seconds),
-        mfu=run.work.mfu(lengths, seconds, run.gpu_name),
+        mfu=mfu,
         gpu_peak_bytes=run.meter.peak_bytes(),
         host_bytes=host_bytes(),
         skipped=result.skipped,
-        time=StepTime.of(seconds, {**result.stalls_s, "data": data_s}),
+        time=spent,
+        advice=run.advice,
     )
     run.writer.write_step(metrics)
     run.progress.step(metrics)
     watch(run, batch, result)
+
+
+@contextmanager
+def traced(run: Run) -> Iterator[None]:
+    """Watch the step about to be made, if it is the one to be watched, and show what took longest in it. Raises StorageError."""
+    if run.trace is None or run.step + 1 != run.traced_step:
+        yield
+        return
+    with tracing(run.trace, run.engine.device) as trace:
+        yield
+    run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
 def row_lengths(micro_batch: MicroBatch) -> Sequence[int]:
@@ -181,13 +213,15 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     """Mean loss over the held-out rows, written and shown; None if nothing is held out, or the run was asked to stop before the end."""
     if run.held_out is None:
         return None
+    started = time.perf_counter()
     batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows)
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
     loss, targets = mean
-    run.writer.write_eval(run.step, loss, targets)
-    run.progress.evaluated(run.step, loss)
+    seconds = time.perf_counter() - started
+    run.writer.write_eval(run.step, loss, targets, seconds)
+    run.progress.evaluated(run.step, loss, seconds)
     return loss
 
 
@@ -221,6 +255,7 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 def save(run: Run, loss: float | None) -> None:
     """A checkpoint of this step, whose held-out loss is `loss` if it was computed. The pending update finishes while it is written."""
     config, model, before = run.config.checkpoint, run.model, run.best
+    started = time.perf_counter()
     best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
     if best:
         run.best = {"step": run.step, "loss": loss}
@@ -229,7 +264,7 @@ def save(run: Run, loss: float | None) -> None:
     except StorageError:
         run.best = before
         raise
-    logger.info(f"saved {path}")
+    run.progress.saved(path, time.perf_counter() - started)
 
 
 def try_to_save(run: Run, loss: float | None) -> bool:

@@ -20,7 +20,7 @@ from megatrain.data.dataset import Rows
 from megatrain.engine.build import choose_device, choose_precision, randomize
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.settings import PRECISIONS, Settings
+from megatrain.engine.settings import ALL, PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, keep_heap_small, probe
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
@@ -194,7 +194,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         device=parts.machine.device,
         settings=Settings(
             groups=choices.groups,
-            sums_on_device=choices.gradient_sums == "device",
+            sums_on_device=ALL if choices.gradient_sums == "device" else 0,
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,
             compile=choose_compile(config, parts),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.step import MicroBatch
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.losses import NextToken, Targets
@@ -30,7 +30,18 @@ from tests.support import (
 )
 
 STEPS = [micro_batches(seed) for seed in range(5)]
-GROUPINGS = [Settings(groups=2), Settings(groups=3), Settings(groups=8, sums_on_device=True)]
+GROUPINGS = [Settings(groups=2), Settings(groups=3), Settings(groups=8, sums_on_device=ALL)]
+
+
+PLACEMENTS = [
+    Settings(resident=1, head_chunk=7),
+    Settings(resident=3, retained=1, head_chunk=7),
+    Settings(retained=ALL, head_chunk=7),
+    Settings(resident=ALL, retained=ALL, head_chunk=7),
+    Settings(groups=2, resident=2, retained=2, head_chunk=7),
+    Settings(groups=3, resident=1, sums_on_device=3, head_chunk=7),
+    Settings(groups=8, resident=ALL, retained=ALL, head_chunk=7),
+]
 
 
 def run(engine: Engine, steps: list[list[Batch]] = STEPS) -> tuple[Trace, dict[tuple[str, int], Tensor]]:
@@ -78,6 +89,40 @@ def test_groups_change_no_bit_where_embeddings_are_not_tied(settings):
     assert grouped.losses == pytest.approx(whole.losses, rel=1e-6)
     assert grouped.norms == whole.norms
     assert differing(state, again) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
+def test_where_state_lives_and_what_is_retained_change_no_bit(settings, clip, precision):
+    config = tiny_config("mistral-sliding")
+    streamed, state = run(engine_of(config, precision=precision, max_grad_norm=clip))
+    placed, again = run(engine_of(config, precision=precision, max_grad_norm=clip, settings=settings))
+    assert placed.losses == pytest.approx(streamed.losses, rel=1e-6)
+    assert placed.norms == streamed.norms
+    assert differing(state, again) == []
+
+
+@pytest.mark.parametrize("settings", [Settings(resident=1, head_chunk=7), Settings(resident=ALL, retained=ALL, head_chunk=7)], ids=str)
+def test_nor_do_they_where_embeddings_are_tied_and_units_drop_out(settings):
+    for family, changes in (("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})):
+        config = tiny_config(family, **changes)
+        streamed, state = run(engine_of(config))
+        placed, again = run(engine_of(config, settings=settings))
+        assert (placed.losses, placed.norms) == (streamed.losses, streamed.norms)
+        assert differing(state, again) == []
+
+
+def test_resident_blocks_take_no_host_memory():
+    config = tiny_config("llama")
+    with engine_of(config) as streamed, engine_of(config, settings=Settings(resident=2)) as mixed:
+        blocks = len(streamed.anatomy.blocks)
+        here = sum(layout.numel for layout in mixed.store.layouts[:2])
+        assert mixed.store.device.nbytes == 4 * here * 4  # weight, two moments and the gradient, fp32
+        assert streamed.store.nbytes - mixed.store.nbytes == pytest.approx(4 * here * 4, abs=4 * (2 << 20))
+        assert {mixed.store.is_resident(block) for block in range(2, blocks)} == {False}
+    with engine_of(config, settings=Settings(resident=ALL)) as whole:
+        assert whole.store.nbytes == 0
 
 
 @pytest.mark.parametrize("settings", GROUPINGS, ids=str)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.gradients import SUM_BUFFERS, Gradient, Gradients, square_sum
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Placement, Settings
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
 from tests.support import differing
@@ -25,12 +25,21 @@ MODES = ("ring", "device", "host")
 class Rig:
     """Gradient sums on the CPU, with everything they write to."""
 
-    def __init__(self, mode: str, dtype: torch.dtype, resident: list[int]) -> None:
+    def __init__(self, mode: str, dtype: torch.dtype, own: list[int], resident: int) -> None:
+        self.resident = resident
         self.host = {block: torch.full((x.numel,), 7.0, dtype=dtype) for block, x in enumerate(LAYOUTS)}
         self.sums = {block: torch.full((x.numel,), 9.0) for block, x in enumerate(LAYOUTS)}
         self.compute, self.upload, self.download = Compute(CPU), Lane("upload"), Lane("download")
         self.gradients = Gradients(
-            LAYOUTS, dtype, mode, resident, self.compute, self.upload, self.download, self.host.__getitem__, self.sums.__getitem__
+            LAYOUTS,
+            dtype,
+            resident,
+            list(range(len(LAYOUTS))) if mode == "device" else own,
+            self.compute,
+            self.upload,
+            self.download,
+            lambda block: None if mode == "device" and block < resident else self.host[block],
+            self.sums.__getitem__ if mode == "host" else None,
         )
 
     def step(self, groups: list[list[dict[int, dict[str, Tensor]]]]) -> list[Gradient]:
@@ -53,8 +62,8 @@ class Rig:
 
 
 @contextmanager
-def rig(mode: str = "ring", dtype: torch.dtype = torch.float32, resident: tuple[int, ...] = ()) -> Iterator[Rig]:
-    made = Rig(mode, dtype, list(resident))
+def rig(mode: str = "ring", dtype: torch.dtype = torch.float32, own: tuple[int, ...] = (), resident: int = 0) -> Iterator[Rig]:
+    made = Rig(mode, dtype, list(own), resident)
     yield made
     made.close()
 
@@ -83,17 +92,20 @@ def cut(items: list[dict[int, dict[str, Tensor]]], groups: int) -> list[list[dic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("resident", [(), (0,)], ids=["untied", "tied"])
+@pytest.mark.parametrize("resident", [0, 2, 4])
+@pytest.mark.parametrize("own", [(), (0,)], ids=["untied", "tied"])
 @pytest.mark.parametrize(("mode", "groups"), [("ring", 1), ("device", 1), ("device", 3), ("host", 1), ("host", 2), ("host", 6)])
-def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once(mode, groups, resident, dtype):
-    with rig(mode, dtype, resident) as made:
+def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once(mode, groups, own, resident, dtype):
+    with rig(mode, dtype, own, resident) as made:
         for step in range(2):  # the second must not see the first
             micro_batches = random_micro_batches(6, step)
             finished = made.step(cut(micro_batches, groups))
             norm = made.gradients.norm(finished)
             expected = expected_sums(micro_batches, dtype)
             assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
-            assert differing(made.host, expected) == []
+            for gradient in finished:
+                gradient.landed.synchronize()
+            assert differing({gradient.block: gradient.values.to(dtype) for gradient in finished}, expected) == []
             assert norm == pytest.approx(float(torch.cat([g.double() for g in expected.values()]).norm()), rel=1e-6)
 
 
@@ -103,7 +115,8 @@ def test_slow_downloads_lose_nothing(mode):
     with rig(mode, torch.bfloat16) as made:
         made.download.delay, made.upload.delay = (lambda: time.sleep(0.004)), (lambda: time.sleep(0.002))
         micro_batches = random_micro_batches(4)
-        made.gradients.norm(made.step(cut(micro_batches, groups)))
+        for gradient in made.step(cut(micro_batches, groups)):
+            gradient.landed.synchronize()
         assert differing(made.host, expected_sums(micro_batches, torch.bfloat16)) == []
 
 
@@ -123,7 +136,7 @@ def test_a_tensor_without_gradient_counts_as_zero():
 
 
 def test_an_embedding_used_twice_is_opened_by_the_head_and_closed_by_embed():
-    with rig(resident=(0,)) as made:
+    with rig(own=(0,)) as made:
         made.gradients.begin_step()
         made.gradients.open(0)
         made.gradients.add(0, {"a": torch.ones(5, 7)})
@@ -145,7 +158,8 @@ def test_an_abandoned_step_leaves_nothing_behind():
         made.gradients.open(3)
         made.gradients.add(3, {"a": torch.full((5, 7), 100.0)})
         micro_batches = random_micro_batches(2)
-        made.gradients.norm(made.step(cut(micro_batches, 2)))
+        for gradient in made.step(cut(micro_batches, 2)):
+            gradient.landed.synchronize()
         assert differing(made.host, expected_sums(micro_batches, torch.float32)) == []
 
 
@@ -167,7 +181,9 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
             time.sleep(0.04 if block == 2 else 0)  # in the same buffer: what arrives meanwhile must have arrived before
             made.gradients.add(block, dict(micro_batch[block]))
             finished.append(made.gradients.close(block, last_group=True))
-        made.gradients.norm([gradient for gradient in finished if gradient is not None])
+        for gradient in finished:
+            assert gradient is not None
+            gradient.landed.synchronize()
         assert differing(made.host, expected_sums([micro_batch], torch.float32)) == []
 
 
@@ -179,9 +195,21 @@ def test_device_buffers_do_not_depend_on_the_number_of_blocks(mode, largest_bloc
         assert made.gradients._own == {}
 
 
-def test_where_sums_live():
-    cases = {(1, True): "ring", (1, False): "ring", (2, True): "device", (2, False): "host"}
-    assert {case: Settings(groups=case[0], sums_on_device=case[1]).sums for case in cases} == cases
+@pytest.mark.parametrize(
+    ("settings", "resident", "summed", "travel"),
+    [
+        (Settings(), 0, 0, False),
+        (Settings(resident=2, sums_on_device=ALL), 2, 0, False),
+        (Settings(groups=2), 0, 0, True),
+        (Settings(groups=2, resident=3, sums_on_device=1), 3, 3, True),
+        (Settings(groups=2, resident=1, sums_on_device=4), 1, 4, True),
+        (Settings(groups=2, resident=ALL), 6, 6, False),
+    ],
+    ids=str,
+)
+def test_where_state_and_sums_live(settings, resident, summed, travel):
+    placement = Placement.of(settings, 6)
+    assert (placement.resident, placement.summed, placement.sums_travel) == (resident, summed, travel)
 
 
 def test_a_failed_download_is_raised_by_the_norm():

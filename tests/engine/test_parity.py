@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.optim import AdamW
 from tests.support import (
     FAMILIES,
@@ -143,7 +143,7 @@ def test_greedy_generation_equals_transformers():
 # -- bfloat16 with fp32 master weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "settings"), [("qwen2-tied", Settings()), ("falcon-40b", Settings(groups=2, sums_on_device=True))])
+@pytest.mark.parametrize(("family", "settings"), [("qwen2-tied", Settings()), ("falcon-40b", Settings(groups=2, sums_on_device=ALL))])
 def test_bfloat16_follows_a_plain_fp32_loop_fed_with_the_same_gradients(family, settings):
     config = tiny_config(family)
     with engine_of(config, precision="bfloat16", optimizer=AdamW(weight_decay=DECAY), max_grad_norm=MAX_NORM, settings=settings) as engine:

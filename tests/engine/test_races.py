@@ -9,15 +9,17 @@ from functools import cache
 import pytest
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
 MODES = {
     "one group": Settings(),
-    "two groups, sums on the device": Settings(groups=2, sums_on_device=True),
+    "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
+    "front resident, end retained": Settings(resident=2, retained=2),
+    "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
 SLOW = [("upload",), ("download",), ("update",), LANES]
 

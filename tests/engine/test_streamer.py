@@ -12,8 +12,9 @@ from torch import nn
 
 from megatrain.engine.streamer import Slot, Streamer, slot_sizes
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
+from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, Block
 
 CPU = torch.device("cpu")
@@ -35,8 +36,9 @@ def there_and_back(layers: int) -> list[int]:
 class Rig:
     """A streamer over a store whose block i is full of i + 1. `uploads` notes blocks in the order in which they travelled."""
 
-    def __init__(self, shape: Anatomy) -> None:
-        self.store = HostStore([b.layout for b in shape.blocks], [ArraySpec("weight", torch.float32)])
+    def __init__(self, shape: Anatomy, resident: int = 0) -> None:
+        spec = ArraySpec("weight", torch.float32)
+        self.store = Store([b.layout for b in shape.blocks], [spec], device=CPU, resident=resident, resident_arrays=[spec])
         for block in shape.blocks:
             self.store.array("weight", block.index).fill_(block.index + 1)
         self.uploads: list[int] = []
@@ -59,8 +61,8 @@ class Rig:
 
 
 @contextmanager
-def rig(layers: int, tied: bool = False) -> Iterator[Rig]:
-    made = Rig(anatomy(layers, tied))
+def rig(layers: int, tied: bool = False, resident: int = 0) -> Iterator[Rig]:
+    made = Rig(anatomy(layers, tied), resident)
     yield made
     made.lane.close()
     made.store.close()
@@ -86,10 +88,14 @@ def test_tied_embeddings_keep_their_slot_until_the_head():
     assert slot_sizes(anatomy(4, tied=True))[1] == [2, 0, 1, 0, 1, 3]
 
 
-def test_every_slot_fits_its_largest_block():
-    shape = anatomy(3)
-    sizes, slot_of = slot_sizes(shape)
-    assert all(block.layout.numel <= sizes[slot] for block, slot in zip(shape.blocks, slot_of, strict=True))
+@pytest.mark.parametrize("resident", range(6))
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_slot_fits_its_largest_block(resident, tied):
+    shape = anatomy(3, tied)
+    sizes, slot_of = slot_sizes(shape, resident)
+    assert [slot is None for slot in slot_of] == [block.index < resident for block in shape.blocks]
+    blocks = [[b.layout.numel for b in shape.blocks if slot_of[b.index] == slot] for slot in range(len(sizes))]
+    assert sizes == [max(numels) for numels in blocks]
 
 
 # -- what travels, and when ---------------------------------------------------------------------------------------------------------
@@ -109,6 +115,23 @@ def test_a_step_uploads_each_block_once_forward_and_once_backward_unless_it_is_s
     with rig(layers, tied) as made:
         made.streamer.invalidate()
         assert made.drain(there_and_back(layers)) == [*range(layers + 2), *backward]
+
+
+@pytest.mark.parametrize(
+    ("resident", "tied", "uploads"),
+    [
+        (1, False, [1, 2, 3, 4, 5, 2, 1]),  # the head has a slot to itself
+        (3, False, [3, 4, 5]),
+        (3, True, [3, 4, 5]),
+        (5, False, [5]),
+        (6, True, []),
+    ],
+)
+def test_resident_blocks_never_travel(resident, tied, uploads):
+    with rig(4, tied, resident) as made:
+        for _ in range(2):
+            made.streamer.invalidate()
+            assert made.drain(there_and_back(4)) == uploads
 
 
 def test_without_an_update_the_next_sweep_uses_what_the_last_one_left():
@@ -215,7 +238,7 @@ def interrupted(*_: object) -> Event:
 
 def gradient_through_a_refill(write_through_target: bool) -> torch.Tensor:
     """Build a graph on a slot's weights, fill the slot with others and again with the same, and back-propagate."""
-    slot = Slot(12, torch.float32, CPU)
+    slot = Slot(torch.zeros(12))
     weights, others = torch.arange(12.0), torch.randn(12)
     slot.target.copy_(weights)
     parameter = nn.Parameter(slot.flat[:12].view(3, 4))

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.staging import RING_BUFFERS, GradientRing
-from megatrain.engine.streams import Event
+from megatrain.engine.streams import Compute, Event
 from megatrain.engine.update import CHUNK_ELEMENTS, Updater, chunks
 from megatrain.errors import DivergedError
-from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
+from megatrain.memory.store import Store
 from megatrain.optim import AdamW
 
 LAYOUTS = [
@@ -65,10 +66,10 @@ def random_gradient(block: int, seed: int = 0, event: Event | None = None) -> Gr
 
 @contextmanager
 def updater(threads: int = 2, weight_decay: float = 0.5) -> Iterator[Updater]:
-    with HostStore(LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS]) as store:
+    with Store(LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")) as store:
         for block in range(len(LAYOUTS)):
             store.array("weight", block).fill_(1.0)
-        made = Updater(store, AdamW(weight_decay=weight_decay), threads)
+        made = Updater(store, AdamW(weight_decay=weight_decay), threads, Compute(torch.device("cpu")))
         yield made
         made.close()
 
@@ -117,13 +118,15 @@ def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_
         made.wait_ready(0)  # does not wait for block 1, which is held up
         assert order == [0]
         release.set()
-        made.wait_all(range(3))
+        for block in range(3):
+            made.wait_ready(block)
         assert order == [0, 1, 2]
 
 
 def test_a_block_without_update_is_ready():
     with updater() as made:
-        made.wait_all(range(3))
+        for block in range(3):
+            made.wait_ready(block)
 
 
 def test_an_update_waits_until_its_gradient_has_landed():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import DivergedError
 from tests.support import State, Trace, differing, engine_of, full_batches, state_of, tiny_config, train_engine, train_with_a_break
 
@@ -61,7 +61,7 @@ def test_ten_steps_equal_five_and_five_after_a_resume(precision, clip, tmp_path)
     assert differing(state, again) == []
 
 
-@pytest.mark.parametrize("settings", [Settings(groups=2, head_chunk=7), Settings(groups=3, sums_on_device=True, head_chunk=7)], ids=str)
+@pytest.mark.parametrize("settings", [Settings(groups=2, head_chunk=7), Settings(groups=3, sums_on_device=ALL, head_chunk=7)], ids=str)
 @PRECISIONS
 def test_groups_change_no_bit_where_embeddings_are_not_tied(precision, settings):
     whole, state = run(make("llama", precision))

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
 from tests.support import State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(2, 8)] * 3) for seed in range(3)]
 MODES = {
     "one group": Settings(),
-    "two groups, sums on the device": Settings(groups=2, sums_on_device=True),
+    "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
 }
 WHO = ("upload", "download", "update", "compute")
