@@ -278,7 +278,7 @@ def masters_of(engine: Engine) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
-        master = join_master(engine.store.array("weight", block.index), engine.store.array("remainder", block.index))
+        master = join_master(*(engine.store.array(name, block.index).cpu() for name in ("weight", "remainder")))
         named |= block.layout.views(master)
     return named
 

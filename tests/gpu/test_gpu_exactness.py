@@ -25,6 +25,13 @@ def run(engine: Engine, steps: int = 5) -> tuple[Trace, State]:
         return train_engine(engine, STEPS[:steps]), state_of(engine)
 
 
+PLACEMENTS = [
+    Settings(resident=1, head_chunk=7),
+    Settings(resident=3, retained=1, head_chunk=7),
+    Settings(resident=ALL, retained=ALL, head_chunk=7),
+    Settings(groups=3, resident=2, sums_on_device=4, retained=2, head_chunk=7),
+    Settings(groups=2, resident=ALL, retained=ALL, head_chunk=7),
+]
 PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 
@@ -68,6 +75,25 @@ def test_groups_change_no_bit_where_embeddings_are_not_tied(precision, settings)
     grouped, again = run(make("llama", precision, settings))
     assert grouped.losses == pytest.approx(whole.losses, rel=1e-6)
     assert grouped.norms == whole.norms
+    assert differing(state, again) == []
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@PRECISIONS
+def test_where_state_lives_and_what_is_retained_change_no_bit(precision, clip, settings):
+    streamed, state = run(make("llama", precision, clip=clip))
+    placed, again = run(make("llama", precision, settings, clip))
+    assert placed.losses == pytest.approx(streamed.losses, rel=1e-6)
+    assert placed.norms == streamed.norms
+    assert differing(state, again) == []
+
+
+def test_a_checkpoint_of_a_streamed_run_is_continued_by_a_resident_one_bit_for_bit(tmp_path):
+    expected, state = run(make("qwen2-tied"), steps=10)
+    engines = iter([make("qwen2-tied"), make("qwen2-tied", settings=Settings(resident=ALL, retained=ALL, head_chunk=7))])
+    losses, again = train_with_a_break(lambda: next(engines), STEPS, tmp_path)
+    assert losses == expected.losses
     assert differing(state, again) == []
 
 

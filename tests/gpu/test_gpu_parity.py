@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from megatrain.engine.attention import fastest_attention
 from megatrain.engine.build import from_config
-from megatrain.engine.settings import Settings
+from megatrain.engine.settings import ALL, Settings
 from megatrain.optim import AdamW
 from tests.support import (
     VOCABULARY,
@@ -40,7 +41,11 @@ def on_cuda(batches: list[Batch]) -> list[Batch]:
     return [{name: value.cuda() for name, value in batch.items()} for batch in batches]
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(groups=2)], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Settings(groups=2), Settings(resident=2, retained=2), Settings(groups=3, resident=ALL, retained=ALL)],
+    ids=["one group", "two groups", "front resident, end retained", "all of it, three groups"],
+)
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llama", "eager"), ("qwen2-tied", "eager"), ("gpt-neox", "eager"), ("falcon-40b", "sdpa")],  # eager Falcon returns its attention too
@@ -73,7 +78,7 @@ def test_gradients_with_fused_attention_equal_autograd_s(family, pad_left):
     with engine_of(config, device="cuda") as engine:
         engine.forward_backward(batches)
         ours = gradients_of(engine)
-        with engine._attention():  # the same order of kernels on both sides
+        with fastest_attention(engine.device):  # the same order of kernels on both sides
             plain_gradients(model, on_cuda(batches), count_targets(batches))
     largest = max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
     for name, parameter in model.named_parameters():

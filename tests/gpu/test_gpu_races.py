@@ -20,6 +20,8 @@ MODES = {
     "one group": Settings(),
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
+    "front resident, end retained": Settings(resident=2, retained=2),
+    "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
 WHO = ("upload", "download", "update", "compute")
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -1,0 +1,40 @@
+"""On CUDA: the device's update has the bits of the host's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.optim import AdamW
+from tests.optim.test_adamw import Views, assert_same_bits, clone, random_grad, random_views
+
+NUMEL = 3 * 4096 + 64
+
+
+def on_cuda(views: Views) -> Views:
+    return {name: view.cuda() for name, view in views.items()}
+
+
+@pytest.mark.parametrize(("precision", "grad"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
+def test_the_update_has_the_bits_of_the_host_s(precision, grad):
+    optimizer = AdamW()
+    host = random_views(precision, NUMEL)
+    device = on_cuda(host)
+    for step in range(1, 6):
+        host["grad"] = random_grad(grad, NUMEL, step)
+        device["grad"] = host["grad"].cuda()
+        for views in (host, device):
+            optimizer.update(views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37)
+    assert_same_bits({name: view.cpu() for name, view in device.items()}, host)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_range_is_updated_and_nothing_beside_it(precision):
+    views = on_cuda(random_views(precision, NUMEL))
+    before = clone(views)
+    part = slice(64, NUMEL - 128)
+    AdamW().update({name: view[part] for name, view in views.items()}, lr=1e-3, weight_decay=0.0, step=1, grad_scale=1.0)
+    outside = torch.ones(NUMEL, dtype=torch.bool)
+    outside[part] = False
+    assert_same_bits({n: v.cpu()[outside] for n, v in views.items()}, {n: v.cpu()[outside] for n, v in before.items()})
+    assert (views["exp_avg"][part] != before["exp_avg"][part]).float().mean() > 0.5
