@@ -1,0 +1,125 @@
+"""Linear layers whose matrix products take fp8 operands: twice the arithmetic a second of bf16, on GPUs that have it.
+
+The weights stay what they are, bf16 over an fp32 master; fp8 exists only for the length of one product. Its operands are
+e4m3, with one fp32 scale for every row, found from the row's largest absolute value at that moment (dynamic scaling), so that nothing is
+carried from step to step. Rows are those that a product sums along: backward quantises anew what it sums along the other axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max  # 448
+SMALLEST_AMAX = 1e-30  # a row of zeros is divided by this; far below any gradient, and its inverse times 448 is still finite in fp32
+ALIGNMENT = 16  # what the kernels ask of the dimension that is summed, and of an output's last
+FIRST_CAPABILITY = (8, 9)  # Ada, before Hopper (9.0) and Blackwell
+
+Product = Literal["bfloat16", "fp8", "fp8_fast"]
+
+
+@dataclass(frozen=True)
+class Fp8Policy:
+    """Which products of which linear layers take fp8 operands.
+
+    `fp8_fast` keeps its sums in the tensor cores' shorter registers, where `fp8` moves them to fp32 ones every few additions; on the CPU
+    both are the same.
+
+    Attributes:
+        output: y = x W^T.
+        grad_input: dx = dy W.
+        grad_weight: dW = dy^T x.
+        keep: shell patterns of modules' paths inside a decoder layer that stay bf16.
+        ends: so many first and so many last decoder layers stay bf16.
+    """
+
+    output: Product = "fp8_fast"
+    grad_input: Product = "fp8"
+    grad_weight: Product = "fp8"
+    keep: tuple[str, ...] = ("*router*", "*gate")  # these choose experts, and a small error chooses others
+    ends: int = 1
+
+    def layers(self, count: int) -> range:
+        """Those of `count` decoder layers that `apply_fp8` is meant for."""
+        return range(self.ends, count - self.ends)
+
+    def takes(self, name: str, module: nn.Module) -> bool:
+        """Whether the module at path `name` of a decoder layer becomes an `Fp8Linear`."""
+        if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in self.keep):
+            return False
+        return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
+
+
+def fp8_supported(device: torch.device) -> bool:
+    """Whether `device` multiplies fp8 matrices itself. On the CPU torch computes the same, more slowly than in bf16: for tests."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
+    """Turn the linear modules of a bf16 decoder layer that `policy` takes into `Fp8Linear`s, in place; returns how many.
+
+    Parameters and their names stay, so that streamed weights are bound as before.
+    """
+    taken = [module for name, module in layer.named_modules() if policy.takes(name, module)]
+    for module in taken:
+        module.__class__ = Fp8Linear
+        module.policy = policy
+    return len(taken)
+
+
+class Fp8Linear(nn.Linear):
+    """y = x W^T + b of x [..., in_features] bf16 and W [out_features, in_features] bf16. Made by `apply_fp8`."""
+
+    policy: Fp8Policy
+
+    def forward(self, input: Tensor) -> Tensor:
+        modes = (self.policy.output, self.policy.grad_input, self.policy.grad_weight)
+        output: Tensor = LinearProducts.apply(input.flatten(0, -2), self.weight, *modes)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            output = output + self.bias
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+class LinearProducts(torch.autograd.Function):
+    """x [tokens, in], W [out, in] -> x W^T [tokens, out]; this and the two products of its gradients each in the mode asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, output: Product, grad_input: Product, grad_weight: Product) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grad_input, ctx.grad_weight = grad_input, grad_weight
+        return multiply(x, weight, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (x, weight), (dy,) = ctx.saved_tensors, grads
+        dx = multiply(dy, weight.t(), ctx.grad_input) if ctx.needs_input_grad[0] else None
+        dw = multiply(dy.t(), x.t(), ctx.grad_weight) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None, None
+
+
+def multiply(a: Tensor, b: Tensor, mode: Product) -> Tensor:
+    """a b^T [m, n] in bf16, of a [m, k] and b [n, k] in bf16 with any strides. For fp8, n is a multiple of 16."""
+    if mode == "bfloat16":
+        return a @ b.t()
+    missing = -a.shape[1] % ALIGNMENT
+    if missing:  # only where tokens are summed: other widths are aligned by the policy
+        a, b = functional.pad(a, (0, missing)), functional.pad(b, (0, missing))
+    (a8, a_scales), (b8, b_scales) = quantize(a), quantize(b)
+    fast = mode == "fp8_fast"
+    return torch._scaled_mm(a8, b8.t(), scale_a=a_scales, scale_b=b_scales.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 [n, k], fp32 scales [n, 1]), whose product is near `rows` [n, k]. The former is contiguous whatever the strides of `rows`.
+
+    Plain operations, for torch.compile to fuse with what made `rows`. All of a row that holds an infinity or NaN becomes NaN.
+    """
+    amax = rows.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST_AMAX)
+    scaled = rows * (FP8_MAX / amax)  # fp32; should it round to more than 448, the cast takes it back
+    return scaled.to(FP8, memory_format=torch.contiguous_format), amax / FP8_MAX
