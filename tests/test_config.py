@@ -30,6 +30,7 @@ train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
   groups: 1
+  retained: 4
   seq_len: 512
   epochs: 2
   max_steps: 24
@@ -56,6 +57,8 @@ optimizer:
 memory:
   gpu: 70GiB
   host: 512 MB
+  resident: auto
+  offload_activations: false
   nvme: null
 precision: float32
 attention: sdpa
@@ -209,7 +212,7 @@ def test_steps_alone_decide_the_length(write):
         (["seq_len=1"], "command line: seq_len: did you mean train.seq_len?"),
         (["optimizer.lr=1"], "command line: optimizer.lr: did you mean train.learning_rate?"),
         (["train.keep=1"], "command line: train.keep: did you mean checkpoint.keep?"),
-        (["memory.zzz=1"], "command line: memory.zzz: unknown key; known here are gpu, host, nvme"),
+        (["memory.zzz=1"], "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, nvme"),
     ],
 )
 def test_contradictions_are_refused_on_the_command_line(write, overrides, reason):

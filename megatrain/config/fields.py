@@ -41,6 +41,9 @@ _OTHER_PRECISIONS = {
 }
 
 
+_NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | v.Auto, v.wanted("a whole number of at least 0, or auto")]
+
+
 def _no_nvme(value: object) -> object:
     if value is not None:
         raise wrong(f"a third tier on NVMe is {NOT_BUILT}; remove the key or set it to null")
@@ -122,6 +125,9 @@ class TrainOptions(Options):
         default="auto", description="Padded tokens computed at once; changes memory and speed, not the result."
     )
     groups: v.CountOrAuto = Field(default="auto", description="Groups of micro-batches that share one trip of the weights; not the result.")
+    retained: _NumberOrAuto = Field(
+        default="auto", description="The last so many layers keep what their backward needs; the others compute it twice. Not the result."
+    )
     seq_len: v.SequenceLength = Field(default=4096, description="Longest row in tokens; longer ones are cut, and counted.")
     epochs: v.PositiveOrNull = Field(default=1.0, description="Passes over the data. null when max_steps alone decides.")
     max_steps: v.CountOrNull = Field(default=None, description="Optimizer steps. With epochs as well, whichever ends first.")
@@ -192,12 +198,16 @@ class OptimizerOptions(Options):
 
 
 class MemoryOptions(Options):
-    """Budgets of the tiers, in bytes."""
+    """Budgets of the tiers, in bytes, and what lies where."""
 
     gpu: v.SizeOrAuto = Field(default="auto", description="GPU memory to use, such as 70GiB; auto is what the GPU has.")
     host: v.SizeOrAuto = Field(
         default="auto", description="Host RAM to use, such as 120GiB; auto is what the machine or its container has."
     )
+    resident: _NumberOrAuto = Field(
+        default="auto", description="The first so many blocks (embedding, layers, head) stay on the GPU with their optimizer state."
+    )
+    offload_activations: v.FlagOrAuto = Field(default="auto", description="Layers' inputs wait in host RAM between forward and backward.")
     nvme: Annotated[None, BeforeValidator(_no_nvme)] = Field(default=None, description=f"Folder for a third tier: {NOT_BUILT}.")
 
 
