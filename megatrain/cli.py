@@ -42,18 +42,21 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
+Timeline = Annotated[
+    Path | None, typer.Option("--profile", help="File for the timeline of one steady step, .json or .json.gz; Perfetto opens it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, profile: Timeline = None) -> None:
     """Train a model as a config file says."""
     from megatrain.config import load_config
 
     settings = load_config(config, overrides or ())  # a typo is reported before torch is imported
     from megatrain.recipes import run
 
-    _finish(run.train(settings), as_json)
+    _finish(run.train(settings, profile), as_json)
 
 
 @app.command()
@@ -82,6 +85,45 @@ def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = Fals
     else:
         found.render(_console())
     found.check()
+
+
+@app.command()
+def bench(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG|MODEL] [KEY=VALUE]...", help="YAML file, model folder, hub id or named shape; then keys set over it."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if it is not the first argument.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Short for train.seq_len=N.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Another depth than the model's own.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
+    as_json: AsJson = False,
+    profile: Timeline = None,
+) -> None:
+    """Time a model's training on this machine: random weights, random tokens, no data.
+
+    Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
+    """
+    given = list(arguments or [])
+    first = given.pop(0) if model is None and given and "=" not in given[0] else None
+    target = model or first
+    if target is None:
+        raise ConfigError("command line: name a config file, a model folder, a hub id or a shape, such as `megatrain bench qwen2.5-7b`")
+    short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
+    from megatrain.recipes.shapes import bench_config
+
+    settings = bench_config(target, [*(f"{key}={value}" for key, value in short.items() if value is not None), *given])
+    from megatrain.recipes.bench import bench as measure
+
+    result = measure(settings, steps=steps, warmup=warmup, layers=layers, profile=profile)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        result.render(_console())
 
 
 @app.command("data")
@@ -157,6 +199,22 @@ def generate(
         _print_json({"prompt": question, "answer": answer})
     else:
         typer.echo(answer)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what plans can do without.")] = False,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
+    from megatrain.recipes import doctor as recipe
+
+    found = recipe.examine(output, quick, lambda what: typer.echo(f"measuring {what}", err=True))
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        found.render(_console())
 
 
 @app.command()

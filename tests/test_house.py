@@ -25,8 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "config"),
     ("models", "memory", "optim", "hardware", "machine"),
     (
-        "engine", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
-        "planner", "planner_view", "metrics", "meters", "flops", "report", "summary",
+        "engine", "measure", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
+        "planner", "planner_view", "advice", "metrics", "meters", "tracing", "flops", "report", "summary",
     ),
     ("recipes",),
     ("cli",),

@@ -1,0 +1,85 @@
+"""The computing device: matrix products, attention, its memory's speed, and what starting an operation costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine.attention import fastest_attention
+from megatrain.machine import Rates
+from megatrain.measure.clock import Clock
+
+WIDTH, WIDE = 4096, 14336  # an 8B model's MLP
+HEADS, HEAD_SIZE = 32, 128
+FLOP_PER_PAIR = 12 * HEAD_SIZE  # of one head: two products forward, four backward
+SMALL = 256  # elements: nothing but the cost of starting
+FP8_TOKENS = 8192
+
+
+class Device:
+    """Times what training does on `device`. Tensors are drawn by a generator of its own: a run's random numbers stay as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._clock = Clock(device)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def matmul(self, sizes: Sequence[int], dtype: torch.dtype) -> Rates:
+        """(tokens, FLOP/s) of [tokens, 4096] x [4096, 14336]."""
+        weight = self._random((WIDE, WIDTH), dtype)
+
+        def rate(tokens: int) -> float:
+            rows = self._random((tokens, WIDTH), dtype)
+            return 2 * tokens * WIDTH * WIDE / self._clock.seconds(lambda: functional.linear(rows, weight))
+
+        return tuple((tokens, rate(tokens)) for tokens in sizes)
+
+    def attention(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype) -> Rates:
+        """(sequence length, FLOP/s) of causal attention, forward and backward, over so many tokens or one sequence."""
+
+        def rate(length: int) -> float:
+            rows = max(1, tokens // length)
+            query, key, value, grad = (self._random((rows, HEADS, length, HEAD_SIZE), dtype) for _ in range(4))
+            inputs = tuple(tensor.requires_grad_() for tensor in (query, key, value))
+
+            def work() -> None:
+                output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+                torch.autograd.grad(output, inputs, grad)
+
+            pairs = rows * HEADS * (length * (length + 1) // 2)
+            return FLOP_PER_PAIR * pairs / self._clock.seconds(work)
+
+        with fastest_attention(self.device):
+            return tuple((length, rate(length)) for length in lengths)
+
+    def memory(self, nbytes: int) -> float:
+        """Bytes/s, read and written, of an addition over an array of `nbytes`."""
+        source = torch.zeros(nbytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0, out=target))
+
+    def launch(self) -> float:
+        """Seconds of one small operation: what starting it costs the host, for the device is done sooner."""
+        small = torch.zeros(SMALL, device=self.device)
+        return self._clock.seconds(lambda: small.add_(1.0))
+
+    def fp8(self) -> float:
+        """FLOP/s of products of fp8 values with a scale for each row and column; 0.0 where PyTorch or the device has none."""
+        if self.device.type != "cuda":
+            return 0.0
+        rows = self._random((FP8_TOKENS, WIDTH), torch.bfloat16).to(torch.float8_e4m3fn)
+        weight = self._random((WIDE, WIDTH), torch.bfloat16).to(torch.float8_e4m3fn)
+        scale_rows, scale_columns = torch.ones(FP8_TOKENS, 1, device=self.device), torch.ones(1, WIDE, device=self.device)
+
+        def work() -> Tensor:
+            return torch._scaled_mm(rows, weight.T, scale_rows, scale_columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        seconds = self._clock.seconds_if_possible(work)
+        return 0.0 if seconds is None else 2 * FP8_TOKENS * WIDTH * WIDE / seconds
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Normal values: products of zeros draw less power and would look faster than they are."""
+        return torch.empty(shape, device=self.device).normal_(generator=self._generator).to(dtype)

@@ -1,0 +1,140 @@
+"""All measurements of a machine, one after another, as one profile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.engine.out_of_memory import naming_the_gpu
+from megatrain.hardware import Hardware, update_threads
+from megatrain.machine import UPDATE_BYTES, MachineProfile, fingerprint, interpolate, thread_counts, typical
+from megatrain.measure import disk, update
+from megatrain.measure.compute import Device
+from megatrain.measure.transfers import Link
+
+QUICK_S = 4.0  # no measurement is begun after so long where a run waits for it
+
+Figures = dict[str, Any]  # fields of MachineProfile
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed: enough for steady rates on this kind of device, little enough for seconds in all."""
+
+    tokens: tuple[int, ...]  # of products
+    lengths: tuple[int, ...]  # of sequences in attention
+    attention_tokens: int
+    memory_bytes: int
+
+
+SIZES = {
+    ("cuda", False): Sizes((512, 1024, 2048, 4096, 8192, 16384), (1024, 4096, 16384), 16384, 1 << 30),
+    ("cuda", True): Sizes((2048, 8192), (1024, 4096), 16384, 1 << 30),
+    ("cpu", False): Sizes((64, 256), (256, 512), 512, 1 << 28),
+    ("cpu", True): Sizes((64,), (512,), 512, 1 << 28),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured. `quick`: only what the planner leans on most."""
+
+    hardware: Hardware
+    device: torch.device
+    folder: Path
+    quick: bool
+
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.device.type, self.quick]
+
+
+def measure(hardware: Hardware, device: torch.device, folder: Path, note: Callable[[str], None], *, quick: bool = False) -> MachineProfile:
+    """Measure the machine.
+
+    Args:
+        hardware: as `hardware.probe` found it; without a GPU in it the CPU is the computing device.
+        folder: where checkpoints would be written; its disk is measured.
+        note: is told what is measured next.
+        quick: only what the planner leans on most, and for QUICK_S; the rest is the typical guess.
+
+    Raises:
+        OutOfMemory: the GPU has no room for some GiB, or memory could not be pinned.
+        StorageError: the folder cannot be written to.
+    """
+    subject = Subject(hardware, device, folder, quick)
+    started = time.perf_counter()
+    found: Figures = {}
+    with naming_the_gpu("the measurement's arrays"), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for name, step in (QUICK_STEPS if quick else STEPS).items():
+            if not (quick and time.perf_counter() - started > QUICK_S):
+                note(name)
+                found |= step(subject)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return replace(typical(hardware), fingerprint=fingerprint(hardware), measured_on=date.today().isoformat(), **found)
+
+
+def _links_and_update(subject: Subject) -> Figures:
+    """PCIe, the host's update, and the update while PCIe is busy."""
+    cores = subject.hardware.physical_cores
+    chosen = update_threads(cores)
+    with ExitStack() as stack:
+        work = stack.enter_context(update.HostUpdate(update.PARAMETERS))
+        counts = [chosen] if subject.quick else thread_counts(cores)
+        rates = tuple((threads, work.rate(threads)) for threads in counts)
+        if subject.device.type != "cuda":
+            return {"update": rates, "update_busy": interpolate(rates, chosen), "device_update": rates[-1][1]}
+        link = stack.enter_context(Link(subject.device))
+        figures = link.rates()
+        with link.busy():
+            return {**figures, "update": rates, "update_busy": work.rate(chosen)}
+
+
+def _products(subject: Subject) -> Figures:
+    device, tokens = Device(subject.device), subject.sizes.tokens
+    return {"matmul": device.matmul(tokens, torch.bfloat16), "matmul_fp32": device.matmul(tokens, torch.float32)}
+
+
+def _attention(subject: Subject) -> Figures:
+    sizes = subject.sizes
+    return {"attention": Device(subject.device).attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
+
+
+def _memory(subject: Subject) -> Figures:
+    """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
+    device = Device(subject.device)
+    memory = device.memory(subject.sizes.memory_bytes)
+    figures = {"memory": memory, "launch": device.launch()}
+    if subject.device.type != "cuda":
+        return figures
+    return figures | {"device_update": update.device_rate(subject.device, update.PARAMETERS) or memory / UPDATE_BYTES}
+
+
+def _fp8(subject: Subject) -> Figures:
+    return {"fp8": Device(subject.device).fp8()}
+
+
+def _disk(subject: Subject) -> Figures:
+    if subject.hardware.disk_free_bytes < 2 * disk.FILE_BYTES:
+        return {}
+    write, read = disk.disk_rates(subject.folder)
+    return {"disk_write": write, "disk_read": read}
+
+
+Step = Callable[[Subject], Figures]
+
+QUICK_STEPS: dict[str, Step] = {
+    "links and the host's update": _links_and_update,
+    "matrix products": _products,
+    "the device's memory": _memory,
+    "attention": _attention,
+}
+STEPS: dict[str, Step] = QUICK_STEPS | {"fp8 products": _fp8, "the disk": _disk}

@@ -1,0 +1,80 @@
+"""The link between host and GPU: pinned memory to the device and back, each way alone, and both at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from megatrain.measure.clock import Clock
+from megatrain.memory.slab import Slab
+
+PIECE_BYTES = 256 << 20  # a decoder layer's size
+PIECES_AT_ONCE = 4  # each way, so that the slower way's last piece counts for little
+TOUCH_THREADS = 8
+
+
+class Link:
+    """Buffers of one piece on either side for either way. Use as a context manager."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._slabs = [Slab(f"transfers {way}", PIECE_BYTES, pinned=True, threads=TOUCH_THREADS) for way in ("up", "down")]
+        self._host = [slab.bytes[:PIECE_BYTES] for slab in self._slabs]
+        self._device = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in self._host]
+        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]  # type: ignore[no-untyped-call]
+
+    def rates(self) -> dict[str, float]:
+        """Bytes/s: `upload` and `download` alone, `both` their sum at once."""
+        clock = Clock(self.device)
+        return {
+            "upload": PIECE_BYTES / clock.seconds(self.up),
+            "download": PIECE_BYTES / clock.seconds(self.down),
+            "both": 2 * PIECES_AT_ONCE * PIECE_BYTES / clock.seconds(self.both),
+        }
+
+    def up(self) -> None:
+        self._device[0].copy_(self._host[0], non_blocking=True)
+
+    def down(self) -> None:
+        self._host[1].copy_(self._device[1], non_blocking=True)
+
+    def both(self) -> None:
+        """Enqueue several pieces each way, at once; the current stream goes on when all have arrived."""
+        current = torch.cuda.current_stream(self.device)
+        for stream, copy in zip(self._streams, (self.up, self.down), strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(PIECES_AT_ONCE):
+                    copy()
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Both ways full until the block ends."""
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                self.both()
+                torch.cuda.current_stream(self.device).synchronize()
+
+        thread = threading.Thread(target=work, name="megatrain-busy-link")
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.cuda.synchronize(self.device)  # pinned memory goes only when no copy reads it
+        for slab in self._slabs:
+            slab.close()

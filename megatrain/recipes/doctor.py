@@ -1,0 +1,133 @@
+"""The machine, measured: what `doctor` shows, and the profile that plans are made from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain import machine
+from megatrain.engine.build import choose_device
+from megatrain.errors import StorageError
+from megatrain.hardware import Hardware, probe
+from megatrain.machine import MachineProfile, Rates
+from megatrain.measure import measure
+from megatrain.measure.checks import Finding, check
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found."""
+
+    profile: MachineProfile
+    guessed: list[str]  # fields of the profile that were not measured
+    findings: list[Finding]
+    saved: Path  # the profile's place in the cache
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self, console: Console) -> None:
+        """Print one table: what was measured, then what might be off."""
+        from rich.table import Table
+
+        table = Table(title=f"this machine ({self.profile.fingerprint})")
+        for heading in ("what", "figure", "verdict"):
+            table.add_column(heading)
+        for finding in (*figures(self.profile, self.guessed), *self.findings):
+            table.add_row(finding.what, finding.figure, finding.advice or "", style="yellow" if finding.advice else None)
+        console.print(table)
+        console.print(f"kept in {self.saved}", highlight=False, soft_wrap=True)
+
+
+def examine(output: Path, quick: bool, note: Callable[[str], None]) -> Diagnosis:
+    """Measure this machine and cache what was found.
+
+    Args:
+        output: the folder whose disk is measured.
+        quick: leave out what the planner can do without.
+        note: is told what is measured next.
+
+    Raises:
+        OutOfMemory: the GPU has no room for some GiB, or memory could not be pinned.
+        StorageError: `output` or the cache cannot be written to.
+    """
+    load = os.getloadavg()[0]
+    device = choose_device("auto")
+    hardware = probe(output, device.type)
+    profile = measure(hardware, device, output, note, quick=quick)
+    guess = machine.typical(hardware)
+    guessed = [field for field, *_ in ROWS if getattr(profile, field) == getattr(guess, field) != 0]
+    return Diagnosis(profile, guessed, check(hardware, profile, load), machine.save(profile))
+
+
+def measured_or_typical(hardware: Hardware, device: torch.device, *, may_measure: bool = False) -> MachineProfile:
+    """The cached profile of this machine, or a guess.
+
+    With `may_measure`, what is not cached is measured for some seconds and cached, on a GPU; a CPU run is over before that pays. Without,
+    nothing touches the device.
+    """
+    found = machine.load(machine.fingerprint(hardware))
+    if found is not None:
+        return found
+    if not may_measure or device.type != "cuda":
+        return machine.typical(hardware)
+    logger.info("measuring this machine for the plan, once; `megatrain doctor` does it thoroughly")
+    profile = measure(hardware, device, Path(), logger.debug, quick=True)
+    try:
+        machine.save(profile)
+    except StorageError as error:
+        logger.warning(str(error))
+    return profile
+
+
+# -- rows of the table --------------------------------------------------------------------------------------------------------------
+
+# fmt: off
+ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
+    ("upload", "PCIe, up", 1e9, "GB/s"),
+    ("download", "PCIe, down", 1e9, "GB/s"),
+    ("both", "PCIe, both ways at once", 1e9, "GB/s"),
+    ("update", "host update, by threads", 1e9, "G parameters/s"),
+    ("update_busy", "host update, PCIe busy", 1e9, "G parameters/s"),
+    ("device_update", "device update", 1e9, "G parameters/s"),
+    ("matmul", "bf16 products, by tokens", 1e12, "TFLOP/s"),
+    ("matmul_fp32", "fp32 products, by tokens", 1e12, "TFLOP/s"),
+    ("fp8", "fp8 products", 1e12, "TFLOP/s"),
+    ("attention", "attention, by length", 1e12, "TFLOP/s"),
+    ("memory", "device memory", 1e9, "GB/s"),
+    ("launch", "starting an operation", 1e-6, "µs"),
+    ("disk_write", "disk, writing", 1e9, "GB/s"),
+    ("disk_read", "disk, reading", 1e9, "GB/s"),
+)
+# fmt: on
+SAME_ON_CPU = ("update_busy", "device_update")  # as the host's update: the host is the device
+
+
+def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Finding]:
+    """The profile's figures in units that people compare. What the machine lacks is left out."""
+    for field, what, unit, name in ROWS:
+        value = getattr(profile, field)
+        if value == 0 or (profile.upload == 0 and field in SAME_ON_CPU):
+            continue
+        text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
+        yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)
+
+
+def listed(rates: Rates, unit: float) -> str:
+    """Each size with its rate."""
+    return ", ".join(f"{size:,}: {three_digits(rate / unit)}" for size, rate in rates)
+
+
+def three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
