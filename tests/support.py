@@ -353,7 +353,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 # -- delays -------------------------------------------------------------------------------------------------------------------------
 
-LANES = ("upload", "download", "update")
+LANES = ("upload", "download", "fetch", "update")
 
 
 def sleeper(seed: int, shortest_s: float, longest_s: float) -> Callable[..., None]:
@@ -375,5 +375,5 @@ def delay(engine: Engine, lanes: Iterable[str], longest_s: float, shortest_s: fl
         if lane == "update":
             engine._updater.delay = sleep
         else:
-            {"upload": engine._upload, "download": engine._download}[lane].delay = sleep
+            {"upload": engine._upload, "download": engine._download, "fetch": engine._fetch}[lane].delay = sleep
     return engine

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from megatrain.engine.attention import fastest_attention
+from megatrain.engine.batches import Batch, check_batches
+from megatrain.engine.boundaries import Offload, OnDevice
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.out_of_memory import naming_the_gpu
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.settings import PRECISIONS, Placement, Settings, open_store
 from megatrain.engine.staging import GradientRing
-from megatrain.engine.step import Batch, Passes, check_batches
+from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater, diverged
@@ -88,9 +90,11 @@ class Engine:
         self._compute = Compute(self.device)
         self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
-        self._download, self._upload = Lane("download", self.device), Lane("upload", self.device)
-        resources.callback(self._download.close)
-        resources.callback(self._upload.close)
+        self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))
+        self._boundaries = self._keeper()
+        resources.callback(self._boundaries.close)
+        for lane in (self._download, self._upload, self._fetch):
+            resources.callback(lane.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
             self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
             tied = {0} if skeleton.anatomy.embed_feeds_head else set()
@@ -107,7 +111,13 @@ class Engine:
             )
             parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
             skeleton.move_buffers(self.device)
-        self._passes = Passes(skeleton, self._streamer, self._gradients, parameters, settings, self.seed)
+        self._passes = Passes(skeleton, self._streamer, self._gradients, self._boundaries, parameters, settings, self.seed)
+
+    def _keeper(self) -> OnDevice | Offload:
+        """Keeps the layers' inputs between forward and backward."""
+        if not self.settings.offload:
+            return OnDevice()
+        return Offload(self.anatomy.hidden_size, PRECISIONS[self.precision], self._compute, self._download, self._fetch)
 
     # -- making one -----------------------------------------------------------------------------------------------------------
 

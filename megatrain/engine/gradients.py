@@ -174,7 +174,7 @@ class Gradients:
         return self.download.submit(job)
 
     def norm(self, finished: Sequence[Gradient]) -> float:
-        """Global L2 norm of the step's finished gradients, as they will be applied. Waits for the computation, not for the GPU's downloads."""
+        """Global L2 norm of the step's finished gradients, as they will be applied. Waits for the computation, not for downloads."""
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before anything is updated
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)

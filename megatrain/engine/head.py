@@ -1,82 +1,186 @@
-"""The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss, and back. Logits never exist whole."""
+"""The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss, and back. Logits never exist whole.
+
+Of a chunk's logits there is one array: the gradient is written over them. The softmax runs in fp32 without an fp32 copy of them if it is
+fused, else on a few rows at a time. The LM head's weight gradient, as large as its weight, never exists by itself where the product can add
+to the fp32 sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from megatrain.losses import Loss, Targets
 
-FP32_TEMPORARY_BYTES = 256 << 20  # the softmax runs in fp32 on as many rows of logits as fit this
+FP32_TEMPORARY_BYTES = 64 << 20  # unless fused, the softmax runs in fp32 on as many rows of logits as fit this
+
+# Autograd's nodes, by name. A factor's or a scale's gradient needs the factors, never the result.
+VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackward0"}
+PRODUCTS = {"AddmmBackward0", "DivBackward0", "MmBackward0", "MulBackward0", "SummedLinearBackward"}
+
+Project = Callable[[Tensor], Tensor]  # hidden [n, hidden] -> logits [n, vocab]
+
+
+# -- log-probabilities --------------------------------------------------------------------------------------------------------------
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label] in fp32 from logits of any dtype, without an fp32 copy of all the logits.
+    """log softmax(logits)[label] in fp32 from logits of any dtype. The gradient, one-hot less softmax, is rounded once, to that dtype."""
 
-    Saves the logits; the gradient (one-hot less softmax) is computed in fp32 and rounded once, to the logits' dtype.
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, consumed: bool, fused: bool) -> Tensor:
+        statistics = logits.new_empty((3, len(labels), 1), dtype=torch.float32)
+        measure = compiled(row_statistics) if fused else row_statistics
+        for rows in pieces(logits, fused):
+            statistics[:, rows] = measure(logits[rows].detach(), labels[rows, None])
+        ctx.save_for_backward(logits, labels, statistics)
+        ctx.consumed, ctx.fused = consumed, fused
+        return statistics[2].squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, (top, total, logprobs) = ctx.saved_tensors
+        grad = grads[0].unsqueeze(1)
+        result = logits.detach() if ctx.consumed else logits.detach().clone()
+        write = compiled(scaled_softmax_) if ctx.fused else scaled_softmax_
+        factor = -grad / total
+        for rows in pieces(logits, ctx.fused):
+            write(result[rows], top[rows], factor[rows])
+        of_labels = -grad * logprobs.expm1()  # 1 - p of the label itself, without the cancellation
+        return result.scatter_(1, labels.unsqueeze(1), of_labels.to(result.dtype)), None, None, None
+
+
+def row_statistics(logits: Tensor, labels: Tensor) -> Tensor:
+    """The largest logit of each row, the sum of exp(logit - largest), and the log-probability of the row's label [n, 1]; fp32 [3, n, 1]."""
+    top = logits.amax(dim=1, keepdim=True).float()
+    total = (logits - top).exp_().sum(dim=1, keepdim=True)
+    return torch.stack([top, total, logits.gather(1, labels) - top - total.log()])
+
+
+def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
+    """Write `factor` [n, 1] times exp(logits - top) over `logits` [n, vocab]."""
+    torch.mul((logits - top).exp_(), factor, out=logits)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one kernel, made when it is first called and once more for other numbers of rows."""
+    return torch.compile(function)
+
+
+def pieces(logits: Tensor, fused: bool = False) -> Iterator[slice]:
+    """Slices of rows whose fp32 copy stays within FP32_TEMPORARY_BYTES; all rows at once if there is no such copy."""
+    step = len(logits) if fused else FP32_TEMPORARY_BYTES // (4 * logits.shape[-1])
+    return (slice(start, start + max(1, step)) for start in range(0, len(logits), max(1, step)))
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
+    """Log-probabilities of `labels` [n] under `logits` [n, vocab]; fp32 [n], differentiable in the logits.
+
+    Logits that a product has just made are used up: backward writes their gradient over them. `fused` compiles the passes over them, which
+    takes a C compiler.
     """
+    return TokenLogprobs.apply(logits, labels, nobody_needs(logits), fused)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def nobody_needs(logits: Tensor) -> bool:
+    """Whether no gradient is computed from the logits themselves, as a softcap's would be, nor are they the caller's own leaf."""
+    node = logits.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in PRODUCTS
+
+
+# -- the weight's gradient ----------------------------------------------------------------------------------------------------------
+
+
+class SummedLinear(torch.autograd.Function):
+    """A linear layer whose weight's gradient is added to an fp32 sum at once; to autograd the weight has none."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits, labels)
-        result = torch.empty(len(labels), device=logits.device)
-        for rows in pieces(logits):
-            logprobs = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
-            result[rows] = logprobs.gather(1, labels[rows, None]).squeeze(1)
-        return result
+    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (logits, labels), (grad,) = ctx.saved_tensors, grads
-        result = torch.empty_like(logits)
-        for rows in pieces(logits):
-            piece = torch.softmax(logits[rows], dim=-1, dtype=torch.float32).mul_(-grad[rows, None])
-            result[rows] = piece.scatter_add_(1, labels[rows, None], grad[rows, None])
-        return result, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].flatten(0, -2)
+        add_product_(ctx.total, rows.T, x.flatten(0, -2))
+        return None, grads[0] @ weight, None, rows.sum(0) if ctx.needs_input_grad[3] else None
 
 
-def pieces(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows whose fp32 copy stays within FP32_TEMPORARY_BYTES."""
-    step = max(1, FP32_TEMPORARY_BYTES // (4 * logits.shape[-1]))
-    return (slice(start, start + step) for start in range(0, len(logits), step))
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, fp32. On CUDA a bf16 product is neither rounded nor stored in between; CPUs have no such product."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
-def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of `labels` [n] under `logits` [n, vocab]; fp32 [n], differentiable in the logits."""
-    return TokenLogprobs.apply(logits, labels)  # type: ignore[no-untyped-call, no-any-return]
+class SummingLinears(TorchFunctionMode):
+    """While active, linear layers whose weight is one of `parameters` add its gradient to that parameter's entry of `sums` (fp32)."""
+
+    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._sums = {id(p): total for p, total in zip(parameters, sums, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is functional.linear and not kwargs and id(args[1]) in self._sums:
+            bias = args[2] if len(args) > 2 else None
+            return SummedLinear.apply(self._sums[id(args[1])], args[0], args[1], bias)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
 
 
-Project = Callable[[torch.Tensor], torch.Tensor]  # hidden [n, hidden] -> logits [n, vocab]
+# -- the loss -----------------------------------------------------------------------------------------------------------------------
 
 
-def loss_sum(project: Project, hidden: torch.Tensor, targets: Targets, loss: Loss, chunk: int) -> torch.Tensor:
+def loss_sum(project: Project, hidden: Tensor, targets: Targets, loss: Loss, chunk: int, fused: bool = False) -> Tensor:
     """Sum of the loss over a micro-batch's targets, without gradients, from the last layer's output `hidden` [tokens, hidden]."""
     total = torch.zeros((), device=hidden.device)
     with torch.no_grad():
         for part in targets.chunks(chunk):
-            total += loss(token_logprobs(project(hidden[part.index]), part.labels), part)[0]
+            total += loss(token_logprobs(project(hidden[part.index]), part.labels, fused), part)[0]
     return total
 
 
 def loss_and_gradients(
     project: Project,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     targets: Targets,
     loss: Loss,
     scale: float,
     chunk: int,
-    parameters: list[torch.Tensor],
-    add: Callable[[list[torch.Tensor | None]], None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the loss, gradient of `scale` times it with respect to `hidden`), calling `add` with each chunk's parameter gradients."""
+    parameters: Sequence[Tensor],
+    add: Callable[[list[Tensor | None]], None],
+    sums: Sequence[Tensor] | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(sum of the loss, gradient of `scale` times it with respect to `hidden`), calling `add` with each chunk's parameter gradients.
+
+    Args:
+        sums: fp32, as `parameters`. Linear layers then add their weights' gradients to it directly, and `add` gets None for those.
+        fused: compile the passes over the logits.
+    """
     total = torch.zeros((), device=hidden.device)
     grad_hidden = torch.zeros_like(hidden)
     for part in targets.chunks(chunk):
         rows = hidden[part.index].requires_grad_()
         with torch.enable_grad():
-            value = loss(token_logprobs(project(rows), part.labels), part)[0]
+            with nullcontext() if sums is None else SummingLinears(parameters, sums):
+                logits = project(rows)
+            value = loss(token_logprobs(logits, part.labels, fused), part)[0]
+            del logits  # or they would be kept until the next chunk's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total += value.detach()
         grad_hidden[part.index] = grads[0]

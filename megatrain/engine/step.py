@@ -2,96 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import nn
 
+from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
+from megatrain.engine.boundaries import Boundaries
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.head import loss_and_gradients, loss_sum
 from megatrain.engine.settings import Settings
 from megatrain.engine.streamer import Streamer
-from megatrain.errors import DataError
-from megatrain.losses import IGNORE, Loss, Targets, find_targets
-from megatrain.models.recorder import LayerCall
+from megatrain.losses import Loss
 from megatrain.models.skeleton import Skeleton
-
-Batch = Mapping[str, torch.Tensor]
-
-
-@dataclass
-class MicroBatch:
-    """A micro-batch in flight. `boundaries[i]` is the input of layer i; the last entry, the output of the last layer, becomes `grad`.
-
-    `graphs[i]` holds (input, output) of a layer i that is retained, the one a leaf of the graph and the other its root.
-    """
-
-    number: int  # in the step, whatever the grouping: dropout seeds depend on it
-    inputs: dict[str, torch.Tensor]
-    targets: Targets
-    boundaries: list[torch.Tensor] = field(default_factory=list)
-    calls: list[LayerCall] = field(default_factory=list)
-    graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    grad: torch.Tensor | None = None  # of the loss with respect to the boundary that backward has reached
-
-    @property
-    def tokens(self) -> int:
-        return self.inputs["input_ids"].numel()
-
-
-def check_batches(batches: Sequence[Batch], vocabulary: int) -> None:
-    """Raise DataError for a micro-batch whose tensors are missing, misshapen or out of range, which a GPU would answer by dying."""
-    for number, batch in enumerate(batches):
-        for name in ("input_ids", "labels"):
-            if name not in batch:
-                raise DataError(f"micro-batch {number} has no {name}; it needs input_ids and labels")
-            values, wanted = batch[name], list(batch["input_ids"].shape)
-            if values.dtype != torch.int64 or values.ndim != 2 or list(values.shape) != wanted:
-                found = f"{list(values.shape)} {str(values.dtype).removeprefix('torch.')}"
-                raise DataError(
-                    f"{name} of micro-batch {number} are {found}; they must be [rows, tokens] int64, as input_ids: {wanted} int64"
-                )
-            known = (values >= 0) & (values < vocabulary)
-            strange = values[~(known | (values == IGNORE) if name == "labels" else known)]
-            if len(strange):
-                raise DataError(
-                    f"{name} of micro-batch {number} hold {int(strange[0])}, but the model's vocabulary has {vocabulary} tokens; "
-                    "use the tokenizer of this model"
-                )
-
-
-def only_trailing_padding(mask: torch.Tensor) -> bool:
-    """True if a [batch, tokens] mask hides nothing but the ends of rows. A causal model's real tokens never see those anyway."""
-    return mask.ndim == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()) and bool((mask[:, 0] != 0).all())
-
-
-def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
-    """Move a micro-batch to the device. A mask that only hides trailing padding is dropped: it changes no real token and costs speed.
-
-    Not if there are positions too: without a mask transformers takes a jump in them for the start of another document.
-    """
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    mask = inputs.get("attention_mask")
-    if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
-        del inputs["attention_mask"]
-    moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
-    return MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
-
-
-def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:
-    """`items` in at most `groups` consecutive groups of as equal sizes as can be."""
-    count = max(1, min(groups, len(items)))
-    bounds = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[start:stop] for start, stop in pairwise(bounds) if stop > start]
 
 
 class Passes:
     """Runs sweeps. Owns nothing: it wires the skeleton's modules, the streamer's weights and the gradient sums together.
 
     Args:
+        boundaries: keeps the layers' inputs between forward and backward.
         parameters: of each block, in layout order, bound to the block's slot.
         seed: of dropout.
     """
@@ -101,6 +32,7 @@ class Passes:
         skeleton: Skeleton,
         streamer: Streamer,
         gradients: Gradients,
+        boundaries: Boundaries,
         parameters: list[list[nn.Parameter]],
         settings: Settings,
         seed: int,
@@ -108,9 +40,10 @@ class Passes:
         self.skeleton = skeleton
         self.streamer = streamer
         self.gradients = gradients
+        self.boundaries = boundaries
         self.parameters = parameters
         self.chunk, self.groups = settings.head_chunk, settings.groups
-        self.first_retained = len(skeleton.layers) - settings.retained
+        self.first_retained = max(0, len(skeleton.layers) - settings.retained)
         self.seed = seed
         self.device = streamer.compute.device
         self.step = 0  # of dropout seeds
@@ -134,14 +67,14 @@ class Passes:
         self.skeleton.set_training(True)
         self.gradients.begin_step()
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
-        grouped = cut(
-            [mb for mb in micro_batches if len(mb.targets)], self.groups
-        )  # one without targets adds nothing, so it is not computed
+        wanted = [mb for mb in micro_batches if len(mb.targets)]  # one without targets adds nothing, so it is not computed
+        grouped = cut(wanted, self.groups)
         total = torch.zeros((), device=self.device)
         route = [block for _ in grouped for block in self._there_and_back()]
         with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
+                self.boundaries.begin_group([mb.tokens for mb in group], self.first_retained)
                 self._forward(group, visits)
                 total += self._turn(group, loss, scale, visits)
                 if last:
@@ -156,7 +89,8 @@ class Passes:
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
         total = torch.zeros((), device=self.device)
         for mb in self._through_layers(micro_batches):
-            total += loss_sum(self.skeleton.head, mb.boundaries[-1].flatten(0, 1), mb.targets, loss, self.chunk)
+            assert mb.hidden is not None
+            total += loss_sum(self.skeleton.head, mb.hidden.flatten(0, 1), mb.targets, loss, self.chunk)
         return total
 
     def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
@@ -168,7 +102,8 @@ class Passes:
 
     @torch.no_grad()
     def _all_logits(self, mb: MicroBatch, positions: slice) -> torch.Tensor:
-        hidden = mb.boundaries[-1][:, positions]
+        assert mb.hidden is not None
+        hidden = mb.hidden[:, positions]
         return self.skeleton.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def _through_layers(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
@@ -190,30 +125,31 @@ class Passes:
         assert next(visits) == self.embed
         for mb in group:
             self._seed_dropout(self.embed, mb)
-            hidden, mb.calls = self.skeleton.embed(mb.inputs)
-            mb.boundaries = [hidden]
+            mb.hidden, mb.calls = self.skeleton.embed(mb.inputs)
         for index in range(len(self.skeleton.layers)):
             block = next(visits)
             for mb in group:
+                assert mb.hidden is not None
                 self._seed_dropout(block, mb)
                 if keep and index >= self.first_retained:
-                    mb.graphs[index] = self._graph(index, mb)
-                    hidden = mb.graphs[index][1].detach()
-                else:
-                    hidden = self.skeleton.layer(index, mb.boundaries[-1], mb.calls[index])
-                if not keep:
-                    mb.boundaries.clear()
-                mb.boundaries.append(hidden)
+                    mb.graphs[index] = self._graph(index, mb, mb.hidden)
+                    mb.hidden = mb.graphs[index][1].detach()
+                    continue
+                output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
+                if keep:
+                    mb.kept.append(self.boundaries.park(mb.hidden))
+                mb.hidden = output
 
-    def _graph(self, index: int, mb: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer on its kept input, for gradients: (input, output)."""
-        hidden = mb.boundaries[-1].detach().requires_grad_()
+    def _graph(self, index: int, mb: MicroBatch, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer for gradients: (input, output)."""
+        hidden = given.detach().requires_grad_()
         with torch.enable_grad():
             return hidden, self.skeleton.layer(index, hidden, mb.calls[index])
 
     def _turn(self, group: Sequence[MicroBatch], loss: Loss, scale: float, visits: Iterator[int]) -> torch.Tensor:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
         assert next(visits) == self.head
+        self.boundaries.expect(mb.kept[index] for index in reversed(range(self.first_retained)) for mb in group)
         tied = dict(self.skeleton.anatomy.tied)
         names = [*self.names[self.head], *tied.values()]
         parameters: list[torch.Tensor] = [*self.parameters[self.head]]
@@ -233,7 +169,8 @@ class Passes:
         total = torch.zeros((), device=self.device)
         for mb in group:
             self._seed_dropout(self.head, mb)
-            hidden = mb.boundaries.pop()
+            hidden, mb.hidden = mb.hidden, None
+            assert hidden is not None
             value, grad = loss_and_gradients(self.skeleton.head, hidden.flatten(0, 1), mb.targets, loss, scale, self.chunk, parameters, add)
             mb.grad = grad.view_as(hidden)
             total += value
@@ -260,11 +197,17 @@ class Passes:
         self._close(self.embed, last, on_gradient)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
-        if index < self.first_retained:
-            self._seed_dropout(block, mb)
-            mb.graphs[index] = self._graph(index, mb)
-        hidden, output = mb.graphs.pop(index)
-        mb.boundaries.pop()
+        if index >= self.first_retained:
+            self._differentiate(block, mb, mb.graphs.pop(index))
+            return
+        kept = mb.kept.pop()
+        self._seed_dropout(block, mb)
+        self._differentiate(block, mb, self._graph(index, mb, self.boundaries.take(kept)))
+        self.boundaries.release(kept)
+
+    def _differentiate(self, block: int, mb: MicroBatch, graph: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Back-propagate through a layer, into its parameters' sums and to its input."""
+        hidden, output = graph
         grads = torch.autograd.grad(output, [hidden, *self.parameters[block]], mb.grad, allow_unused=True)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.engine.batches import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
-from megatrain.engine.step import MicroBatch
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.losses import NextToken, Targets
 from megatrain.optim import AdamW
@@ -41,6 +41,8 @@ PLACEMENTS = [
     Settings(groups=2, resident=2, retained=2, head_chunk=7),
     Settings(groups=3, resident=1, sums_on_device=3, head_chunk=7),
     Settings(groups=8, resident=ALL, retained=ALL, head_chunk=7),
+    Settings(offload=True, head_chunk=7),
+    Settings(groups=2, resident=2, retained=1, offload=True, head_chunk=7),
 ]
 
 

@@ -19,9 +19,10 @@ MODES = {
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
+    "boundaries offloaded": Settings(groups=2, offload=True),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
-SLOW = [("upload",), ("download",), ("update",), LANES]
+SLOW = [*((lane,) for lane in LANES), LANES]
 
 
 def make(mode: str = "one group", clip: float | None = 0.5, family: str = "llama", precision: str = "bfloat16") -> Engine:
@@ -103,6 +104,10 @@ def uploads_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
     engine._upload.wait = never_wait  # type: ignore[method-assign,assignment]
 
 
+def fetches_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    engine._fetch.wait = never_wait  # type: ignore[method-assign,assignment]
+
+
 def landings_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Event, "synchronize", never_wait)
 
@@ -129,6 +134,9 @@ FAULTS = [
     Fault(landings_are_not_awaited, ("download",)),
     Fault(landings_are_not_awaited, ("download",), "two groups, sums travel"),
     Fault(uploads_ignore_other_lanes, ("download",), "two groups, sums travel"),
+    Fault(fetches_ignore_other_lanes, ("download",), "boundaries offloaded"),
+    Fault(uploads_may_lag, ("fetch",), "boundaries offloaded"),
+    Fault(downloads_may_lag, ("download",), "boundaries offloaded"),
     Fault(staging_is_taken_at_once, ("update",), clip=None),
 ]
 

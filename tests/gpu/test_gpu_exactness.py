@@ -31,6 +31,7 @@ PLACEMENTS = [
     Settings(resident=ALL, retained=ALL, head_chunk=7),
     Settings(groups=3, resident=2, sums_on_device=4, retained=2, head_chunk=7),
     Settings(groups=2, resident=ALL, retained=ALL, head_chunk=7),
+    Settings(groups=2, retained=1, offload=True, head_chunk=7),
 ]
 PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2-tied"])

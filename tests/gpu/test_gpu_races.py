@@ -21,9 +21,10 @@ MODES = {
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
+    "boundaries offloaded": Settings(groups=2, offload=True),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
-WHO = ("upload", "download", "update", "compute")
+WHO = ("upload", "download", "fetch", "update", "compute")
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
@@ -52,7 +53,7 @@ def delay(
         elif who == "compute":
             before_layers(engine, sleep)
         else:
-            {"upload": engine._upload, "download": engine._download}[who].delay = sleep
+            {"upload": engine._upload, "download": engine._download, "fetch": engine._fetch}[who].delay = sleep
     return engine
 
 
