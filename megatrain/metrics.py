@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 from megatrain.errors import StorageError
 
 METRICS_FILE = "metrics.jsonl"
+RECENT_STEPS = 20  # rates, time left and advice follow so many steps: steady enough to read, quick enough to notice
+SHARE_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,15 @@ class StepTime:
     def __add__(self, other: StepTime) -> StepTime:
         return StepTime(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
+    @property
+    def total_s(self) -> float:
+        """The whole."""
+        return sum(asdict(self).values())
+
     def shares(self) -> dict[str, float]:
-        """Each part over the whole, 0 to 1."""
-        seconds: dict[str, float] = asdict(self)
-        whole = sum(seconds.values()) or 1.0
-        return {name: part / whole for name, part in seconds.items()}
+        """Each part over the whole, 0 to 1. That of `compute` is how busy the device is."""
+        whole = self.total_s or 1.0
+        return {name: part / whole for name, part in asdict(self).items()}
 
     def bound(self) -> tuple[str, float]:
         """The largest share: its name, and how much it is."""
@@ -47,9 +55,35 @@ class StepTime:
         return name, shares[name]
 
 
+class SteadyTime:
+    """The times of the latest steps. The first step of a process is forgotten once there is another: it compiles, and touches memory for
+    the first time."""
+
+    def __init__(self) -> None:
+        self._times: deque[StepTime] = deque(maxlen=RECENT_STEPS)
+        self._added = 0
+
+    def add(self, time: StepTime) -> None:
+        """The next step's."""
+        self._added += 1
+        if self._added == 2:
+            self._times.clear()
+        self._times.append(time)
+
+    @property
+    def total(self) -> StepTime:
+        """Their sum."""
+        return sum(self._times, StepTime())
+
+    @property
+    def median_s(self) -> float | None:
+        """Seconds of the middle one; None before the first."""
+        return statistics.median(time.total_s for time in self._times) if self._times else None
+
+
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`; the field names are its keys, in this order."""
+    """One line of `metrics.jsonl`; the field names are its keys, in this order, and the shares of `time` follow it."""
 
     step: int  # optimizer steps so far, this one included
     loss: float  # mean over the step's target tokens
@@ -66,10 +100,14 @@ class StepMetrics:
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
     time: StepTime
+    advice: str  # one sentence: the setting most worth changing, or that there is none
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object: NaN and infinities are null, for JSON has no word for them."""
-        return {field.name: _finite(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: _finite(getattr(self, field.name)) for field in fields(self)}
+        advice = values.pop("advice")
+        shares = {name: round(share, SHARE_DIGITS) for name, share in self.time.shares().items()}
+        return {**values, "shares": shares, "advice": advice}
 
 
 def _finite(value: Any) -> Any:
@@ -104,9 +142,9 @@ class MetricsWriter:
     def write_step(self, metrics: StepMetrics) -> None:
         self._write(metrics.to_dict())
 
-    def write_eval(self, step: int, eval_loss: float, eval_target_tokens: int) -> None:
-        """An evaluation after `step` updates; 0 is the one before the first step."""
-        self._write({"step": step, "eval_loss": _finite(eval_loss), "eval_target_tokens": eval_target_tokens})
+    def write_eval(self, step: int, eval_loss: float, eval_target_tokens: int, eval_s: float) -> None:
+        """An evaluation after `step` updates, which took `eval_s` seconds; 0 is the one before the first step."""
+        self._write({"step": step, "eval_loss": _finite(eval_loss), "eval_target_tokens": eval_target_tokens, "eval_s": eval_s})
 
     def truncate_to(self, step: int) -> None:
         """Forget everything after `step`, and a last line that a kill has torn: a run that resumes from a checkpoint writes it again."""

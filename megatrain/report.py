@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import MegaTrainError, StorageError
-from megatrain.metrics import StepMetrics, StepTime
+from megatrain.metrics import RECENT_STEPS, StepMetrics, StepTime
 
 LOG_FILE = "train.log"
 ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel, and only files and pipes as lines
 IN_FILE = "in_file"  # marks log records for train.log alone
-RECENT_STEPS = 20  # the rates and the time left follow the mean of so many steps: steady enough to read, quick enough to notice
+ADVICE_AFTER_STEPS = 5  # of a process: what compiles and warms up first has nothing to say about the rest
 
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
@@ -37,13 +37,6 @@ BOUND_WORDS = {
     "wait_download": "waiting for gradients to leave",
     "data": "waiting for data",
 }
-# What makes it smaller. All three waits hide behind computation, and computation grows with the tokens of a step.
-BOUND_FIXES = {
-    "wait_upload": "a larger train.tokens_per_step hides it",
-    "wait_update": "a larger train.tokens_per_step or more threads hide it",
-    "wait_download": "a larger train.tokens_per_step hides it",
-    "data": "rows are read too slowly: move them to a local disk",
-}
 
 
 def bound_in_words(time: StepTime) -> str:
@@ -53,12 +46,10 @@ def bound_in_words(time: StepTime) -> str:
 
 
 def time_in_words(time: StepTime) -> str:
-    """Every share of at least 1 percent, largest first, and what to do about the largest wait."""
+    """Every share of at least 1 percent, largest first."""
     shares = {name: share for name, share in time.shares().items() if share >= 0.01}
     ordered = sorted(shares, key=lambda name: shares[name], reverse=True)
-    words = ", ".join(f"{BOUND_WORDS[name]} {shares[name]:.0%}" for name in ordered)
-    waits = [name for name in ordered if name != "compute" and shares[name] >= 0.05]
-    return f"{words}: {BOUND_FIXES[waits[0]]}" if waits else words
+    return ", ".join(f"{BOUND_WORDS[name]} {shares[name]:.0%}" for name in ordered)
 
 
 def human_bytes(count: int | None) -> str:
@@ -137,7 +128,8 @@ class Progress:
     ```python
     with logging_to(run_dir, console), Progress(console, total_steps=120, first_step=0, log_every=10) as progress:
         progress.step(metrics)
-        progress.evaluated(step, loss)
+        progress.evaluated(step, loss, seconds)
+        progress.saved(path, seconds)
     ```
     """
 
@@ -150,6 +142,7 @@ class Progress:
         self._eval: tuple[int, float] | None = None
         self._skipped = 0
         self.time = StepTime()  # summed over all steps shown
+        self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
         self._started = time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
@@ -169,13 +162,25 @@ class Progress:
         self.time += metrics.time
         if metrics.step % self._log_every == 0 or metrics.step in (self._first_step + 1, self._total_steps):
             logger.info(self.line(), extra={ON_PANEL: True})
+        if metrics.step == self._first_step + ADVICE_AFTER_STEPS:
+            logger.info(f"advice: {metrics.advice}", extra={ON_PANEL: True})
         self._redraw()
 
-    def evaluated(self, step: int, eval_loss: float) -> None:
+    def saved(self, path: Path, seconds: float) -> None:
+        """Show that a checkpoint was written."""
+        self.outside_s["saving"] += seconds
+        logger.info(f"saved {path} in {human_seconds(seconds)}")
+
+    def evaluated(self, step: int, eval_loss: float, seconds: float) -> None:
         """Show an evaluation after `step` steps."""
         self._eval = (step, eval_loss)
+        self.outside_s["evaluating"] += seconds
         logger.info(f"step {step}: held-out loss {eval_loss:.4f}")
         self._redraw()
+
+    def traced(self, step: int, path: Path, table: str) -> None:
+        """Show what took longest in a step that was watched, and where its timeline lies."""
+        logger.info(f"{table}\nthe timeline of step {step} is in {path}: open it in ui.perfetto.dev")
 
     def line(self) -> str:
         """The newest step as one plain line."""
@@ -228,6 +233,7 @@ class Progress:
         if self._total_steps is not None:
             body.add_row(ProgressBar(total=self._total_steps, completed=newest.step, width=60))
         body.add_row(rows)
+        body.add_row(Text(newest.advice, style="dim"))
         of = "" if self._total_steps is None else f" of {self._total_steps}"
         elapsed = human_seconds(time.monotonic() - self._started)
         return Panel(body, title=f"step {newest.step}{of}, epoch {newest.epoch:.2f}, {elapsed}", title_align="left", expand=False)

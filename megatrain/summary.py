@@ -17,11 +17,11 @@ from megatrain.report import human_bytes, human_seconds, time_in_words
 
 
 @dataclass(frozen=True)
-class PredictedBytes:
-    """A peak as the plan predicted it and as the run measured it; None where there is none."""
+class Predicted:
+    """A figure as the plan predicted it and as the run measured it; None where there is none. Subclasses know its unit."""
 
-    predicted: int | None = None
-    measured: int | None = None
+    predicted: float | None = None
+    measured: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -30,10 +30,35 @@ class PredictedBytes:
             return None
         return (self.measured - self.predicted) / self.predicted
 
+    @staticmethod
+    def human(value: float | None) -> str:
+        raise NotImplementedError
+
     def __str__(self) -> str:
         if self.error is None:
-            return human_bytes(self.measured)
-        return f"{human_bytes(self.measured)}, planned {human_bytes(self.predicted)} ({self.error:+.1%})"
+            return self.human(self.measured)
+        return f"{self.human(self.measured)}, planned {self.human(self.predicted)} ({self.error:+.1%})"
+
+
+@dataclass(frozen=True)
+class PredictedBytes(Predicted):
+    """A peak of memory, in bytes."""
+
+    predicted: int | None = None
+    measured: int | None = None
+
+    @staticmethod
+    def human(value: float | None) -> str:
+        return human_bytes(None if value is None else int(value))
+
+
+@dataclass(frozen=True)
+class PredictedSeconds(Predicted):
+    """The time of a step."""
+
+    @staticmethod
+    def human(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -52,7 +77,11 @@ class RunSummary:
     answer: str | None = None  # what the trained model says to `prompt`
     host: PredictedBytes = PredictedBytes()
     gpu: PredictedBytes = PredictedBytes()
+    step_s: PredictedSeconds = PredictedSeconds()
     time: StepTime | None = None  # where the seconds went, summed over the steps
+    eval_s: float = 0.0  # between the steps
+    save_s: float = 0.0
+    advice: str = ""  # the setting most worth changing, or that there is none; empty if no step was made
     skipped: int = 0
     exit_code: int = 0  # 0 done, 75 stopped by a signal with a resumable checkpoint, 130 Ctrl-C after saving
 
@@ -82,8 +111,12 @@ class RunSummary:
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
             best = "" if self.best_step is None else f", best at step {self.best_step}"
             rows.append(("held-out loss", f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after{best}"))
+        if self.step_s.measured is not None:
+            rows.append(("step", str(self.step_s)))
         if self.time is not None:
-            rows.append(("time", time_in_words(self.time)))
+            rows.append(("time", f"{time_in_words(self.time)}; besides, {self._outside()}"))
+        if self.advice:
+            rows.append(("advice", self.advice))
         if self.host.measured is not None:
             rows.append(("host memory", str(self.host)))
         if self.gpu.measured is not None:
@@ -94,6 +127,9 @@ class RunSummary:
         if self.final_dir is not None:
             rows.append(("model", str(self.final_dir)))
         return rows
+
+    def _outside(self) -> str:
+        return f"{human_seconds(self.eval_s)} evaluating and {human_seconds(self.save_s)} saving"
 
 
 def _plain(value: Any) -> Any:

@@ -94,8 +94,13 @@ def recipes(monkeypatch, tmp_path):
 
 def test_train_hands_the_config_over_and_prints_the_summary(recipes, capsys):
     assert cli.main(["train", "cfg.yaml", "train.seed=4"]) == 0
-    assert recipes.calls == [("train", load_config("cfg.yaml", ["train.seed=4"]))]
+    assert recipes.calls == [("train", load_config("cfg.yaml", ["train.seed=4"]), None)]
     assert capsys.readouterr() == ("3 steps\n", "")
+
+
+def test_train_hands_over_where_the_timeline_goes(recipes):
+    assert cli.main(["train", "cfg.yaml", "--profile", "trace.json.gz"]) == 0
+    assert recipes.calls == [("train", load_config("cfg.yaml"), Path("trace.json.gz"))]
 
 
 @pytest.mark.parametrize("code", [0, 75, 130])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import StorageError
-from megatrain.metrics import METRICS_FILE, MetricsWriter, StepMetrics, StepTime, read_metrics
+from megatrain.metrics import METRICS_FILE, RECENT_STEPS, MetricsWriter, SteadyTime, StepMetrics, StepTime, read_metrics
 
 STEP = StepMetrics(
     step=1,
@@ -31,38 +31,40 @@ STEP = StepMetrics(
     host_bytes=2**30,
     skipped=False,
     time=StepTime(compute=1.5, wait_update=0.5),
+    advice="nothing is worth changing",
 )
 
 
 def write(run_dir: Path, steps: int, eval_every: int = 2) -> None:
     with MetricsWriter(run_dir) as writer:
-        writer.write_eval(0, 3.0, 100)
+        writer.write_eval(0, 3.0, 100, 1.5)
         for step in range(1, steps + 1):
             writer.write_step(replace(STEP, step=step))
             if step % eval_every == 0:
-                writer.write_eval(step, 3.0 - step / 10, 100)
+                writer.write_eval(step, 3.0 - step / 10, 100, 1.5)
 
 
 def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     write(tmp_path, 1)
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
-    keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped time"
-    assert " ".join(row) == keys
-    assert list(row["time"]) == ["compute", "wait_upload", "wait_update", "wait_download", "data"]
+    keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped time shares"
+    assert " ".join(row) == f"{keys} advice"
+    assert list(row["time"]) == list(row["shares"]) == ["compute", "wait_upload", "wait_update", "wait_download", "data"]
+    assert row["shares"] == {"compute": 0.75, "wait_upload": 0.0, "wait_update": 0.25, "wait_download": 0.0, "data": 0.0}
     assert row["loss"] == 2.5
     assert row["skipped"] is False
 
 
 def test_an_evaluation_has_its_own_keys(tmp_path):
     write(tmp_path, 0)
-    assert read_metrics(tmp_path) == [{"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100}]
+    assert read_metrics(tmp_path) == [{"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100, "eval_s": 1.5}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(tmp_path, value):
     with MetricsWriter(tmp_path) as writer:
         writer.write_step(replace(STEP, loss=value, grad_norm=value, skipped=True))
-        writer.write_eval(1, value, 5)
+        writer.write_eval(1, value, 5, 0.5)
     text = (tmp_path / METRICS_FILE).read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
@@ -138,3 +140,21 @@ def test_what_no_wait_explains_is_computation():
     assert StepTime.of(1.0, {"wait_upload": 1.5}).compute == 0.0
     with pytest.raises(TypeError):
         StepTime.of(1.0, {"wait_coffee": 0.5})
+
+
+def test_the_first_step_counts_until_there_is_another():
+    steady = SteadyTime()
+    assert steady.median_s is None
+    steady.add(StepTime(compute=30.0))
+    assert (steady.total, steady.median_s) == (StepTime(compute=30.0), 30.0)
+    steady.add(StepTime(compute=1.0, data=1.0))
+    assert (steady.total, steady.median_s) == (StepTime(compute=1.0, data=1.0), 2.0)
+    steady.add(StepTime(compute=4.0))
+    assert steady.median_s == 3.0
+
+
+def test_old_steps_are_forgotten():
+    steady = SteadyTime()
+    for seconds in (1.0, 5.0, *[2.0] * RECENT_STEPS):
+        steady.add(StepTime(compute=seconds))
+    assert steady.total == StepTime(compute=2.0 * RECENT_STEPS)

@@ -28,12 +28,13 @@ STEP = StepMetrics(
     host_bytes=3 * 2**29,
     skipped=False,
     time=StepTime(compute=1.4, wait_update=0.6),
+    advice="raise the roof",
 )
 
 
 def run(tmp_path, console: Console, steps: int = 7, log_every: int = 3, **changes) -> str:
     with logging_to(tmp_path, console), Progress(console, total_steps=steps, log_every=log_every) as progress:
-        progress.evaluated(0, 3.25)
+        progress.evaluated(0, 3.25, 1.5)
         for step in range(1, steps + 1):
             progress.step(replace(STEP, step=step, **changes))
     assert isinstance(console.file, io.StringIO)
@@ -52,7 +53,9 @@ def terminal() -> Console:
 
 def test_a_pipe_gets_one_plain_line_every_log_every_steps_and_the_ends(tmp_path, pipe):
     lines = run(tmp_path, pipe).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 0: held-out loss 3.2500", "step 1/7", "step 3/7", "step 6/7", "step 7/7"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 0: held-out loss 3.2500", "step 1/7", "step 3/7", "advice: raise the roof", "step 6/7", "step 7/7",
+    ]  # fmt: skip
     assert lines[1] == (
         "step 1/7  loss 2.5000  lr 1.00e-05  gradient norm 0.75  tokens/s 1,000  TFLOP/s 1.6  "
         "time left 12.0s  host 1.5 GiB  bound by computing 70%"
@@ -71,6 +74,7 @@ def test_a_terminal_gets_a_panel_and_its_lines_go_to_the_log_alone(tmp_path, ter
     screen = run(tmp_path, terminal)
     assert "step 3 of 7" in screen
     assert "held-out loss" in screen
+    assert "raise the roof" in screen
     assert "step 3/7" not in screen
     assert "step 3/7  loss 2.5000" in (tmp_path / LOG_FILE).read_text()
 
@@ -120,11 +124,19 @@ def test_the_bound_is_said_in_words(time, words):
     assert bound_in_words(time) == words
 
 
-def test_the_largest_wait_comes_with_its_fix():
+def test_shares_are_named_largest_first_and_small_ones_not_at_all():
     assert time_in_words(StepTime(compute=96.0, wait_update=3.5, data=0.5)) == "computing 96%, waiting for the update 4%"
-    assert time_in_words(StepTime(compute=60.0, wait_update=30.0, wait_upload=10.0)) == (
-        "computing 60%, waiting for the update 30%, waiting for weights 10%: a larger train.tokens_per_step or more threads hide it"
-    )
+    words = "waiting for weights 50%, computing 40%, waiting for gradients to leave 10%"
+    assert time_in_words(StepTime(compute=4.0, wait_upload=5.0, wait_download=1.0)) == words
+
+
+def test_what_happens_between_steps_is_timed(tmp_path, pipe):
+    with logging_to(tmp_path, pipe), Progress(pipe, total_steps=3) as progress:
+        progress.evaluated(0, 3.25, 1.5)
+        progress.saved(tmp_path / "checkpoint-1", 2.0)
+        progress.saved(tmp_path / "checkpoint-2", 61.0)
+    assert progress.outside_s == {"evaluating": 1.5, "saving": 63.0}
+    assert f"saved {tmp_path / 'checkpoint-2'} in 1m01s" in pipe.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatrain.metrics import StepTime
-from megatrain.summary import PredictedBytes, RunSummary
+from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
 
 DONE = RunSummary(
     run_dir=Path("runs/a"),
@@ -24,7 +24,11 @@ DONE = RunSummary(
     prompt="Name a [red] fruit.",
     answer="An apple [1].",
     host=PredictedBytes(predicted=2**31, measured=2**31 + 2**25),
+    step_s=PredictedSeconds(predicted=8.0, measured=7.6),
     time=StepTime(compute=180.0, wait_update=12.0),
+    eval_s=12.0,
+    save_s=3.5,
+    advice="raise the roof",
     skipped=1,
 )
 
@@ -42,7 +46,9 @@ def test_a_finished_run_says_what_was_gained_and_where_it_lies():
         "24 steps, 48,000 tokens in 3m12s (250 tokens/s)",
         "1.9000 before, 1.7000 after, best at step 24",
         "2.0 GiB, planned 2.0 GiB (+1.6%)",
-        "computing 94%, waiting for the update 6%",
+        "7.6 s, planned 8 s (-5.0%)",
+        "computing 94%, waiting for the update 6%; besides, 12.0s evaluating and 3.5s saving",
+        "raise the roof",
         "runs/a/final",
         "Name a [red] fruit.",
         "An apple [1].",
@@ -56,6 +62,13 @@ def test_a_stopped_run_says_how_to_go_on():
     text = rendered(RunSummary(run_dir=Path("runs/a"), steps=3, tokens=10, seconds=0.0, exit_code=75))
     assert "megatrain resume runs/a" in text
     assert "held-out" not in text
+    assert "advice" not in text
+
+
+def test_a_figure_without_a_prediction_stands_alone():
+    assert str(PredictedSeconds(measured=6.4712)) == "6.47 s"
+    assert str(PredictedBytes(measured=2**30)) == "1.0 GiB"
+    assert str(PredictedBytes(predicted=2**30)) == "-"
 
 
 def test_it_is_json():

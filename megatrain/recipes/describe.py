@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatrain.advice import Facts
 from megatrain.config import Config
+from megatrain.hardware import update_threads
 from megatrain.meters import host_bytes
 from megatrain.metrics import read_metrics
 from megatrain.planner import Plan
@@ -19,7 +21,7 @@ from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, choose_compile
 from megatrain.recipes.signals import StopRequest
 from megatrain.run_folder import write_text
-from megatrain.summary import PredictedBytes, RunSummary
+from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
 
 PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "safetensors", "numba", "numpy", "datasets")
 
@@ -35,19 +37,55 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "device": machine.device.type,
         "threads": choices.update_threads,
     }
-    environment = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: version(name) for name in PACKAGES},
-        "hardware": asdict(machine.hardware),
-    }
     write_text(config.output / CONFIG_FILE, config.to_yaml())
     write_text(config.output / RESOLVED_FILE, config.with_values(decided).to_yaml())
     write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
-    write_text(config.output / "env.json", json.dumps(environment, indent=1) + "\n")
+    write_text(config.output / "env.json", json.dumps(environment_of(parts), indent=1) + "\n")
+    return choices_in_words(plan, parts)
+
+
+def environment_of(parts: Parts) -> dict[str, Any]:
+    """What the run runs on, as JSON-able values."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "hardware": asdict(parts.machine.hardware),
+    }
+
+
+def choices_in_words(plan: Plan, parts: Parts) -> str:
+    """What the plan decided, as a line."""
+    choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
+    resident, retained = getattr(choices, "resident", 0), getattr(choices, "retained", 0)  # TEMPORARY until Choices has them
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
-        f"{choices.groups} group(s) a step, {choices.update_threads} update thread(s)"
+        f"{choices.groups} group(s) a step, {resident} of {blocks} blocks resident, {retained} of {blocks - 2} layers retained, "
+        f"{choices.update_threads} update thread(s)"
+    )
+
+
+def predicted_step_s(plan: Plan) -> float | None:
+    """TEMPORARY until Plan.timing is there."""
+    timing = getattr(plan, "timing", None)
+    return None if timing is None else float(timing.seconds)
+
+
+def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
+    """What the advice goes by, besides times."""
+    choices, layers = plan.choices, len(parts.shape.block_numel) - 2
+    return Facts(
+        cuda=parts.machine.device.type == "cuda",
+        compiled=choose_compile(config, parts),
+        tokens_per_step=plan.job.tokens_per_step,
+        groups=choices.groups,
+        groups_asked=plan.job.groups is not None,
+        layers=layers,
+        recomputed=layers - getattr(choices, "retained", 0),
+        streams=getattr(choices, "resident", 0) < len(parts.shape.block_numel),
+        gpu_capped=config.memory.gpu != "auto",
+        update_threads=choices.update_threads,
+        idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
     )
 
 
@@ -67,7 +105,11 @@ def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, 
         answer=reply,
         host=PredictedBytes(plan.host_bytes, host_bytes()),
         gpu=PredictedBytes(plan.gpu_bytes or None, run.meter.peak_bytes()),
+        step_s=PredictedSeconds(predicted_step_s(plan), run.steady.median_s),
         time=run.progress.time,
+        eval_s=run.progress.outside_s["evaluating"],
+        save_s=run.progress.outside_s["saving"],
+        advice=run.advice,
         skipped=run.engine.skipped,
         exit_code=0 if stop is None else stop.exit_code,
     )

@@ -23,7 +23,7 @@ from megatrain.meters import GpuMeter
 from megatrain.metrics import MetricsWriter
 from megatrain.planner import Plan
 from megatrain.recipes.changes import check_changes, resumed_configs
-from megatrain.recipes.describe import describe_run, summarize, summarize_finished
+from megatrain.recipes.describe import describe_run, facts_of, summarize, summarize_finished
 from megatrain.recipes.loop import Run, fit
 from megatrain.recipes.setup import (
     Parts,
@@ -62,8 +62,11 @@ def plan(config: Config | str | Path) -> Plan:
     return make_run_plan(config, prepare(config))
 
 
-def train(config: Config | str | Path) -> RunSummary:
-    """Run a config from its first step. Raises MegaTrainError; on one, everything saved before stays."""
+def train(config: Config | str | Path, profile: Path | None = None) -> RunSummary:
+    """Run a config from its first step. Raises MegaTrainError; on one, everything saved before stays.
+
+    profile: file for the timeline of one steady step, which Perfetto opens.
+    """
     config = config if isinstance(config, Config) else load_config(config)
     with run_folder(config.output) as console:
         if checkpoints(config.output) or (config.output / "final").exists():
@@ -71,7 +74,7 @@ def train(config: Config | str | Path) -> RunSummary:
                 f"{config.where('output')}: {config.output} holds a run already; continue it with `megatrain resume {config.output}`, "
                 "or choose another folder"
             )
-        return _run(get_ready(config), console, resuming=None)
+        return _run(get_ready(config), console, resuming=None, profile=profile)
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunSummary:
@@ -123,11 +126,12 @@ def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loa
     return make_run_plan(config, parts, 1 if every is None else -(-loader.steps_total() // every)), loader
 
 
-def _run(ready: Ready, console: Console, resuming: Path | None) -> RunSummary:
+def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | None = None) -> RunSummary:
     """Load, train, and say what became of it."""
     started = time.perf_counter()
     with ExitStack() as stack, memory_errors(ready.plan), deterministic(ready.config.train.deterministic):
         run = open_run(ready, console, stack, resuming)
+        run.watch(profile)
         begun = run.step, run.tokens
         with run.progress, stop_requests() as stop:
             done = fit(run, stop)
@@ -163,5 +167,6 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
         work=Work.of(parts.skeleton.anatomy, parts.model.config),
         gpu_name=parts.machine.hardware.gpu.name if parts.machine.hardware.gpu else None,
         total_steps=total,
+        facts=facts_of(config, plan, parts),
         **state,
     )

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.commands import Row, metrics_of
 from tests.support import differing
 
-CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time")  # what may differ between two runs of the same steps
+# What may differ between two runs of the same steps.
+CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time", "shares", "advice", "eval_s")
 
 
 def everything(checkpoint: Path) -> dict[str, Any]:

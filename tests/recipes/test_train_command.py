@@ -22,7 +22,7 @@ from tests.commands import Command, chat_rows, environment, evaluations_of, metr
 
 STEP_KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "epoch", "step_s", "tokens_per_s", "tflops", "mfu", "gpu_peak_bytes",
-    "host_bytes", "skipped", "time",
+    "host_bytes", "skipped", "time", "shares", "advice",
 ]  # fmt: skip
 TIME_KEYS = ["compute", "wait_upload", "wait_update", "wait_download", "data"]
 
@@ -43,7 +43,8 @@ def test_the_run_folder_is_as_promised(finished: Path) -> None:
 def test_metrics_have_exactly_the_promised_keys(finished: Path) -> None:
     for row in steps_of(finished):
         assert list(row) == STEP_KEYS
-        assert list(row["time"]) == TIME_KEYS
+        assert list(row["time"]) == list(row["shares"]) == TIME_KEYS
+        assert len(row["advice"]) > 20
         assert sum(row["time"].values()) == pytest.approx(row["step_s"])
     assert [row["step"] for row in steps_of(finished)] == list(range(1, 11))
 
@@ -53,7 +54,7 @@ def test_evaluations_come_before_the_first_step_and_at_the_end(finished: Path) -
     assert order[0] == (True, 0)
     assert order[-1] == (True, 10)
     assert [row["step"] for row in evaluations_of(finished)] == [0, 5, 10]
-    assert all(list(row) == ["step", "eval_loss", "eval_target_tokens"] for row in evaluations_of(finished))
+    assert all(list(row) == ["step", "eval_loss", "eval_target_tokens", "eval_s"] for row in evaluations_of(finished))
 
 
 def test_the_held_out_loss_falls(finished: Path) -> None:

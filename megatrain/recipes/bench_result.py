@@ -1,0 +1,83 @@
+"""What a benchmark found: figures under the names of `metrics.jsonl`, beside what the plan predicted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.metrics import StepTime
+from megatrain.report import human_seconds, time_in_words
+from megatrain.summary import PredictedBytes, PredictedSeconds
+
+
+@dataclass(frozen=True)
+class BenchStep:
+    """One measured step."""
+
+    seconds: float
+    loss: float
+    grad_norm: float | None
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Rates are those of the median step."""
+
+    model: str
+    parameters: int
+    layers: int
+    tokens: int  # of a step, all of them real
+    step_s: PredictedSeconds  # measured: the median
+    tokens_per_s: float
+    tflops: float  # 6 x parameters x tokens / seconds
+    mfu: float | None  # None where the device's peak is unknown
+    time: StepTime  # where the seconds of all measured steps went
+    host: PredictedBytes
+    gpu: PredictedBytes
+    memory: dict[str, int | None]  # peaks as counted, in bytes
+    advice: str
+    choices: str
+    setup_s: float  # to allocate, pin and draw the weights
+    steps: tuple[BenchStep, ...]
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able. `step_s` is the measured figure, predictions stand under `predicted`."""
+        predicted = {"step_s": self.step_s.predicted, "host_bytes": self.host.predicted, "gpu_peak_bytes": self.gpu.predicted}
+        errors = {"step_s": self.step_s.error, "host_bytes": self.host.error, "gpu_peak_bytes": self.gpu.error}
+        figures = {name: value for name, value in asdict(self).items() if name not in ("host", "gpu", "memory")}
+        measured = {"step_s": self.step_s.measured, "shares": self.time.shares(), **self.memory}
+        return {**figures, **measured, "predicted": predicted, "error": errors}
+
+    def render(self, console: Console) -> None:
+        """Print the figures and the advice."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows():
+            table.add_row(name, Text(value))
+        console.print(Panel(table, title=self.model, title_align="left", expand=False))
+
+    def _rows(self) -> list[tuple[str, str]]:
+        seconds = [step.seconds for step in self.steps]
+        spread = f"median of {len(seconds)}, {min(seconds):.3g} to {max(seconds):.3g}"
+        rates = f"{self.tflops:,.3g} TFLOP/s, {self.tokens_per_s:,.0f} tokens/s"
+        rows = [
+            ("model", f"{self.parameters:,} parameters, {self.layers} layers"),
+            ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
+            ("step", f"{self.step_s}; {spread}"),
+            ("rate", rates if self.mfu is None else f"{rates}, {self.mfu:.0%} of the GPU's peak"),
+            ("time", time_in_words(self.time)),
+            ("host memory", str(self.host)),
+        ]
+        if self.gpu.measured is not None:
+            rows.append(("GPU memory", str(self.gpu)))
+        return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]

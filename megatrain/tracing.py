@@ -1,0 +1,86 @@
+"""A step as a timeline: which thread and which stream did what, and when. The file opens in Perfetto (ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.errors import StorageError
+
+TOP_KERNELS = 25
+NAME_WIDTH = 70  # of the table's first column
+# What a stream of the GPU is called, by the start of the names of what it mostly does; a stream that does anything else computes.
+COPIES = {"Memcpy HtoD": "upload", "Memcpy DtoH": "download"}
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Trace:
+    """What `tracing` saw, once its block is left."""
+
+    table: str = ""  # the operations that took the longest
+
+
+@contextmanager
+def tracing(path: Path, device: torch.device) -> Iterator[Trace]:
+    """Record what the block does on every thread, and on the GPU if it has one, and write it to `path` (.json, or .json.gz for a tenth).
+
+    One step is enough, and much more is too large to look at. The step is slower while it is watched: do not time it.
+    Raises StorageError, before the block runs, when the file cannot be written.
+    """
+    from torch._C._profiler import _ExperimentalConfig  # the lanes' threads are traced with it, not only the caller's
+    from torch.profiler import ProfilerActivity, profile
+
+    claim(path)
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    trace = Trace()
+    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
+        yield trace
+        if cuda:
+            torch.cuda.synchronize(device)
+    averages = profiler.key_averages()
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    trace.table = averages.table(sort_by=order, row_limit=TOP_KERNELS, max_name_column_width=NAME_WIDTH)
+    profiler.export_chrome_trace(str(path))
+    rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
+
+
+def claim(path: Path) -> None:
+    """Create the file. Raises StorageError if that is impossible: better before the step than after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise StorageError(f"{path}: the trace cannot be written ({error.strerror}); choose another file for --profile") from error
+
+
+def rename_rows(path: Path, threads: dict[int | None, str]) -> None:
+    """Give the timeline's rows names: threads those of `threads` (by the system's number), streams what they mostly do."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        trace = json.load(file)
+    streams = stream_names(trace["traceEvents"])
+    for event in trace["traceEvents"]:
+        if event.get("name") == "thread_name":
+            row = event["pid"], event["tid"]
+            event["args"]["name"] = streams.get(row) or threads.get(row[1], event["args"]["name"])
+    with opened(path, "wt") as file:
+        json.dump(trace, file)
+
+
+def stream_names(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], str]:
+    """(process, row) of every GPU stream -> its name, from what takes most of its time."""
+    time: dict[tuple[Any, Any], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        if event.get("cat") in GPU_WORK:
+            kind = next((name for start, name in COPIES.items() if event["name"].startswith(start)), "compute")
+            time[event["pid"], event["tid"]][kind] += event["dur"]
+    return {row: f"stream {row[1]}: {max(kinds, key=lambda kind: kinds[kind])}" for row, kinds in time.items()}
