@@ -56,7 +56,7 @@ class Subject:
         return SIZES[self.device.type, self.quick]
 
 
-def measure(hardware: Hardware, device: torch.device, folder: Path, note: Callable[[str], None], *, quick: bool = False) -> MachineProfile:
+def measure(hardware: Hardware, device: torch.device, folder: Path, note: Callable[[str], object], *, quick: bool = False) -> MachineProfile:
     """Measure the machine.
 
     Args:

@@ -50,7 +50,7 @@ class Diagnosis:
         console.print(f"kept in {self.saved}", highlight=False, soft_wrap=True)
 
 
-def examine(output: Path, quick: bool, note: Callable[[str], None]) -> Diagnosis:
+def examine(output: Path, quick: bool, note: Callable[[str], object]) -> Diagnosis:
     """Measure this machine and cache what was found.
 
     Args:

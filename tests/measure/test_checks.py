@@ -1,0 +1,114 @@
+"""Advice is given where something is off, and only there."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatrain.hardware import GIB, Gpu, Hardware, probe
+from megatrain.machine import typical
+from megatrain.measure import checks
+from megatrain.measure.checks import PcieLink, pcie
+
+
+@pytest.fixture
+def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """A machine of 8 cores and 16 GiB where nothing is off."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(checks, "cgroup_memory", lambda: (None, None))
+    monkeypatch.setattr(checks, "cpu_quota", lambda: None)
+    machine = probe(tmp_path, "cpu")
+    return replace(machine, physical_cores=8, host_total_bytes=16 * GIB, disk_free_bytes=100 * GIB, memlock_bytes=None)
+
+
+def test_a_healthy_machine_gets_no_advice(hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "huge_pages", lambda: checks.Finding("huge pages", "madvise"))
+    found = checks.check(hardware, typical(hardware), load=1.0)
+    assert [finding.what for finding in found] == ["cores", "load before", "host memory", "huge pages", "free disk"]
+    assert [finding.advice for finding in found] == [None] * 5
+
+
+def test_a_gpu_brings_its_own_checks(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "pcie_link", lambda: None)
+    hardware = replace(hardware, gpu=Gpu("NVIDIA H200", 1, 1, (9, 0)))
+    whats = [finding.what for finding in checks.check(hardware, typical(hardware), load=1.0)]
+    assert {"PCIe link", "memlock limit", "C compiler"} <= set(whats)
+
+
+@pytest.mark.parametrize(
+    ("link", "upload", "advice"),
+    [
+        (PcieLink(5, 16, 5, 16), 55e9, None),
+        (PcieLink(4, 8, 4, 8), 13e9, None),
+        (PcieLink(4, 16, 5, 16), 25e9, "the GPU can do generation 5 with 16 lanes"),
+        (PcieLink(5, 8, 5, 16), 27e9, "the GPU can do generation 5 with 16 lanes"),
+        (PcieLink(5, 16, 5, 16), 30e9, "copies reach only 30 of 63 GB/s"),
+        (PcieLink(9, 16, 9, 16), 110e9, None),  # a generation that the table does not know yet
+        (None, 5e9, None),
+    ],
+)
+def test_the_pcie_link(link: PcieLink | None, upload: float, advice: str | None) -> None:
+    found = pcie(link, upload).advice
+    assert found is None if advice is None else advice in str(found)
+
+
+def test_cores_that_are_withheld(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "may not use all cores" in str(checks.cores(replace(hardware, physical_cores=4)).advice)
+    monkeypatch.setattr(checks, "cpu_quota", lambda: 2.5)
+    assert "only 2.5 cores' time" in str(checks.cores(hardware).advice)
+    monkeypatch.setattr(checks, "cpu_quota", lambda: 8.0)
+    assert checks.cores(hardware).advice is None
+
+
+@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("250000 100000", 2.5), ("", None)])
+def test_the_quota_of_a_container(tmp_path: Path, text: str, quota: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert checks.cpu_quota(tmp_path / "cpu.max") == quota
+    assert checks.cpu_quota(tmp_path / "nothing") is None
+
+
+def test_a_busy_machine() -> None:
+    assert checks.other_programs(3.0, 8).advice is None
+    assert "measure again when the machine is idle" in str(checks.other_programs(3.1, 8).advice)
+
+
+def test_a_container_below_ram(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = psutil.virtual_memory().total
+    monkeypatch.setattr(checks, "cgroup_memory", lambda: (total - 1, 0))
+    assert "raise its memory limit" in str(checks.host_memory(hardware).advice)
+    monkeypatch.setattr(checks, "cgroup_memory", lambda: (total, 0))
+    assert checks.host_memory(hardware).advice is None
+
+
+@pytest.mark.parametrize(
+    ("text", "figure", "advised"),
+    [("always [madvise] never\n", "madvise", False), ("always madvise [never]\n", "never", True), ("", "unknown", False)],
+)
+def test_huge_pages(tmp_path: Path, text: str, figure: str, advised: bool) -> None:
+    (tmp_path / "enabled").write_text(text)
+    found = checks.huge_pages(tmp_path / "enabled")
+    assert (found.figure, found.advice is not None) == (figure, advised)
+    assert checks.huge_pages(tmp_path / "nothing").figure == "unknown"
+
+
+def test_locked_memory(hardware: Hardware) -> None:
+    assert checks.pinned_memory(hardware).advice is None
+    below = checks.pinned_memory(replace(hardware, memlock_bytes=8 << 20))
+    assert (below.advice, "not enforced" in below.figure) == (None, True)  # more than that was pinned just now
+    assert "ulimit -l unlimited" in str(checks.pinned_memory(replace(hardware, memlock_bytes=4 * GIB)).advice)
+
+
+def test_a_compiler_is_needed_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    assert checks.compiler() == checks.Finding("C compiler", "gcc")
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert "Triton is missing" in str(checks.compiler().advice)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install gcc" in str(checks.compiler().advice)
+
+
+def test_a_disk_smaller_than_ram(hardware: Hardware) -> None:
+    assert "name a larger disk" in str(checks.free_disk(replace(hardware, disk_free_bytes=15 * GIB)).advice)

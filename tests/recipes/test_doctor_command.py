@@ -1,0 +1,106 @@
+"""`megatrain doctor` measures, caches and shows; runs take the cached profile, and measure only where that pays."""
+
+import io
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatrain import cli, machine
+from megatrain.errors import StorageError
+from megatrain.hardware import Gpu, Hardware, probe
+from megatrain.machine import fingerprint, typical
+from megatrain.recipes import doctor
+from megatrain.recipes.doctor import measured_or_typical
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "driver_version", lambda: "1")
+    return replace(probe(tmp_path, "cpu"), gpu=Gpu("NVIDIA H200", 1, 1, (9, 0)))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each measurement was a quick one; a measurement finds a launch of 1.5 s and guesses the rest."""
+    made: list[bool] = []
+
+    def measure(hardware, device, folder, note, *, quick=False):
+        note("something")
+        made.append(quick)
+        return replace(typical(hardware), fingerprint=fingerprint(hardware), measured_on="2026-11-21", launch=1.5)
+
+    monkeypatch.setattr(doctor, "measure", measure)
+    monkeypatch.setattr(doctor, "choose_device", lambda wanted: CPU)
+    return made
+
+
+def test_a_plan_touches_no_device(hardware: Hardware, measured: list[bool]) -> None:
+    assert measured_or_typical(hardware, GPU) == typical(hardware)
+    assert measured == []
+
+
+def test_a_run_on_a_gpu_measures_once(hardware: Hardware, measured: list[bool]) -> None:
+    found = measured_or_typical(hardware, GPU, may_measure=True)
+    assert found.launch == 1.5
+    assert measured_or_typical(hardware, GPU, may_measure=True) == found
+    assert measured_or_typical(hardware, GPU) == found
+    assert measured == [True]
+
+
+def test_a_run_on_the_cpu_does_not_wait(hardware: Hardware, measured: list[bool]) -> None:
+    on_cpu = replace(hardware, gpu=None)
+    assert measured_or_typical(on_cpu, CPU, may_measure=True) == typical(on_cpu)
+    assert measured == []
+
+
+def test_a_run_goes_on_without_a_cache(
+    hardware: Hardware, measured: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(profile):
+        raise StorageError("nowhere to write")
+
+    monkeypatch.setattr(machine, "save", refuse)
+    with caplog.at_level(logging.WARNING, "megatrain"):
+        assert measured_or_typical(hardware, GPU, may_measure=True).launch == 1.5
+    assert "nowhere to write" in caplog.text
+
+
+def test_the_command_measures_anew_and_caches(hardware: Hardware, measured: list[bool], tmp_path: Path, capsys) -> None:
+    for flags in ([], ["--quick"]):
+        assert cli.main(["doctor", "--json", "--output", str(tmp_path), *flags]) == 0
+    assert measured == [False, True]
+    out, err = capsys.readouterr()
+    shown = json.loads(out[: out.index("}\n{") + 1])
+    assert shown["profile"]["launch"] == 1.5
+    assert "launch" not in shown["guessed"] and "memory" in shown["guessed"]
+    assert err == "measuring something\n" * 2
+    here = probe(tmp_path, "cpu")
+    assert measured_or_typical(here, CPU).launch == 1.5
+    assert shown["saved"] == str(machine.cache_file(fingerprint(here)))
+
+
+def test_the_table_says_what_was_guessed(hardware: Hardware, measured: list[bool], tmp_path: Path) -> None:
+    found = doctor.examine(tmp_path, False, str)
+    console = Console(record=True, width=160, file=io.StringIO())
+    found.render(console)
+    rows = {line.split("│")[1].strip(): line for line in console.export_text().splitlines() if line.startswith("│")}
+    assert "1,500,000 µs" in rows["starting an operation"]
+    assert "guess" not in rows["starting an operation"]
+    assert "a guess, not measured" in rows["device memory"]
+    assert not [what for what in rows if "PCIe" in what or what in ("device update", "fp8 products")], "a CPU has none"
+    assert "free disk" in rows
+
+
+@pytest.mark.parametrize(("value", "text"), [(55.512e9, "55.5 GB/s"), (4080e9, "4,080 GB/s"), (0.4923e9, "0.492 GB/s")])
+def test_three_digits(hardware: Hardware, value: float, text: str) -> None:
+    profile = replace(typical(hardware), upload=value)
+    assert next(doctor.figures(profile, ())).figure == text
