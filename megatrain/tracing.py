@@ -67,13 +67,13 @@ def rename_rows(path: Path, threads: dict[int | None, str]) -> None:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
         trace = json.load(file)
-    streams = stream_names(trace["traceEvents"])
-    for event in trace["traceEvents"]:
-        if event.get("name") == "thread_name":
-            row = event["pid"], event["tid"]
-            event["args"]["name"] = streams.get(row) or threads.get(row[1], event["args"]["name"])
+    events = trace["traceEvents"]
+    rows = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    names = {row: threads[row[1]] for row in rows if row[1] in threads} | stream_names(events)
+    kept = [event for event in events if event["name"] != "thread_name" or (event["pid"], event["tid"]) not in names]
+    given = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}} for (pid, tid), name in names.items()]
     with opened(path, "wt") as file:
-        json.dump(trace, file)
+        json.dump({**trace, "traceEvents": [*given, *kept]}, file)
 
 
 def stream_names(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], str]:
