@@ -22,6 +22,17 @@ class Buffer:
     free: Event | None = None
 
 
+@dataclass
+class OpenSum:
+    """A block's sum that is being added to: its tensors by name, those among them that nothing was added to yet in this step, and the event
+    after which they hold what an earlier group left."""
+
+    buffer: Buffer
+    views: dict[str, torch.Tensor]
+    untouched: set[str]
+    arriving: Event | None
+
+
 @dataclass(frozen=True)
 class Gradient:
     """One block's finished gradient: where it is, when, and its sum of squares on the host (one element, which lands with it).
@@ -79,7 +90,7 @@ class Gradients:
         self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
         self._landed_square_sums = torch.zeros(len(layouts), pin_memory=pinned)
         self._turn = 0
-        self._open: dict[int, tuple[Buffer, dict[str, torch.Tensor], Event | None]] = {}
+        self._open: dict[int, OpenSum] = {}
         self._sums_landed: dict[int, Event] = {}
         self._started: set[int] = set()
 
@@ -90,20 +101,21 @@ class Gradients:
         self._open.clear()
 
     def open(self, block: int) -> None:
-        """Make the block's sum ready to be added to: zero in the step's first group, what earlier groups left in later ones."""
+        """Make the block's sum ready to be added to: nothing in the step's first group, what earlier groups left in later ones."""
         if block in self._open:
             return  # a tied embedding is opened by the head and closed by embed
         layout = self.layouts[block]
         buffer = self._own.get(block) or self._next_in_ring()
         flat = buffer.flat[: layout.numel]
-        arriving = None
+        opened = self._open[block] = OpenSum(buffer, layout.views(flat), set(), None)
         if block not in self._started:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
-            flat.zero_()
+            opened.untouched.update(opened.views)
+            for start, stop in layout.gaps():
+                flat[start:stop].zero_()
         elif block not in self._own:
-            arriving = buffer.free = self._fetch_sum(block, flat, buffer)
+            opened.arriving = buffer.free = self._fetch_sum(block, flat, buffer)
         self._started.add(block)
-        self._open[block] = (buffer, layout.views(flat), arriving)
 
     def _next_in_ring(self) -> Buffer:
         self._turn += 1
@@ -122,18 +134,28 @@ class Gradients:
 
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients, by tensor name, to the block's open sum. None counts as zero."""
-        buffer, views, arriving = self._open[block]
-        if arriving is not None:
-            self.compute.wait(arriving, "upload")
-            self._open[block] = (buffer, views, None)
+        opened = self._open[block]
+        self._await(opened)
         for name, gradient in gradients.items():
-            if gradient is not None:
-                views[name].add_(gradient)
+            if gradient is None:
+                continue
+            if name in opened.untouched:
+                opened.untouched.remove(name)
+                opened.views[name].copy_(gradient)
+            else:
+                opened.views[name].add_(gradient)
+
+    def _await(self, opened: OpenSum) -> None:
+        self.compute.wait(opened.arriving, "upload")
+        opened.arriving = None
 
     def close(self, block: int, *, last_group: bool) -> Gradient | None:
         """The block's backward of this group is complete. In the last group, measure, round and download its gradient."""
-        buffer, _, arriving = self._open.pop(block)
-        self.compute.wait(arriving, "upload")
+        opened = self._open.pop(block)
+        self._await(opened)
+        for name in opened.untouched:
+            opened.views[name].zero_()
+        buffer = opened.buffer
         flat = buffer.flat[: self.layouts[block].numel]
         if last_group:
             return self._finish(block, flat, buffer)

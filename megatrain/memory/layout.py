@@ -68,6 +68,12 @@ class FlatLayout:
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
         return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """(start, stop) of the padding behind each tensor that has some."""
+        ends = [*(t.offset for t in self.tensors[1:]), self.numel]
+        spans = [(t.offset + t.numel, end) for t, end in zip(self.tensors, ends, strict=True)] if self.tensors else [(0, self.numel)]
+        return [(start, stop) for start, stop in spans if start < stop]
+
     def segments(self) -> list[Segment]:
         """The whole block cut into runs of equal hyper-parameters; padding belongs to the tensor before it."""
         segments: list[Segment] = []

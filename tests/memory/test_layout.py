@@ -66,3 +66,14 @@ def test_a_block_without_tensors_has_no_segments():
     """Nothing follows the last layer but a tied head: BART's decoder."""
     empty = FlatLayout.pack([])
     assert (empty.parameters, empty.segments(), empty.views(torch.zeros(empty.numel))) == (0, [], {})
+
+
+@pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1], [("w", (1024,), True)], []], ids=len)
+def test_tensors_and_gaps_cover_every_element_once(tensors):
+    layout = FlatLayout.pack(tensors)
+    count = torch.zeros(layout.numel, dtype=torch.int)
+    for view in layout.views(count).values():
+        view += 1
+    for start, stop in layout.gaps():
+        count[start:stop] += 1
+    assert bool((count == 1).all())
