@@ -83,7 +83,6 @@ def test_values_out_of_range_are_refused(refusal, key, bad):
         *[("method", name) for name in ("dpo", "kto", "grpo", "ppo")],
         ("optimizer.name", "adafactor"),
         *[("optimizer.moments", name) for name in ("bfloat16", "int8")],
-        ("precision", "fp8"),
         ("memory.nvme", "/mnt/fast"),
     ],
 )
@@ -91,6 +90,11 @@ def test_what_is_not_built_is_refused_by_name(refusal, key, value):
     text = refusal(f"{key}={value}")
     assert text.startswith(f"command line: {key}: ")
     assert "not built yet" in text
+
+
+def test_fp8_goes_by_one_name(load, refusal):
+    assert load(["precision=fp8"]).precision == "fp8"
+    assert refusal("precision=float8").startswith("command line: precision: float8 is called fp8 here; choose from auto, ")
 
 
 def test_a_choice_names_the_nearest(refusal):

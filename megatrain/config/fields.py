@@ -26,7 +26,7 @@ _BAD_ROW = Literal["refuse", "skip"]
 _SCHEDULE = Literal["constant", "linear", "cosine", "wsd"]
 _OPTIMIZER = Literal["adamw"]
 _MOMENTS = Literal["float32"]
-_PRECISION = Literal["auto", "bfloat16", "float32"]
+_PRECISION = Literal["auto", "bfloat16", "float32", "fp8"]
 _ATTENTION = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 _DEVICE = Literal["auto", "cpu", "cuda"]
 
@@ -34,8 +34,7 @@ _OTHER_METHODS = dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "gr
 _OTHER_OPTIMIZERS = dict.fromkeys(("adam", "adafactor", "sgd", "lion", "muon", "lamb", "adagrad", "rmsprop", "sophia"), NOT_BUILT)
 _OTHER_MOMENTS = dict.fromkeys(("bfloat16", "int8"), NOT_BUILT)
 _OTHER_PRECISIONS = {
-    "fp8": NOT_BUILT,
-    "float8": NOT_BUILT,
+    "float8": "called fp8 here",
     "float16": "not offered, since it needs loss scaling and bfloat16 does not",
     "fp16": "not offered, since it needs loss scaling and bfloat16 does not",
 }
@@ -231,7 +230,9 @@ class Config(Options):
     optimizer: OptimizerOptions = OptimizerOptions()
     memory: MemoryOptions = MemoryOptions()
     precision: Annotated[_PRECISION, choice(_PRECISION, _OTHER_PRECISIONS)] = Field(
-        default="auto", description="bfloat16 computes in bf16 over an exact fp32 master; float32 in fp32; auto looks at the hardware."
+        default="auto",
+        description="bfloat16 computes in bf16 over an exact fp32 master; fp8 does so with fp8 operands in the layers' matrix products; "
+        "float32 in fp32; auto looks at the hardware, and is never fp8.",
     )
     attention: Annotated[_ATTENTION, choice(_ATTENTION)] = Field(
         default="auto", description="auto is the fastest that computes the family rightly."

@@ -58,7 +58,7 @@ class Fp8Policy:
 
 def fp8_supported(device: torch.device) -> bool:
     """Whether `device` multiplies fp8 matrices itself. On the CPU torch computes the same, more slowly than in bf16: for tests."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:

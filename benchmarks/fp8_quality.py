@@ -1,0 +1,141 @@
+"""What fp8 products cost in loss: the same model on the same rows, trained step by step in bf16 and in fp8.
+
+    python benchmarks/fp8_quality.py --json out.json train.max_steps=100
+    python benchmarks/fp8_quality.py --variants bfloat16 fp8 fp8-everywhere --config my.yaml device=cuda
+
+The config is that of `make demo` unless another is named, and any key can be set after it. Every variant starts from the same weights and
+sees the same batches. Prints how far mean training loss, held-out loss before and after, and any single step's loss are from the first
+variant's, and writes all losses as JSON. On the CPU fp8 products are emulated: right, and slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import megatrain
+from megatrain.config import Config, load_config
+from megatrain.data import held_out_batches
+from megatrain.data.dataset import Rows
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
+from megatrain.hardware import update_threads
+from megatrain.models.fp8 import Fp8Policy, apply_fp8
+from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes import setup
+
+POLICIES: dict[str, Fp8Policy | None] = {
+    "bfloat16": None,
+    "fp8": Fp8Policy(),
+    "fp8-everywhere": Fp8Policy(ends=0),
+    "fp8-fast": Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast"),
+    "fp8-grad-weight-bf16": Fp8Policy(grad_weight="bfloat16"),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("examples/demo/config.yaml"))
+    parser.add_argument("--variants", nargs="+", choices=POLICIES, default=["bfloat16", "fp8"], help="the first is compared with")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024)
+    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser.parse_intermixed_args()
+
+
+def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, compile_layers: bool) -> Engine:
+    machine = setup.find_machine(config)
+    skeleton = setup.make_skeleton(config, model, machine)
+    if policy is not None:
+        layers = policy.layers(len(skeleton.layers))
+        print(f"{sum(apply_fp8(skeleton.layers[index], policy) for index in layers)} linear modules of {len(layers)} layers in fp8")
+    engine = Engine(
+        skeleton,
+        optimizer=setup.make_optimizer(config),
+        precision=machine.precision,
+        max_grad_norm=config.train.max_grad_norm,
+        device=machine.device,
+        settings=Settings(update_threads=update_threads(), compile=compile_layers),
+        seed=config.train.seed,
+    )
+    setup.fill(engine, config)
+    return engine
+
+
+def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows, held_out: Rows, name: str) -> dict[str, Any]:
+    """Losses of all steps and of the held-out rows before and after, of one variant."""
+    steps = config.train.max_steps
+    assert steps is not None
+    warmup = warmup_steps(config.train.warmup, steps)
+    losses, norms, seconds = [], [], []
+    with make_engine(config, model, POLICIES[name], args.compile) as engine:
+
+        def evaluate() -> float:
+            return engine.evaluate(list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))).loss
+
+        before = evaluate()
+        for step, batch in enumerate(setup.make_loader(config, model, rows, args.micro_batch_tokens)):
+            started = time.perf_counter()
+            rate = SCHEDULES[config.train.schedule](step, base=config.train.learning_rate, total_steps=steps, warmup_steps=warmup)
+            result = engine.train_step(batch.micro_batches, lr=rate)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            seconds.append(time.perf_counter() - started)
+            print(f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s", flush=True)
+        after = evaluate()
+    policy = POLICIES[name]
+    return {
+        "policy": policy and asdict(policy), "losses": losses, "grad_norms": norms, "mean_loss": statistics.fmean(losses),
+        "held_out_before": before, "held_out_after": after, "seconds_per_step": statistics.median(seconds),
+    }  # fmt: skip
+
+
+def compare(results: dict[str, dict[str, Any]]) -> None:
+    """Print every variant's losses and their distance from the first variant's, in percent, and note the distances in the results."""
+    reference = next(iter(results.values()))
+    columns = ("mean_loss", "held_out_before", "held_out_after")
+    print("\n" + " " * 24 + "".join(f"{column:>20}" for column in (*columns, "largest_of_a_step")))
+    for name, result in results.items():
+        apart = {column: 100 * (result[column] / reference[column] - 1) for column in columns}
+        of_steps = (100 * abs(a / b - 1) for a, b in zip(result["losses"], reference["losses"], strict=True))
+        result["percent_apart"] = {**apart, "largest_of_a_step": max(of_steps)}
+        cells = [f"{result[column]:11.4f} {apart[column]:+7.2f}%" for column in columns]
+        print(f"{name:24}" + "".join(cells) + f"{result['percent_apart']['largest_of_a_step']:19.2f}%")
+
+
+def main() -> None:
+    args = arguments()
+    config = load_config(args.config, ["precision=bfloat16", "train.max_steps=100", *args.overrides])
+    setup.quiet_libraries()
+    model = setup.read_model(config)
+    rows, held_out = setup.read_rows(config, model)
+    assert held_out is not None, "data.eval must hold rows out"
+    results = {name: train(args, config, model, rows, held_out, name) for name in args.variants}
+    compare(results)
+    device = setup.find_machine(config).device
+    report = {
+        "date": date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "versions": {"megatrain": megatrain.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "arguments": {"variants": args.variants, "micro_batch_tokens": args.micro_batch_tokens, "compile": args.compile},
+        "overrides": args.overrides,
+        "results": results,
+    }
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

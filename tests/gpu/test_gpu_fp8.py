@@ -1,0 +1,101 @@
+"""On CUDA: fp8 products by the GPU's own units agree with the CPU's, eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine.settings import Settings
+from megatrain.models.fp8 import Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
+from megatrain.optim import AdamW
+from tests.support import bits, distance, engine_of, full_batches, plain_model, tiny_config, train_engine
+
+pytestmark = [
+    pytest.mark.skipif(not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer does
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # and its compiler uses that
+]
+BF16_STEP = 2.0**-8
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [random(33, 64), random(64, 33).t(), torch.zeros(4, 16).bfloat16()], ids=["rows", "columns", "zeros"])
+def test_quantising_is_the_same_to_the_bit(rows):
+    values, scales = quantize(rows)
+    on_gpu, gpu_scales = quantize(rows.cuda())
+    assert torch.equal(on_gpu.cpu().view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(bits(gpu_scales.cpu()), bits(scales))
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [("fp8", BF16_STEP), ("fp8_fast", 4 * BF16_STEP)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (21, 48, 33), (300, 512, 4096), (512, 576, 16384)])
+def test_products_are_the_cpus(m, n, k, mode, allowed):
+    a, b = random(m, k), random(n, k, seed=1)
+    assert distance(multiply(a.cuda(), b.cuda(), mode).cpu(), multiply(a, b, mode)) < allowed
+
+
+class OneLayer(nn.Module):
+    """A decoder layer with all of its products in fp8, called with fixed rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda").model.layers[0]
+        assert apply_fp8(self.layer, Fp8Policy()) == 7
+        self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.layer(hidden, position_embeddings=self.positions)
+        return output
+
+
+def run(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
+    hidden = hidden.cuda().requires_grad_()
+    output = module(hidden)
+    return (output.detach(), *torch.autograd.grad(output, [hidden, *module.parameters()], random(3, 11, 32, seed=3).cuda()))
+
+
+def test_a_compiled_layer_is_near_the_eager_one():
+    eager = OneLayer()
+    compiled = copy.deepcopy(eager)
+    compiled.layer.compile()
+    hidden = random(3, 11, 32)
+    found, expected = run(compiled, hidden), run(eager, hidden)
+    assert all(distance(a, b) < 0.1 for a, b in zip(found, expected, strict=True))  # values near a tie round the other way
+    assert all(map(torch.equal, found, run(compiled, hidden)))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_compiled_layer_hides_nothing_that_is_not_finite(bad):
+    compiled = OneLayer()
+    compiled.layer.compile()
+    hidden = random(3, 11, 32)
+    hidden[1, 4, 7] = bad
+    output, grad_hidden, *grads = run(compiled, hidden)
+    assert not output[1, 4].isfinite().any() and output[0].isfinite().all()
+    assert not grad_hidden[1, 4].isfinite().any()
+    assert not any(grad.isfinite().all() for grad in grads if grad.ndim == 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_engine_learns_with_it(compiled):
+    config = tiny_config("llama")
+    engine = engine_of(
+        config,
+        model=plain_model(config),
+        precision="bfloat16",
+        device="cuda",
+        optimizer=AdamW(lr=3e-3),
+        settings=Settings(head_chunk=7, compile=compiled),
+    )
+    with engine:
+        for layer in engine.skeleton.layers:
+            apply_fp8(layer, Fp8Policy())
+        losses = train_engine(engine, [full_batches(0)] * 40).losses
+    assert losses[-1] < 0.01 * losses[0]
