@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.out_of_memory import naming_the_gpu
+from megatrain.errors import OutOfMemory
 from megatrain.hardware import Hardware, update_threads
 from megatrain.machine import UPDATE_BYTES, MachineProfile, fingerprint, interpolate, thread_counts, typical
 from megatrain.measure import disk, update
@@ -66,20 +66,33 @@ def measure(hardware: Hardware, device: torch.device, folder: Path, note: Callab
         quick: only what the planner leans on most, and for QUICK_S; the rest is the typical guess.
 
     Raises:
-        OutOfMemory: the GPU has no room for some GiB, or memory could not be pinned.
+        OutOfMemory: the GPU has no room for 2 GiB, or memory could not be pinned.
         StorageError: the folder cannot be written to.
     """
     subject = Subject(hardware, device, folder, quick)
     started = time.perf_counter()
     found: Figures = {}
-    with naming_the_gpu("the measurement's arrays"), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _using(device):
         for name, step in (QUICK_STEPS if quick else STEPS).items():
             if not (quick and time.perf_counter() - started > QUICK_S):
                 note(name)
                 found |= step(subject)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return replace(typical(hardware), fingerprint=fingerprint(hardware), measured_on=date.today().isoformat(), **found)
+
+
+@contextmanager
+def _using(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one, and give its memory back. Raises OutOfMemory."""
+    if device.type != "cuda":
+        yield
+        return
+    try:
+        with torch.cuda.device(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory("the GPU has no room for the 2 GiB that measuring takes; close other programs on it") from error
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _links_and_update(subject: Subject) -> Figures:

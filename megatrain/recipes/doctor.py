@@ -59,7 +59,7 @@ def examine(output: Path, quick: bool, note: Callable[[str], object]) -> Diagnos
         note: is told what is measured next.
 
     Raises:
-        OutOfMemory: the GPU has no room for some GiB, or memory could not be pinned.
+        OutOfMemory: the GPU has no room for 2 GiB, or memory could not be pinned.
         StorageError: `output` or the cache cannot be written to.
     """
     load = os.getloadavg()[0]

@@ -1,0 +1,59 @@
+"""The machine measured on CUDA: every figure within what hardware can be, and nothing of the memory kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.flops import peak_tflops
+from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, MIB, probe
+from megatrain.machine import MachineProfile
+from megatrain.measure import measure
+from megatrain.measure.checks import check, pcie_link
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
+    folder = tmp_path_factory.mktemp("disk")
+    return measure(probe(folder, "cuda"), GPU, folder, str)
+
+
+def test_both_ways_carry_more_than_one_and_less_than_two(profile: MachineProfile) -> None:
+    assert min(profile.upload, profile.download) > 1e9
+    assert 0.9 * max(profile.upload, profile.download) < profile.both < 1.1 * (profile.upload + profile.download)
+
+
+def test_pcie_is_within_its_link(profile: MachineProfile) -> None:
+    link = pcie_link()
+    if link is None:
+        pytest.skip("the driver does not name the link")
+    assert profile.upload < link.rate
+
+
+def test_products_are_below_the_peak(profile: MachineProfile) -> None:
+    rates = [rate for _, rate in (*profile.matmul, *profile.matmul_fp32, *profile.attention)]
+    peak = peak_tflops(torch.cuda.get_device_name(GPU))
+    assert all(rate > 1e9 for rate in rates)
+    assert peak is None or max(rates) < peak * 1e12
+    if torch.cuda.get_device_capability(GPU) >= (9, 0):
+        assert profile.fp8 > max(rate for _, rate in profile.matmul)
+
+
+def test_the_devices_update_is_bound_by_its_memory(profile: MachineProfile) -> None:
+    assert 0.5 * profile.memory / 26 < profile.device_update < 1.2 * profile.memory / 26
+
+
+def test_a_busy_link_does_not_speed_the_update_up(profile: MachineProfile) -> None:
+    assert 0 < profile.update_busy < 1.1 * max(rate for _, rate in profile.update)
+
+
+def test_memory_is_given_back(profile: MachineProfile) -> None:
+    assert torch.cuda.memory_allocated() <= CUBLAS_WORKSPACE_BYTES
+    assert torch.cuda.memory_reserved() <= CUBLAS_WORKSPACE_BYTES + 64 * MIB
+
+
+def test_the_machine_is_checked(profile: MachineProfile, tmp_path: Path) -> None:
+    whats = [finding.what for finding in check(probe(tmp_path, "cuda"), profile, load=0.0)]
+    assert {"PCIe link", "memlock limit", "C compiler"} <= set(whats)
