@@ -22,13 +22,12 @@ class Facts:
     compiled: bool
     tokens_per_step: int
     groups: int
-    groups_asked: bool  # train.groups is a number
     layers: int
     recomputed: int  # of the layers
     streams: bool  # some block's weights are on the host
-    gpu_capped: bool  # memory.gpu is a number
     update_threads: int
     idle_threads: int  # cores that the update could have, and has not
+    asked: frozenset[str] = frozenset()  # keys of the config that somebody has set where the planner would choose
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,14 @@ class Situation:
         """The largest wait, if it is worth naming."""
         waits = {name: share for name, share in self.time.shares().items() if name != "compute" and share >= WORTH_NAMING}
         return max(waits, key=lambda name: waits[name], default=None)
+
+    @property
+    def waits_for_streaming(self) -> bool:
+        """The largest wait is one that blocks on the GPU do not have."""
+        return self.facts.cuda and self.facts.streams and self.wait in ("wait_update", "wait_upload")
+
+    def asked(self, key: str) -> bool:
+        return key in self.facts.asked
 
     def more_tokens(self, hidden_behind: float = 1.0) -> str:
         """How many tokens hide the wait behind computation, if `hidden_behind` is the part of it that can hide anything."""
@@ -69,11 +76,15 @@ RULES: tuple[Rule, ...] = (
         lambda s: f"raise threads from {s.facts.update_threads} to {s.facts.update_threads + s.facts.idle_threads}: cores are idle",
     ),
     (
-        lambda s: s.wait in ("wait_update", "wait_upload") and s.facts.cuda and s.facts.streams and s.facts.gpu_capped,
+        lambda s: s.waits_for_streaming and s.asked("memory.resident"),
+        lambda s: "set memory.resident: auto: blocks that stay on the GPU need no upload and no update by the host",
+    ),
+    (
+        lambda s: s.waits_for_streaming and s.asked("memory.gpu"),
         lambda s: "raise memory.gpu: blocks that stay on the GPU need no upload and no update by the host",
     ),
     (
-        lambda s: s.wait == "wait_upload" and s.facts.groups > 1 and s.facts.groups_asked,
+        lambda s: s.wait == "wait_upload" and s.facts.groups > 1 and s.asked("train.groups"),
         lambda s: f"lower train.groups from {s.facts.groups}: every group sends the weights over the bus again",
     ),
     (
@@ -89,7 +100,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: f"set compile: true, or raise train.micro_batch_tokens: with kernels so small the GPU reaches {s.mfu:.0%} of its peak",
     ),
     (
-        lambda s: s.facts.cuda and s.facts.recomputed > 0 and s.facts.gpu_capped,
+        lambda s: s.facts.recomputed > 0 and s.asked("train.retained"),
+        lambda s: f"set train.retained: auto: {s.facts.recomputed} of {s.facts.layers} layers are computed twice",
+    ),
+    (
+        lambda s: s.facts.cuda and s.facts.recomputed > 0 and s.asked("memory.gpu"),
         lambda s: f"raise memory.gpu: for lack of it {s.facts.recomputed} of {s.facts.layers} layers are computed twice",
     ),
 )

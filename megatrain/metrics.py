@@ -41,7 +41,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The whole."""
-        return sum(asdict(self).values())
+        return sum(float(seconds) for seconds in asdict(self).values())
 
     def shares(self) -> dict[str, float]:
         """Each part over the whole, 0 to 1. That of `compute` is how busy the device is."""

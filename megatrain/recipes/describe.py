@@ -74,18 +74,23 @@ def predicted_step_s(plan: Plan) -> float | None:
 def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
     """What the advice goes by, besides times."""
     choices, layers = plan.choices, len(parts.shape.block_numel) - 2
+    dials = {
+        "memory.gpu": config.memory.gpu,
+        "memory.resident": config.memory.resident,
+        "train.groups": config.train.groups,
+        "train.retained": config.train.retained,
+    }
     return Facts(
         cuda=parts.machine.device.type == "cuda",
         compiled=choose_compile(config, parts),
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
-        groups_asked=plan.job.groups is not None,
         layers=layers,
         recomputed=layers - getattr(choices, "retained", 0),
         streams=getattr(choices, "resident", 0) < len(parts.shape.block_numel),
-        gpu_capped=config.memory.gpu != "auto",
         update_threads=choices.update_threads,
         idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
+        asked=frozenset(key for key, value in dials.items() if value != "auto"),
     )
 
 
