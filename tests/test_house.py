@@ -26,7 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "memory", "optim", "hardware", "machine"),
     (
         "engine", "measure", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
-        "planner", "planner_view", "advice", "metrics", "meters", "tracing", "flops", "report", "summary",
+        "planner", "planner_bytes", "planner_job", "planner_search", "planner_view", "planner_words", "simulation", "timing",
+        "advice", "metrics", "meters", "tracing", "flops", "report", "summary",
     ),
     ("recipes",),
     ("cli",),

@@ -1,0 +1,58 @@
+"""What the planner is asked, and the dials that it turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asks for, as far as memory and time are concerned. None leaves the choice to the planner."""
+
+    precision: str  # "bfloat16" (split fp32 master) or "float32"
+    tokens_per_step: int
+    seq_len: int
+    clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known
+    state_bytes: tuple[tuple[str, int], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
+    compiled: bool = False  # the layers' element-wise parts are fused
+    micro_batch_tokens: int | None = None
+    groups: int | None = None
+    resident: int | None = None
+    retained: int | None = None
+    offload: bool | None = None
+    update_threads: int | None = None
+    padded_tokens_per_step: int | None = None  # with padding; None: as tokens_per_step
+    checkpoints_kept: int = 2
+    keeps_best: bool = True  # `best` can hold on to one checkpoint more
+    checkpoints_written: int | None = None  # in the whole run, if known
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a step that are computed, padding included."""
+        return self.padded_tokens_per_step or self.tokens_per_step
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The dials. Blocks are counted in execution order: 0 is the embedding, 1 to L the layers, L + 1 the head."""
+
+    micro_batch_tokens: int
+    groups: int  # of micro-batches; each streamed weight crosses to the device once per group and direction
+    resident: int  # the first so many blocks keep their whole state on the device
+    sums_on_device: int  # with several groups, the first so many blocks keep their fp32 gradient sums on the device between groups
+    retained: int  # the last so many layers keep their graphs from forward to backward, so that nothing of them is recomputed
+    offload: bool  # boundary activations wait in host RAM
+    head_chunk_tokens: int
+    update_threads: int
+
+    def micro_batches(self, job: Job) -> int:
+        """Micro-batches of the largest group."""
+        return max(1, -(-self.micro_batches_of_step(job) // self.groups))
+
+    def micro_batches_of_step(self, job: Job) -> int:
+        return max(1, -(-job.computed_tokens // self.micro_batch_tokens))
+
+    def group_tokens(self, job: Job) -> int:
+        """Tokens of the largest group."""
+        tokens = self.micro_batches(job) * self.micro_batch_tokens
+        return min(tokens, max(job.computed_tokens, self.micro_batch_tokens))
