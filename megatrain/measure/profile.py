@@ -22,6 +22,7 @@ from megatrain.measure.transfers import Link
 QUICK_S = 4.0  # no measurement is begun after so long where a run waits for it
 
 Figures = dict[str, Any]  # fields of MachineProfile
+Note = Callable[[str], object]  # is told what is measured next
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class Subject:
         return SIZES[self.device.type, self.quick]
 
 
-def measure(hardware: Hardware, device: torch.device, folder: Path, note: Callable[[str], object], *, quick: bool = False) -> MachineProfile:
+def measure(hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False) -> MachineProfile:
     """Measure the machine.
 
     Args:
         hardware: as `hardware.probe` found it; without a GPU in it the CPU is the computing device.
         folder: where checkpoints would be written; its disk is measured.
-        note: is told what is measured next.
+        note: called with the name of each measurement before it.
         quick: only what the planner leans on most, and for QUICK_S; the rest is the typical guess.
 
     Raises:
