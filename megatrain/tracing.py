@@ -33,12 +33,11 @@ def tracing(path: Path, device: torch.device) -> Iterator[Trace]:
     """Record what the block does on every thread, and on the GPU if it has one, and write it to `path` (.json, or .json.gz for a tenth).
 
     One step is enough, and much more is too large to look at. The step is slower while it is watched: do not time it.
-    Raises StorageError, before the block runs, when the file cannot be written.
+    Raises StorageError.
     """
     from torch._C._profiler import _ExperimentalConfig  # the lanes' threads are traced with it, not only the caller's
     from torch.profiler import ProfilerActivity, profile
 
-    claim(path)
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     trace = Trace()
@@ -49,17 +48,24 @@ def tracing(path: Path, device: torch.device) -> Iterator[Trace]:
     averages = profiler.key_averages()
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
     trace.table = averages.table(sort_by=order, row_limit=TOP_KERNELS, max_name_column_width=NAME_WIDTH)
-    profiler.export_chrome_trace(str(path))
-    rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
+    try:
+        profiler.export_chrome_trace(str(path))
+        rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def claim(path: Path) -> None:
-    """Create the file. Raises StorageError if that is impossible: better before the step than after it."""
+    """Create the file of a timeline to come. Raises StorageError if that is impossible: better now than after the step."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        raise StorageError(f"{path}: the trace cannot be written ({error.strerror}); choose another file for --profile") from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path}: the timeline cannot be written ({error.strerror}); choose another file for --profile")
 
 
 def rename_rows(path: Path, threads: dict[int | None, str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.streams import Lane
 from megatrain.errors import StorageError
-from megatrain.tracing import rename_rows, tracing
+from megatrain.tracing import claim, rename_rows, tracing
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def row_names(trace: dict[str, Any]) -> dict[int, str]:
     return {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
 
 
-@pytest.mark.parametrize("name", ["trace.json", "deep/er/trace.json.gz"])
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_what_lanes_do_is_on_the_timeline_under_their_names(tmp_path, name):
     lane = Lane("upload")
     a = torch.ones(8, 8)
@@ -64,7 +64,7 @@ def test_streams_are_named_after_what_they_mostly_do(tmp_path):
     assert row_names(read(path)) == {7: "stream 7: compute", 13: "stream 13: upload", 17: "stream 17: download"}
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_step(tmp_path):
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="choose another file for --profile"), tracing(tmp_path / "file" / "trace.json", CPU):
-        raise AssertionError("the step must not run")
+    with pytest.raises(StorageError, match="choose another file for --profile"):
+        claim(tmp_path / "file" / "trace.json")

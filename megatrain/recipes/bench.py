@@ -41,7 +41,7 @@ from megatrain.recipes.setup import (
 from megatrain.recipes.shapes import shape_config
 from megatrain.report import bound_in_words
 from megatrain.summary import PredictedBytes, PredictedSeconds
-from megatrain.tracing import tracing
+from megatrain.tracing import claim, tracing
 
 NOTHING_TO_READ: Any = None  # random tokens need no tokenizer, random weights no files
 
@@ -58,6 +58,8 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
     Raises MegaTrainError: PlanError for what does not fit, before anything is allocated.
     """
     quiet_libraries()
+    if profile is not None:
+        claim(profile)
     console = Console(stderr=True, highlight=False)
     parts = prepare_shape(config, layers)
     plan = make_run_plan(config, parts, checkpoints_written=0)

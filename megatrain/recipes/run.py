@@ -40,6 +40,7 @@ from megatrain.recipes.signals import stop_requests
 from megatrain.report import Progress, logging_to
 from megatrain.run_folder import RunLock, checkpoints
 from megatrain.summary import RunSummary
+from megatrain.tracing import claim
 
 logger = logging.getLogger("megatrain")
 
@@ -68,6 +69,8 @@ def train(config: Config | str | Path, profile: Path | None = None) -> RunSummar
     profile: file for the timeline of one steady step, which Perfetto opens.
     """
     config = config if isinstance(config, Config) else load_config(config)
+    if profile is not None:
+        claim(profile)
     with run_folder(config.output) as console:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(

@@ -76,6 +76,14 @@ def test_a_short_run_traces_its_last_step(megatrain: Command) -> None:
     assert "the timeline of step 1 is in trace.json" in done.err
 
 
+@pytest.mark.parametrize("command", [("train", "cfg.yaml"), ("bench", "tiny", *SMALL, *QUICK)])
+def test_a_timeline_that_cannot_be_written_is_refused_first(megatrain: Command, project: Path, command: tuple[str, ...]) -> None:
+    done = megatrain(*command, "--profile", "cfg.yaml/trace.json")
+    assert done.code == 7
+    assert "choose another file for --profile" in done.err
+    assert not (project / "run").exists()
+
+
 def test_what_does_not_fit_is_refused_as_a_run_is(megatrain: Command) -> None:
     done = megatrain("bench", "qwen2.5-7b", *QUICK, "--tokens-per-step", "256", "--seq-len", "64", "memory.host=1GiB")
     assert done.code == 4

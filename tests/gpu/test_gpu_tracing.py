@@ -1,0 +1,31 @@
+"""The timeline on CUDA: what the streams do is on it, each under what it is for."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from megatrain.engine.streams import Lane
+from megatrain.tracing import tracing
+
+
+def test_streams_have_names(tmp_path):
+    device = torch.device("cuda", 0)
+    host = torch.ones(1 << 20).pin_memory()
+    there, a = torch.empty(1 << 20, device=device), torch.ones(256, 256, device=device)
+    upload, download = Lane("upload", device), Lane("download", device)
+    try:
+        with tracing(tmp_path / "trace.json", device) as trace:
+            upload.submit(lambda _: there.copy_(host, non_blocking=True)).wait_host()
+            a @ a
+            torch.cuda.synchronize()
+            download.submit(lambda _: host.copy_(there, non_blocking=True)).wait_host()
+    finally:
+        upload.close()
+        download.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"upload", "download", "compute"} <= {name.rpartition(": ")[2] for name in names}
+    assert {"megatrain-upload", "megatrain-download"} <= names
+    assert "CUDA" in trace.table
