@@ -1,0 +1,66 @@
+"""What is measured: training steps by name, and what each is expected to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step. `overrides` are keys of our config; other systems cannot honour them and leave such a case out."""
+
+    name: str
+    model: str  # a shape of `megatrain bench`, or a model folder
+    tokens: int  # per step
+    seq_len: int = 1024
+    layers: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case is to reach: TFLOP/s, or a share: of another case's TFLOP/s, or of the step that the GPU computes."""
+
+    case: str
+    words: str
+    wanted: float
+    against: str | None = None  # another case
+    share_of_step: str | None = None  # a part of the step in `megatrain bench --json`
+
+
+STREAMED_ONLY = ("memory.resident=0", "train.retained=0", "memory.offload_activations=true")
+
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("7.6b-65k", "qwen2.5-7b", 65536),
+        Case("7.6b-16k", "qwen2.5-7b", 16384),
+        Case("1.8b-16k", "qwen2.5-1.5b", 16384),
+        Case("1.8b-16k-12gib", "qwen2.5-1.5b", 16384, overrides=("memory.gpu=12GiB",)),
+        Case("7.6b-32k-long", "qwen2.5-7b", 32768, seq_len=8192),
+        Case("14.8b-65k", "qwen2.5-14b", 65536),
+        Case("7.6b-131k", "qwen2.5-7b", 131072),
+        Case("7.6b-131k-fp8", "qwen2.5-7b", 131072, overrides=("precision=fp8",)),
+        Case("28-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=28, overrides=STREAMED_ONLY),
+        Case("84-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=84, overrides=STREAMED_ONLY),
+        Case("tiny", "tiny", 512, seq_len=64),  # to try the scripts out, on any machine
+    )
+}
+
+TARGETS = (
+    Target("7.6b-65k", "7.6B, 65k tokens", 580),
+    Target("7.6b-16k", "7.6B, 16k tokens", 530),
+    Target("1.8b-16k", "1.8B, 16k tokens", 540),
+    Target("1.8b-16k-12gib", "1.8B, 16k tokens, 12 GiB of GPU memory", 300),
+    Target("7.6b-32k-long", "7.6B, 32k tokens, sequence 8192", 500),
+    Target("14.8b-65k", "14.8B, 65k tokens, 512 GiB host", 530),
+    Target("7.6b-131k-fp8", "7.6B, 131k tokens, fp8 products against bf16", 1.3, against="7.6b-131k"),
+    Target("84-layers", "84 layers against 28 (hidden size 2048), all recomputed, activations on the host", 0.97, against="28-layers"),
+    Target("7.6b-65k", "share of the 65k step in which the GPU computes", 0.97, share_of_step="compute"),
+)
+
+
+def sweep_case(model: str, tokens: int) -> Case:
+    """One point of the sweep over tokens per step, in sequences of 1024 or, below that, of all the step's tokens."""
+    return Case(f"sweep-{model}-{tokens}", model, tokens, seq_len=min(1024, tokens))

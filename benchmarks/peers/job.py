@@ -1,0 +1,147 @@
+"""What every peer is asked to do, and how all of them are measured: whole optimizer steps over random tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatrain.meters import GpuMeter, host_bytes
+
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a peer. `kernels`: the layers as transformers writes them, compiled one by one, or with Liger's kernels."""
+
+    shape: str
+    layers: int | None  # None: as many as the shape has
+    tokens: int  # per optimizer step
+    seq_len: int
+    micro_batch_rows: int
+    steps: int  # measured
+    warmup: int
+    kernels: str
+    checkpointing: bool
+    device: str
+    json: Path | None
+
+    @property
+    def micro_batches(self) -> int:
+        return self.tokens // (self.seq_len * self.micro_batch_rows)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A peer that is ready: `step` makes one whole optimizer step of micro-batches [rows, seq_len] and returns the mean loss."""
+
+    step: Callable[[list[Tensor]], float]
+    parameters: int
+    vocabulary: int
+    settings: dict[str, Any] = field(default_factory=dict)  # what it was set up with, for the record
+    packages: tuple[str, ...] = ()  # besides PyTorch and transformers
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that all peers take; a peer may add its own."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--shape", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder")
+    result.add_argument("--layers", type=int, help="override the number of layers")
+    result.add_argument("--tokens", type=int, default=65536, help="per optimizer step")
+    result.add_argument("--seq-len", type=int, default=1024)
+    result.add_argument("--micro-batch-rows", type=int, default=16)
+    result.add_argument("--steps", type=int, default=4, help="measured")
+    result.add_argument("--warmup", type=int, default=2)
+    result.add_argument("--kernels", choices=("eager", "compile", "liger"), default="eager")
+    result.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute layers in backward")
+    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--json", type=Path)
+    return result
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """Raises SystemExit where the step cannot be cut into equal micro-batches: a mean of their means would not be the mean."""
+    if args.tokens % (args.seq_len * args.micro_batch_rows):
+        raise SystemExit(f"--tokens {args.tokens} is no multiple of a micro-batch, {args.micro_batch_rows} rows of {args.seq_len}")
+    return Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
+
+
+def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
+    """Set the peer up, measure it, print every step, and write the JSON."""
+    started = time.perf_counter()
+    with sdpa_kernel(ATTENTION, set_priority=True):
+        trainer = prepare(job)
+        setup_s = time.perf_counter() - started
+        report = describe(system, job, trainer) | {"setup_s": setup_s} | measure(job, trainer)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if job.json:
+        job.json.parent.mkdir(parents=True, exist_ok=True)
+        job.json.write_text(text + "\n")
+
+
+def measure(job: Job, trainer: Trainer) -> dict[str, Any]:
+    """Time of every step, the median of the measured ones, and the peaks of GPU and host memory. Making random tokens is left out."""
+    if job.device == "cuda":
+        torch.cuda.empty_cache()  # what only the set-up needed is no part of training
+    steps: list[dict[str, float]] = []
+    gpu_peak_bytes: int | None = None
+    with GpuMeter(torch.device(job.device)) as meter:
+        for number in range(job.warmup + job.steps):
+            batches = random_rows(job, trainer.vocabulary, number)
+            synchronize(job)
+            started = time.perf_counter()
+            loss = trainer.step(batches)
+            synchronize(job)
+            steps.append({"seconds": time.perf_counter() - started, "loss": loss})
+            print(f"step {number}: {steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
+            gpu_peak_bytes = meter.peak_bytes()
+    step_s = statistics.median(step["seconds"] for step in steps[job.warmup :])
+    return {
+        "steps": steps,
+        "step_s": step_s,
+        "tokens_per_s": job.tokens / step_s,
+        "tflops": 6 * trainer.parameters * job.tokens / step_s / 1e12,
+        "gpu_peak_bytes": gpu_peak_bytes,
+        "host_bytes": host_bytes(),
+    }
+
+
+def random_rows(job: Job, vocabulary: int, step: int) -> list[Tensor]:
+    """The step's micro-batches, the same for every system."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, vocabulary, (job.tokens // job.seq_len, job.seq_len), generator=generator)
+    return [part.to(job.device) for part in torch.split(ids, job.micro_batch_rows)]
+
+
+def synchronize(job: Job) -> None:
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def describe(system: str, job: Job, trainer: Trainer) -> dict[str, Any]:
+    packages = ("torch", "transformers", *trainer.packages)
+    return {
+        "system": system,
+        "date": date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name() if job.device == "cuda" else "CPU",
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in packages},
+        "arguments": {name: value for name, value in asdict(job).items() if name != "json"},
+        "settings": trainer.settings,
+        "parameters": trainer.parameters,
+    }

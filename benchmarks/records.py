@@ -1,0 +1,114 @@
+"""What a run gave, as a file: the command, the machine, and the figures or why there are none. One JSON a run, raw figures inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems import OURS, Run
+from megatrain.hardware import GIB, probe
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run's outcome. `result` has at least step_s, tokens_per_s, tflops, gpu_peak_bytes, host_bytes, unless there is an `error`."""
+
+    case: str
+    system: str
+    variant: str
+    date: str
+    machine: str  # GPU, cores, RAM
+    command: tuple[str, ...]
+    wall_s: float  # of the whole process
+    error: str | None
+    result: dict[str, Any]
+
+    @property
+    def tflops(self) -> float:
+        """0 where the run failed."""
+        return float(self.result.get("tflops", 0.0))
+
+
+def execute(run: Run, limit_s: float, folder: Path) -> Record:
+    """Run it in a process of its own, write its record to `folder`, and return it. The log of one that fails stays beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures, log = folder / f"{run.name}.figures", folder / f"{run.name}.log"
+    started = time.perf_counter()
+    code = _wait(run, limit_s, figures, log)
+    wall_s = time.perf_counter() - started
+    error = None if code == 0 else _reason(code, limit_s, log)
+    result = json.loads(figures.read_text()) if error is None else {}
+    figures.unlink(missing_ok=True)
+    if error is None:
+        log.unlink()
+    words = ("python", *run.arguments)
+    record = Record(run.case.name, run.system, run.variant, date.today().isoformat(), machine(), words, wall_s, error, result)
+    (folder / f"{run.name}.json").write_text(json.dumps(asdict(record), indent=1) + "\n")
+    return record
+
+
+def _wait(run: Run, limit_s: float, figures: Path, log: Path) -> int | None:
+    """The exit code; None if it was stopped at the limit, with all processes that it had started. Figures are in `figures`."""
+    command = [sys.executable, *run.arguments]
+    if run.system != OURS:
+        command += ["--json", str(figures.absolute())]
+    with log.open("w") as said, figures.open("w") as printed:
+        output = printed if run.system == OURS else said
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def _reason(code: int | None, limit_s: float, log: Path) -> str:
+    """Why there are no figures, in one line."""
+    if code is None:
+        return f"not done after {limit_s:.0f} s"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}" + (": out of host memory, most likely" if code == -signal.SIGKILL else "")
+    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?([\w.]*(Error|Exception|OutOfMemory)\b|error:)", line)]
+    return (errors or lines or [f"exit code {code}"])[-1][:300]
+
+
+def machine() -> str:
+    """This machine in words."""
+    hardware = probe(ROOT)
+    where = hardware.gpu.name if hardware.gpu else "CPU"
+    return f"{where}, {hardware.physical_cores} cores, {hardware.host_total_bytes / GIB:.0f} GiB of RAM"
+
+
+def new_folder() -> Path:
+    """Where this machine's results of today belong: benchmarks/results/<date>-<GPU>."""
+    gpu = probe(ROOT).gpu
+    return RESULTS / f"{date.today().isoformat()}-{gpu.name.split()[-1].lower() if gpu else 'cpu'}"
+
+
+def load(folder: Path = RESULTS) -> list[Record]:
+    """All records under `folder`, oldest first. Other JSON files there, of scripts with figures of their own, are passed over."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    ours = [data for data in found if isinstance(data, dict) and data.keys() == Record.__dataclass_fields__.keys()]
+    records = [Record(**{**data, "command": tuple(data["command"])}) for data in ours]
+    return sorted(records, key=lambda record: record.date)
+
+
+def latest(records: Iterable[Record], case: str, system: str) -> Record | None:
+    """The fastest variant of the newest day on which the system succeeded at the case; else its newest failure; None if never tried."""
+    tried = [record for record in records if (record.case, record.system) == (case, system)]
+    return max(tried, key=lambda record: (record.error is None, record.date, record.tflops), default=None)

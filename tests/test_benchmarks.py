@@ -1,0 +1,185 @@
+"""The benchmarks' own arithmetic and bookkeeping, and that docs/performance.md says what benchmarks/results holds."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from benchmarks import compare, records, roofline, systems, targets, write_page
+from benchmarks.cases import CASES, TARGETS, Target
+from benchmarks.peers import deepspeed_offload, job, model, resident
+from benchmarks.plot import Axes, Series, chart
+from benchmarks.systems import OURS, PEERS, Run
+
+TINY = CASES["tiny"]
+FIGURES = {"step_s": 2.0, "tokens_per_s": 10.0, "tflops": 500.0, "gpu_peak_bytes": 2**30, "host_bytes": 2**31}
+DONE = records.Record("7.6b-65k", OURS, "", "2026-01-02", "a machine", ("python",), 9.0, None, FIGURES)
+FAILED = replace(DONE, date="2026-01-03", error="RuntimeError: no | room", result={})
+JOB = job.Job("tiny", 2, 256, 64, 2, steps=1, warmup=0, kernels="eager", checkpointing=True, device="cpu", json=None)
+
+
+def with_tflops(record: records.Record, tflops: float, **changes: str) -> records.Record:
+    return replace(record, result={**FIGURES, "tflops": tflops}, **changes)  # type: ignore[arg-type]
+
+
+# -- the page -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_results_give():
+    found = records.load()
+    page = write_page.PAGE.read_text()
+    assert page == write_page.filled(page, write_page.tables(found)), "run python -m benchmarks.write_page"
+    assert write_page.PLOT.read_text() == write_page.plot(found), "run python -m benchmarks.write_page"
+
+
+def test_a_table_without_a_place_is_an_error():
+    page = "<!-- a -->\nold\n<!-- /a -->\n"
+    assert write_page.filled(page, {"a": ["new"]}) == "<!-- a -->\nnew\n<!-- /a -->\n"
+    with pytest.raises(ValueError, match="<!-- b -->"):
+        write_page.filled(page, {"b": ["new"]})
+
+
+def test_every_target_is_about_cases_that_exist():
+    assert set(targets.needed()) <= CASES.keys()
+    assert set(write_page.COMPARED) <= CASES.keys()
+
+
+def test_targets_show_what_was_measured_and_nothing_else():
+    fp8, half = Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k"), replace(DONE, result={**FIGURES, "shares": {"compute": 0.5}})
+    busy = Target("7.6b-65k", "busy", 0.97, share_of_step="compute")
+    assert targets.NOT_YET in targets.measured(TARGETS[0], [])
+    assert targets.measured(TARGETS[0], [DONE]).startswith("500 TFLOP/s | 2.00 | - | 2026-01-02, a machine")
+    assert targets.measured(TARGETS[0], [FAILED]).startswith("failed: RuntimeError: no / room")
+    assert targets.measured(busy, [half]).startswith("50.0%")
+    fast = replace(DONE, case="7.6b-131k-fp8")
+    assert targets.measured(fp8, [fast]).startswith(targets.NOT_YET)
+    assert targets.measured(fp8, [fast, with_tflops(DONE, 400, case="7.6b-131k")]).startswith("1.25 x")
+
+
+def test_peers_are_compared_with_ours_on_the_same_machine():
+    peer = replace(DONE, system="zero3", variant="16-rows", date="2026-01-05", machine="another")
+    elsewhere, same = with_tflops(DONE, 111), with_tflops(DONE, 222, machine="another")
+    table = "\n".join(write_page.peers([elsewhere, same, peer]))
+    assert "222" in table
+    assert "111" not in table
+
+
+# -- records ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_success_counts_and_of_one_day_the_fastest():
+    older, slower = with_tflops(DONE, 900, date="2026-01-01"), with_tflops(DONE, 400, variant="4-rows")
+    assert records.latest([older, slower, DONE, FAILED], "7.6b-65k", OURS) is DONE
+    assert records.latest([FAILED], "7.6b-65k", OURS) is FAILED
+    assert records.latest([DONE], "7.6b-16k", OURS) is None
+
+
+FATES = {
+    "done": ("print('{\"tflops\": 3.0}')", None),
+    "raises": ("import sys; print('noise', file=sys.stderr); raise ValueError('too large')", "ValueError: too large"),
+    "refuses": ("import sys; sys.exit('error: does not fit')", "error: does not fit"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL: out of host memory, most likely"),
+    "hangs": ("import time; time.sleep(60)", "not done after 1 s"),
+}
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_every_run_leaves_a_record(fate, tmp_path):
+    code, error = FATES[fate]
+    limit_s = 1 if fate == "hangs" else 60
+    record = records.execute(Run(TINY, OURS, ("-c", code)), limit_s, tmp_path)
+    assert record.error == error
+    assert record.tflops == (3.0 if error is None else 0.0)
+    (tmp_path / "other.json").write_text(json.dumps({"figures": "of another script"}))
+    assert records.load(tmp_path) == [record]
+    if error:
+        assert f"failed: {error}" in compare.table([record], "tiny", [OURS])[-1]
+
+
+def test_a_peer_runs_in_a_process_of_its_own_and_trains(tmp_path):
+    (run,) = systems.runs_of(TINY, "fsdp2", [256], steps=1, warmup=1)
+    arguments = [*run.arguments, "--kernels", "eager", "--device", "cpu", "--layers", "2"]
+    record = records.execute(replace(run, arguments=tuple(arguments)), 120, tmp_path)
+    assert record.error is None
+    assert record.result["tflops"] == pytest.approx(6 * record.result["parameters"] * 512 / record.result["step_s"] / 1e12)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.fsdp2.4-rows.json"]
+
+
+# -- systems ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_tried_with_every_micro_batch_that_the_step_holds():
+    variants = [run.variant for run in systems.runs_of(CASES["7.6b-16k"], "zero3", [8192, 16384, 65536], 4, 2)]
+    assert variants == ["8-rows", "16-rows"]
+
+
+def test_cases_that_only_ours_can_honour_are_left_out():
+    case = CASES["1.8b-16k-12gib"]
+    assert all(not systems.runs_of(case, system, [16384], 4, 2) for system in PEERS)
+    (ours,) = systems.runs_of(case, OURS, [16384], 4, 2)
+    assert ours.arguments[-1] == "memory.gpu=12GiB"
+
+
+def test_deepspeed_accumulates_the_whole_step():
+    settings = deepspeed_offload.settings_of(JOB, 3, 1.0)
+    assert settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"] * JOB.seq_len == JOB.tokens
+    assert "offload_param" in settings["zero_optimization"]
+    assert "offload_param" not in deepspeed_offload.settings_of(JOB, 2, 1.0)["zero_optimization"]
+
+
+def test_a_step_of_unequal_micro_batches_is_refused():
+    with pytest.raises(SystemExit, match="no multiple"):
+        job.job_of(job.parser("").parse_args(["--tokens", "1000"]))
+
+
+def test_the_chunked_head_has_the_gradients_of_cross_entropy(monkeypatch):
+    monkeypatch.setattr(model, "HEAD_CHUNK", 3)
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(7, 8, requires_grad=True), torch.randint(0, 11, (7,))
+    head = model.ChunkedHead(torch.nn.Parameter(torch.randn(11, 8)), compiled=False)
+    loss = functional.cross_entropy(hidden @ head.weight.t(), labels)
+    expected = torch.autograd.grad(2 * loss, [hidden, head.weight])
+    found = head(hidden, labels)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(torch.autograd.grad(2 * found, [hidden, head.weight]), expected)
+
+
+def test_the_resident_peer_trains(monkeypatch):
+    monkeypatch.setattr(resident, "LEARNING_RATE", 1e-3)
+    trainer = resident.prepare(replace(JOB, checkpointing=False), "adamw")
+    batches = job.random_rows(JOB, trainer.vocabulary, 0)
+    losses = [trainer.step(batches) for _ in range(3)]
+    assert len(batches) == JOB.micro_batches == 2
+    assert losses[0] > losses[1] > losses[2]
+
+
+# -- roofline and plot --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_bends_where_the_formulas_say():
+    limits = roofline.Limits(flops=600e12, pcie=50e9, dram=130e9)
+    hidden = 13 * limits.flops / limits.dram  # tokens above which the update hides in the forward pass
+    for parameters in (1_000_000, 7_000_000_000):
+        assert roofline.tflops(parameters, int(2 * hidden), limits) == pytest.approx(600)
+        assert roofline.tflops(parameters, int(2 * hidden), limits, recomputed=1.0) == pytest.approx(450)
+        assert roofline.tflops(parameters, int(hidden / 2), limits) == pytest.approx(450, rel=1e-3)  # forward twice as long
+        few = roofline.step_s(parameters, 1, limits)
+        assert few == pytest.approx(parameters * (26 / limits.dram + 2 / limits.pcie))  # update, then upload in backward
+
+
+def test_a_chart_puts_points_where_the_axes_say():
+    axes = Axes([1024, 2048, 4096], range(0, 101, 50))
+    series = [Series("<ours>", [(1024, 0), (2048, 100)]), Series("limit", [(1024, 50), (4096, 50)], limit=True)]
+    drawn = ElementTree.fromstring(chart("title", "across", "up", axes, series))
+    lines = [
+        [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()] for line in drawn.iter() if "points" in line.attrib
+    ]
+    (first, second), (left, right) = lines
+    assert first == (axes.x(1024), axes.y(0))
+    assert second[1] < left[1] == right[1] < first[1]  # up is smaller
+    assert second[0] - left[0] == pytest.approx(right[0] - second[0])  # equal ratios, equal distances
