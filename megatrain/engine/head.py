@@ -1,8 +1,7 @@
 """The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss, and back. Logits never exist whole.
 
-Of a chunk's logits there is one array: the gradient is written over them. The softmax runs in fp32 without an fp32 copy of them if it is
-fused, else on a few rows at a time. The LM head's weight gradient, as large as its weight, never exists by itself where the product can add
-to the fp32 sum.
+Of a chunk's logits there is one array: their gradient is written over them. The softmax runs in fp32, fused without any fp32 copy of them,
+else on a few rows at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from megatrain.engine.products import Sum, SummingInto
 from megatrain.losses import Loss, Targets
 
-FP32_TEMPORARY_BYTES = 64 << 20  # unless fused, the softmax runs in fp32 on as many rows of logits as fit this
+FP32_TEMPORARY_BYTES = 32 << 20  # unless fused, the softmax runs in fp32 on as many rows as fit this: an L2 cache's worth
 
 # Autograd's nodes, by name. A factor's or a scale's gradient needs the factors, never the result.
 VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackward0"}
@@ -54,7 +52,8 @@ class TokenLogprobs(torch.autograd.Function):
         for rows in pieces(logits, ctx.fused):
             write(result[rows], top[rows], factor[rows])
         of_labels = -grad * logprobs.expm1()  # 1 - p of the label itself, without the cancellation
-        return result.scatter_(1, labels.unsqueeze(1), of_labels.to(result.dtype)), None, None, None
+        result[torch.arange(len(labels), device=labels.device), labels] = of_labels.squeeze(1).to(result.dtype)
+        return result, None, None, None
 
 
 def row_statistics(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,50 +97,6 @@ def nobody_needs(logits: Tensor) -> bool:
     return node is not None and node.name() in PRODUCTS
 
 
-# -- the weight's gradient ----------------------------------------------------------------------------------------------------------
-
-
-class SummedLinear(torch.autograd.Function):
-    """A linear layer whose weight's gradient is added to an fp32 sum at once; to autograd the weight has none."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.total = total
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = grads[0].flatten(0, -2)
-        add_product_(ctx.total, rows.T, x.flatten(0, -2))
-        return None, grads[0] @ weight, None, rows.sum(0) if ctx.needs_input_grad[3] else None
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, fp32. On CUDA a bf16 product is neither rounded nor stored in between; CPUs have no such product."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(a @ b)
-
-
-class SummingLinears(TorchFunctionMode):
-    """While active, linear layers whose weight is one of `parameters` add its gradient to that parameter's entry of `sums` (fp32)."""
-
-    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._sums = {id(p): total for p, total in zip(parameters, sums, strict=True)}
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is functional.linear and not kwargs and id(args[1]) in self._sums:
-            bias = args[2] if len(args) > 2 else None
-            return SummedLinear.apply(self._sums[id(args[1])], args[0], args[1], bias)  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
-
-
 # -- the loss -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -163,13 +118,13 @@ def loss_and_gradients(
     chunk: int,
     parameters: Sequence[Tensor],
     add: Callable[[list[Tensor | None]], None],
-    sums: Sequence[Tensor] | None = None,
+    sums: Sequence[Sum] | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(sum of the loss, gradient of `scale` times it with respect to `hidden`), calling `add` with each chunk's parameter gradients.
 
     Args:
-        sums: fp32, as `parameters`. Linear layers then add their weights' gradients to it directly, and `add` gets None for those.
+        sums: of the parameters. Linear layers then add their weights' gradients to them directly, and `add` gets None for those.
         fused: compile the passes over the logits.
     """
     total = torch.zeros((), device=hidden.device)
@@ -177,12 +132,13 @@ def loss_and_gradients(
     for part in targets.chunks(chunk):
         rows = hidden[part.index].requires_grad_()
         with torch.enable_grad():
-            with nullcontext() if sums is None else SummingLinears(parameters, sums):
+            with nullcontext() if sums is None else SummingInto(parameters, sums):
                 logits = project(rows)
             value = loss(token_logprobs(logits, part.labels, fused), part)[0]
-            del logits  # or they would be kept until the next chunk's are there
+            del logits  # this chunk's would live until the next one's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total += value.detach()
         grad_hidden[part.index] = grads[0]
         add(list(grads[1:]))
+        del grads  # as large as the weights, if they were not summed at once
     return total, grad_hidden

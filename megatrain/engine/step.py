@@ -140,11 +140,12 @@ class Passes:
                     mb.kept.append(self.boundaries.park(mb.hidden))
                 mb.hidden = output
 
-    def _graph(self, index: int, mb: MicroBatch, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer for gradients: (input, output)."""
+    def _graph(self, index: int, mb: MicroBatch, given: torch.Tensor, *, again: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer for gradients, for the first time or for nothing else: (input, output)."""
         hidden = given.detach().requires_grad_()
+        run = self.skeleton.layer_again if again else self.skeleton.layer
         with torch.enable_grad():
-            return hidden, self.skeleton.layer(index, hidden, mb.calls[index])
+            return hidden, run(index, hidden, mb.calls[index])
 
     def _turn(self, group: Sequence[MicroBatch], loss: Loss, scale: float, visits: Iterator[int]) -> torch.Tensor:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
@@ -202,7 +203,7 @@ class Passes:
             return
         kept = mb.kept.pop()
         self._seed_dropout(block, mb)
-        self._differentiate(block, mb, self._graph(index, mb, self.boundaries.take(kept)))
+        self._differentiate(block, mb, self._graph(index, mb, self.boundaries.take(kept), again=True))
         self.boundaries.release(kept)
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: tuple[torch.Tensor, torch.Tensor]) -> None:

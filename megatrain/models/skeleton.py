@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
 from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
+from megatrain.models.skippable import skippable, skipping
 
 
 @contextmanager
@@ -210,6 +212,7 @@ class Skeleton:
         """
         if self.has_dropout:
             raise ModelError(f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; set compile: false")
+        assert self.skippable
         from torch._inductor import config as inductor
 
         inductor.compile_threads = 1  # its pool of worker processes would take gigabytes of host RAM
@@ -254,6 +257,19 @@ class Skeleton:
         output = self.layers[index](hidden, *call.args, **call.kwargs)
         hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
         return hidden_states
+
+    def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run a layer for its gradients alone: what they do not need is left out, so that the output's values mean nothing."""
+        with skipping(self.layers[index], self.skippable[index]):
+            return self.layer(index, hidden, call)
+
+    @cached_property
+    def skippable(self) -> list[tuple[str, ...]]:
+        """Modules of each layer that `layer_again` leaves out. Asked for before the layers are compiled, whose graphs it would disturb."""
+        with torch.random.fork_rng(devices=[]):  # it may be asked for where dropout was just seeded
+            hidden, calls = self.dry_call(1, 2)
+        shape = (1, 2, hidden.shape[-1])
+        return [skippable(layer, shape, self.dtype, call) for layer, call in zip(self.layers, calls, strict=True)]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of n positions from the last layer's output [n, hidden], through the model's own norm, head, scale and cap.

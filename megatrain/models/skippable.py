@@ -26,7 +26,8 @@ from megatrain.models.recorder import LayerCall
 def skippable(layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall) -> tuple[str, ...]:
     """Names of the layer's modules whose products recomputation may leave out, such as ("mlp.down_proj",), in the layer's order.
 
-    Only modules that are nothing but a product count (STAND_INS), and none with dropout behind it.
+    Only modules that are nothing but a product count (STAND_INS), and none with dropout behind it. None of a layer that cannot run without
+    data, which is not an error: it is recomputed whole.
 
     layer: a decoder layer in the mode in which it trains, parameters on any device; only shapes are read.
     hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states. call: what the layer receives besides hidden states.
@@ -41,6 +42,8 @@ def skippable(layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch
     try:
         with torch.random.fork_rng(devices=[]), AssumeYes(), trail, saved_tensors_hooks(trail.note_saved, lambda tensor: tensor):  # type: ignore[no-untyped-call]
             torch.func.functional_call(layer, {**weights, **buffers}, (hidden, *args), kwargs)
+    except (NotImplementedError, RuntimeError):
+        return ()
     finally:
         for handle in handles:
             handle.remove()
