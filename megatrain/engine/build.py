@@ -14,6 +14,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError
 from megatrain.hardware import bf16_is_fast, update_threads
+from megatrain.models.fp8 import fp8_supported
 from megatrain.models.initialize import initialize
 from megatrain.models.pretrained import load_config, resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -41,11 +42,13 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bfloat16 with fp32 master weights where the hardware is fast at it, else float32."""
+    """`auto` is bfloat16 with fp32 master weights where the hardware is fast at it, else float32. Raises ConfigError."""
     if precision == "auto":
         return "bfloat16" if bf16_is_fast(device.type) else "float32"
     if precision not in PRECISIONS:
         raise ConfigError(f"precision: {precision!r} is not built; choose one of auto, {', '.join(PRECISIONS)}")
+    if precision == "fp8" and device.type == "cuda" and not fp8_supported(device):
+        raise ConfigError("precision: fp8 needs a GPU of compute capability 8.9 (Ada) or newer; set precision: bfloat16")
     return precision
 
 

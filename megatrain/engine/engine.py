@@ -26,6 +26,7 @@ from megatrain.engine.update import Updater, diverged
 from megatrain.errors import MegaTrainError
 from megatrain.losses import Loss, next_token
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
 
@@ -42,7 +43,7 @@ class Engine:
     Args:
         skeleton: the model without weights.
         optimizer: hyper-parameters and update rule.
-        precision: "bfloat16" (bf16 computation, exact fp32 master weights) or "float32".
+        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same, with fp8 products in most layers) or "float32".
         max_grad_norm: clip the global gradient norm to this; None: no clipping and no model-sized gradient buffer, `train_step` only.
         device: where to compute. On the CPU the same schedule runs with worker threads for streams.
         seed: of dropout and of random initialisation.
@@ -66,6 +67,8 @@ class Engine:
         self._pending: list[Gradient] | None = None
         self._targets = 0
         self._closed = False
+        if precision == "fp8":
+            skeleton.use_fp8(Fp8Policy())
         if settings.compile:
             skeleton.compile_layers()
         optimizer.compile()

@@ -13,7 +13,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
 
-PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}  # what weights are stored and sent as
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def open_store(
     """The arrays of every block, where the placement says (DESIGN: the bytes)."""
     dtype = PRECISIONS[precision]
     kept = [ArraySpec("weight", dtype, transferred=True)]
-    if precision == "bfloat16":
+    if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))
     kept += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if clip else []

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
+from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.skippable import skippable, skipping
@@ -202,6 +203,16 @@ class Skeleton:
         """Training mode (dropout active) or evaluation mode, for everything including the layers."""
         for root in (self.model, *self.layers):
             root.train(training)
+
+    def use_fp8(self, policy: Fp8Policy) -> None:
+        """Give the linear modules of decoder layers fp8 products, where `policy` wants them.
+
+        Raises:
+            ConfigError: it takes none of this model's.
+        """
+        taken = sum(apply_fp8(self.layers[index], policy) for index in policy.layers(len(self.layers)))
+        if taken == 0:
+            raise ConfigError(f"precision: fp8 suits no layer of this {type(self.model).__name__}; set precision: bfloat16")
 
     def compile_layers(self) -> None:
         """Have torch.compile fuse what lies between the matrix products of every layer, when it first runs.

@@ -1,0 +1,40 @@
+"""fp8 products through the whole engine: near bfloat16, as exact in everything else, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.engine.settings import Settings
+from megatrain.errors import ConfigError
+from megatrain.models.fp8 import Fp8Linear
+from tests.support import differing, engine_of, full_batches, state_of, tiny_config, train_engine
+
+STEPS = [full_batches(seed, [(2, 16), (2, 16)]) for seed in range(4)]
+SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+
+
+def run(precision: str, settings: Settings | None = None, **changes):
+    with engine_of(tiny_config("llama", **SIZES, **changes), precision=precision, settings=settings) as engine:
+        trace = train_engine(engine, STEPS)
+        inner = [layer for layer in engine.skeleton.layers if any(type(m) is Fp8Linear for m in layer.modules())]
+        return trace, state_of(engine), len(inner)
+
+
+def test_losses_are_near_those_of_bfloat16_and_not_the_same():
+    plain, _, none = run("bfloat16")
+    fp8, _, inner = run("fp8")
+    assert (none, inner) == (0, 2)  # the first and the last layer stay bf16
+    assert fp8.losses == pytest.approx(plain.losses, rel=0.02)
+    assert fp8.losses != plain.losses
+
+
+def test_groups_and_retention_change_no_bit():
+    whole, state, _ = run("fp8")
+    again, other, _ = run("fp8", Settings(groups=2, resident=2, retained=3, head_chunk=7))
+    assert again.norms == whole.norms
+    assert differing(state, other) == []
+
+
+def test_a_model_without_a_layer_for_it_is_refused():
+    with pytest.raises(ConfigError, match="fp8 suits no layer of this LlamaForCausalLM; set precision: bfloat16"):
+        engine_of(tiny_config("llama", num_hidden_layers=2), precision="fp8")
