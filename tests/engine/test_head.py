@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,9 @@ from torch.nn import functional
 
 from megatrain.engine import head
 from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
+from megatrain.engine.products import Sum
 from megatrain.losses import Targets, find_targets, next_token
+from megatrain.models.footprint import LiveBytes
 from tests.support import distance
 
 VOCABULARY, HIDDEN = 31, 8
@@ -52,6 +57,78 @@ def test_gradients_of_log_probabilities_pass_gradcheck_in_double():
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, labels), logits, eps=1e-3, atol=1e-3)
 
 
+TAILS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # what follows the product, and whether its result may be written over
+    "nothing": (lambda x: x, True),
+    "view": (lambda x: x.unsqueeze(0).view(1, *x.shape).squeeze(0), False),  # `unsqueeze` is no view that the table names
+    "scale": (lambda x: x * 0.5, True),
+    "division": (lambda x: x / 3, True),
+    "softcap": (lambda x: torch.tanh(x / 3) * 3, True),
+    "tanh": (torch.tanh, False),  # its gradient is computed from its result
+    "exp": (torch.exp, False),
+    "softmax": (lambda x: x.softmax(-1), False),
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_logits_are_written_over_only_where_no_gradient_needs_them(tail):
+    hidden, weight, targets, _ = problem()
+    weight.requires_grad_()
+    after, consumed = TAILS[tail]
+    leaf = hidden[targets.index].requires_grad_()
+    logits = after(leaf @ weight.T)
+    before = logits.detach().clone()
+    grads = torch.autograd.grad(token_logprobs(logits, targets.labels).sum(), [leaf, weight])
+    plain = after(leaf @ weight.T).log_softmax(-1).gather(1, targets.labels[:, None]).sum()
+    for ours, expected in zip(grads, torch.autograd.grad(plain, [leaf, weight]), strict=True):
+        assert distance(ours, expected) < 1e-6
+    assert torch.equal(logits.detach(), before) != consumed
+
+
+def test_logits_of_the_callers_own_are_left_alone():
+    logits = torch.randn(4, 5, requires_grad=True)
+    before = logits.detach().clone()
+    token_logprobs(logits, torch.tensor([0, 1, 2, 3])).sum().backward()
+    assert torch.equal(logits.detach(), before)
+
+
+def test_logits_that_were_used_up_cannot_be_used_again():
+    weight = torch.randn(6, 5, requires_grad=True)
+    logits = torch.randn(4, 5) @ weight.T
+    value = (logits**2).sum() + token_logprobs(logits, torch.tensor([0, 1, 2, 3])).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
+    rows, vocabulary = 64, 1 << 14
+    monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * vocabulary)
+    hidden, weight = torch.randn(rows, HIDDEN), torch.randn(vocabulary, HIDDEN, requires_grad=True)
+    targets = Targets(torch.arange(rows), torch.arange(rows))
+    total = Sum(torch.zeros_like(weight.detach()), empty=True)
+    with LiveBytes() as live:
+        loss_and_gradients(lambda x: x @ weight.T, hidden, targets, next_token, 1.0, rows, [weight], lambda _: None)
+        without_sums, live.peak = live.peak, live.live
+        loss_and_gradients(
+            lambda x: functional.linear(x, weight), hidden, targets, next_token, 1.0, rows, [weight], lambda _: None, [total]
+        )
+    logits, weights = rows * vocabulary * 4, weight.numel() * 4
+    assert logits + weights < without_sums < 1.2 * logits + weights
+    assert logits < live.peak < 1.2 * logits
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+def test_fused_passes_agree_with_the_others():
+    hidden, weight, targets, _ = problem(dtype=torch.bfloat16)
+    results = []
+    for fused in (False, True):
+        leaf = hidden[targets.index].requires_grad_()
+        logprobs = token_logprobs(functional.linear(leaf, weight), targets.labels, fused)
+        results.append((logprobs.detach(), *torch.autograd.grad(logprobs.sum(), leaf)))
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain)
+
+
 @pytest.mark.parametrize("size", [1000.0, 1e4])
 def test_log_probabilities_of_large_logits_are_finite(size):
     logits = torch.tensor([[size, 0.0, -size]], requires_grad=True)
@@ -80,6 +157,27 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
     assert distance(sums, grads[1]) < 1e-6
     assert torch.all(grad_hidden[2:8] == 0)  # positions without a target
     assert torch.all(grad_hidden[-1] == 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autograd(chunk):
+    hidden, weight, targets, labels = problem()
+    scale, total = torch.ones(HIDDEN, requires_grad=True), Sum(torch.full_like(weight, torch.nan), empty=True)
+    weight.requires_grad_()
+    scale_total = Sum(torch.zeros_like(scale), empty=True)
+
+    def add(grads: list[Tensor | None]) -> None:
+        assert grads[0] is not None
+        assert grads[1] is None
+        scale_total.add(grads[0])
+
+    loss_and_gradients(
+        lambda x: functional.linear(x * scale, weight),
+        hidden, targets, next_token, 0.25, chunk, [scale, weight], add, [scale_total, total],
+    )  # fmt: skip
+    expected = torch.autograd.grad(expected_loss(hidden * scale, weight, labels) * 0.25, [scale, weight])
+    assert distance(scale_total.total.detach(), expected[0]) < 1e-6
+    assert distance(total.total, expected[1]) < 1e-6
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])

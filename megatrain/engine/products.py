@@ -1,0 +1,119 @@
+"""Weight gradients that never exist by themselves: linear layers and embeddings add theirs straight to an fp32 sum.
+
+Autograd would make a gradient as large as the weight, rounded to bf16, for every chunk or micro-batch, to be added afterwards: 12 bytes of
+memory traffic per element. A product that adds to the sum moves 8, most of them while it computes; an embedding touches only its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class Sum:
+    """A sum of one parameter's gradients, fp32, of the parameter's shape. If `empty`, whatever `total` holds does not count yet."""
+
+    total: Tensor
+    empty: bool
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of any dtype."""
+        if self.empty:
+            self.total.copy_(gradient)
+        else:
+            self.total.add_(gradient)
+        self.empty = False
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add a @ b. On CUDA a product of bf16 matrices is neither rounded nor stored in between; on the CPU it is."""
+        if a.dtype == self.total.dtype:
+            torch.addmm(self.total, a, b, beta=0 if self.empty else 1, out=self.total)
+        elif self.total.is_cuda:
+            torch.addmm(self.total, a, b, out_dtype=self.total.dtype, beta=0 if self.empty else 1, out=self.total)
+        else:
+            self.add(a @ b)
+        self.empty = False
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Add rows[i] to row index[i], in an order that does not change from run to run."""
+        self.fill()
+        self.total.index_put_((index,), rows.to(self.total.dtype), accumulate=True)
+
+    def fill(self) -> None:
+        """Make an empty sum zero."""
+        if self.empty:
+            self.total.zero_()
+        self.empty = False
+
+
+UNSUMMED_RULES = ("max_norm", "scale_grad_by_freq", "sparse")  # of an embedding; with one of these, autograd makes its gradient
+
+
+class SummedLinear(torch.autograd.Function):
+    """A linear layer whose weight's gradient goes to a Sum; to autograd the weight has none."""
+
+    @staticmethod
+    def forward(ctx: Any, into: Sum, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.into = into
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].flatten(0, -2)
+        ctx.into.add_product(rows.T, x.flatten(0, -2))
+        return None, grads[0] @ weight, None, rows.sum(0) if ctx.needs_input_grad[3] else None
+
+
+class SummedEmbedding(torch.autograd.Function):
+    """An embedding whose weight's gradient goes to a Sum; to autograd the weight has none."""
+
+    @staticmethod
+    def forward(ctx: Any, into: Sum, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.into, ctx.padding = into, None if padding is None else padding % len(weight)  # a token whose row has no gradient
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        rows = grads[0].masked_fill((ids == ctx.padding).unsqueeze(-1), 0) if ctx.padding is not None else grads[0]
+        ctx.into.add_rows(ids.flatten(), rows.flatten(0, -2))
+        return None, None, None, None
+
+
+class SummingInto(TorchFunctionMode):
+    """While active, linear layers and embeddings whose weight is one of `parameters` send its gradient to that parameter's sum.
+
+    Whatever else uses a parameter has its gradient from autograd as ever, to be added by the caller. Not for compiled modules.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum]) -> None:
+        super().__init__()
+        self._sums = {id(parameter): into for parameter, into in zip(parameters, sums, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            return self._linear(*args, **kwargs)
+        if func is functional.embedding:
+            return self._embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        into = self._sums.get(id(weight))
+        return SummedLinear.apply(into, input, weight, bias) if into else functional.linear(input, weight, bias)  # type: ignore[no-untyped-call]
+
+    def _embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, **rules: Any) -> Any:
+        into = self._sums.get(id(weight))
+        if into is None or any(rules.get(name) for name in UNSUMMED_RULES):
+            return functional.embedding(input, weight, padding_idx, **rules)
+        return SummedEmbedding.apply(into, input, weight, padding_idx)  # type: ignore[no-untyped-call]
