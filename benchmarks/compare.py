@@ -3,7 +3,7 @@
     python -m benchmarks.compare --cases 1.8b-16k 7.6b-65k --systems ours resident zero3
 
 Each run leaves a JSON in benchmarks/results/<date>-<machine>, also when it failed; a table of the fastest variants is printed at the end.
-What the peers need besides: `pip install deepspeed liger-kernel` and ninja.
+DeepSpeed needs `pip install deepspeed ninja` and a C++ compiler besides.
 """
 
 from __future__ import annotations

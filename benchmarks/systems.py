@@ -20,11 +20,12 @@ class Peer:
 
 
 PEERS: Mapping[str, Peer] = {
-    "resident": Peer("resident", ("--kernels", "compile", "--no-checkpointing"), "PyTorch, resident"),
-    "bound": Peer("resident", ("--kernels", "compile", "--no-checkpointing", "--optimizer", "none"), "PyTorch, resident, no optimizer"),
-    "zero2": Peer("deepspeed_offload", ("--stage", "2", "--kernels", "compile"), "DeepSpeed ZeRO-2 offload"),
-    "zero3": Peer("deepspeed_offload", ("--stage", "3", "--kernels", "liger"), "DeepSpeed ZeRO-3 offload"),
-    "fsdp2": Peer("fsdp2", ("--kernels", "compile"), "PyTorch FSDP2 offload"),
+    "resident": Peer("resident", ("--no-checkpointing",), "PyTorch, resident"),
+    "bound": Peer("resident", ("--no-checkpointing", "--optimizer", "none"), "PyTorch, resident, no optimizer"),
+    "zero2": Peer("deepspeed_offload", ("--stage", "2"), "DeepSpeed ZeRO-2 offload"),
+    "zero3": Peer("deepspeed_offload", ("--stage", "3"), "DeepSpeed ZeRO-3 offload"),
+    "zero3-half": Peer("deepspeed_offload", ("--stage", "3", "--ratio", "0.5"), "DeepSpeed ZeRO-3, half offloaded"),
+    "fsdp2": Peer("fsdp2", (), "PyTorch FSDP2 offload"),
 }
 TITLES = {OURS: "MegaTrain"} | {name: peer.title for name, peer in PEERS.items()}
 

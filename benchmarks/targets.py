@@ -61,7 +61,7 @@ def reached(target: Target, record: Record, records: Sequence[Record]) -> float 
     if target.against is None:
         return record.tflops
     other = latest(records, target.against, OURS)
-    return record.tflops / other.tflops if other and not other.error else None
+    return float(record.result[target.figure] / other.result[target.figure]) if other and not other.error else None
 
 
 def _in_words(target: Target, value: float) -> str:

@@ -7,12 +7,16 @@ Tables stand between markers; everything else on the page is written by hand. Ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from benchmarks import compare, roofline, targets
 from benchmarks.cases import CASES, TARGETS, Case, sweep_case
 from benchmarks.plot import Axes, Series, chart
-from benchmarks.records import ROOT, Record, latest, load
+from benchmarks.records import RESULTS, ROOT, Record, latest, load
 from benchmarks.sweep import TOKENS
 from benchmarks.systems import OURS, PEERS, TITLES
 
@@ -20,6 +24,31 @@ PAGE, PLOT = ROOT / "docs" / "performance.md", ROOT / "docs" / "throughput.svg"
 COMPARED = ("7.6b-65k", "7.6b-16k", "1.8b-16k", "14.8b-65k")
 PLOTTED_MODEL, PLOTTED_PARAMETERS = "qwen2.5-7b", 7_615_616_512
 UP = range(0, 701, 100)  # TFLOP/s
+
+
+@dataclass(frozen=True)
+class Script:
+    """A benchmark whose JSON is not a record of a run: which files, and the figure to show of one."""
+
+    words: str
+    wanted: str
+    files: str
+    figure: Callable[[dict[str, Any]], str]
+
+
+def _against_plain(report: dict[str, Any]) -> str:
+    return f"{report['engine_over_plain']['cpu_s']:.2f} x"
+
+
+def _losses_apart(report: dict[str, Any]) -> str:
+    _, *others = report["results"].items()  # the first is what they are compared with
+    return ", ".join(f"{name} {found['percent_apart']['held_out_after']:+.2f}%" for name, found in others)
+
+
+SCRIPTS = (
+    Script("SmolLM2-135M on a CPU: processor time of a step against a plain PyTorch loop", "1.15 x", "cpu_loop*.json", _against_plain),
+    Script("fp8 products: held-out loss of a small model against bf16, after real steps", "0.5%", "fp8_quality*.json", _losses_apart),
+)
 
 
 def main() -> None:
@@ -41,7 +70,19 @@ def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
 
 def tables(records: Sequence[Record]) -> dict[str, list[str]]:
     """Every generated part of the page, by the name of its marker."""
-    return {"targets": targets.table(TARGETS, records), "peers": peers(records), "ceilings": ceilings()}
+    return {"targets": targets.table(TARGETS, records), "scripts": scripts(RESULTS), "peers": peers(records), "ceilings": ceilings()}
+
+
+def scripts(folder: Path) -> list[str]:
+    """What scripts with figures of their own found, the newest file of each."""
+    rows = ["| what | wanted | measured | from |", "|---|---|---|---|"]
+    for script in SCRIPTS:
+        newest = max(folder.rglob(script.files), key=lambda path: (path.parent.name, path.name), default=None)
+        found = (
+            (targets.NOT_YET, "") if newest is None else (script.figure(json.loads(newest.read_text())), str(newest.relative_to(folder)))
+        )
+        rows.append(f"| {script.words} | {script.wanted} | {' | '.join(found)} |")
+    return rows
 
 
 def peers(records: Sequence[Record]) -> list[str]:

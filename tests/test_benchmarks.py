@@ -20,7 +20,7 @@ TINY = CASES["tiny"]
 FIGURES = {"step_s": 2.0, "tokens_per_s": 10.0, "tflops": 500.0, "gpu_peak_bytes": 2**30, "host_bytes": 2**31}
 DONE = records.Record("7.6b-65k", OURS, "", "2026-01-02", "a machine", ("python",), 9.0, None, FIGURES)
 FAILED = replace(DONE, date="2026-01-03", error="RuntimeError: no | room", result={})
-JOB = job.Job("tiny", 2, 256, 64, 2, steps=1, warmup=0, kernels="eager", checkpointing=True, device="cpu", json=None)
+JOB = job.Job("tiny", 2, 256, 64, 2, steps=1, warmup=0, compiled=False, checkpointing=True, device="cpu", json=None)
 
 
 def with_tflops(record: records.Record, tflops: float, **changes: str) -> records.Record:
@@ -103,7 +103,7 @@ def test_every_run_leaves_a_record(fate, tmp_path):
 
 def test_a_peer_runs_in_a_process_of_its_own_and_trains(tmp_path):
     (run,) = systems.runs_of(TINY, "fsdp2", [256], steps=1, warmup=1)
-    arguments = [*run.arguments, "--kernels", "eager", "--device", "cpu", "--layers", "2"]
+    arguments = [*run.arguments, "--no-compiled", "--device", "cpu", "--layers", "2"]
     record = records.execute(replace(run, arguments=tuple(arguments)), 120, tmp_path)
     assert record.error is None
     assert record.result["tflops"] == pytest.approx(6 * record.result["parameters"] * 512 / record.result["step_s"] / 1e12)

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-2 or ZeRO-3 on one GPU with the optimizer (and, for ZeRO-3, the parameters) in pinned host RAM.
 
-    python -m benchmarks.peers.deepspeed_offload --stage 3 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 32 --kernels liger
+    python -m benchmarks.peers.deepspeed_offload --stage 3 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 32
 
 bf16 with fp32 master weights and moments, DeepSpeedCPUAdam (compiled on first use, which needs a C++ compiler and ninja), gradients
 reduced and offloaded while backward runs. `--ratio` below 1 leaves that share's complement of a ZeRO-3 optimizer on the GPU.
@@ -60,6 +60,8 @@ def prepare(job: Job, stage: int, ratio: float) -> Trainer:
 
     model = build(job, torch.bfloat16)
     parameters = parameters_of(model)  # before ZeRO-3 empties them
+    if stage == 3:  # a layer's parameters are gathered together: fewer hooks, and none inside what is compiled
+        deepspeed.utils.set_z3_leaf_modules(model, [type(model.decoder.layers[0])])
     settings = settings_of(job, stage, ratio)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 

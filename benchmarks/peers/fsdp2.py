@@ -1,6 +1,6 @@
 """PyTorch FSDP2 on one GPU with parameters, gradients and optimizer in host RAM.
 
-    python -m benchmarks.peers.fsdp2 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 64 --kernels compile
+    python -m benchmarks.peers.fsdp2 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 64
 
 Every layer is a shard group of its own, so that it is on the GPU only while it computes; bf16 computation, fp32 parameters, fused AdamW
 on the CPU. Gradients of several micro-batches are summed on the GPU (`--sum-on device`, 4 bytes a parameter) or in host RAM.

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,7 +27,7 @@ LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a peer. `kernels`: the layers as transformers writes them, compiled one by one, or with Liger's kernels."""
+    """One run of a peer."""
 
     shape: str
     layers: int | None  # None: as many as the shape has
@@ -35,8 +36,8 @@ class Job:
     micro_batch_rows: int
     steps: int  # measured
     warmup: int
-    kernels: str
-    checkpointing: bool
+    compiled: bool  # every layer by itself, and the softmax of the head
+    checkpointing: bool  # layers are recomputed in backward
     device: str
     json: Path | None
 
@@ -66,7 +67,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--micro-batch-rows", type=int, default=16)
     result.add_argument("--steps", type=int, default=4, help="measured")
     result.add_argument("--warmup", type=int, default=2)
-    result.add_argument("--kernels", choices=("eager", "compile", "liger"), default="eager")
+    result.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile for every layer")
     result.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute layers in backward")
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument("--json", type=Path)
@@ -82,11 +83,12 @@ def job_of(args: argparse.Namespace) -> Job:
 
 def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
     """Set the peer up, measure it, print every step, and write the JSON."""
-    started = time.perf_counter()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as ours has it; less is lost to fragments
+    ram_before, started = ram_in_use(), time.perf_counter()
     with sdpa_kernel(ATTENTION, set_priority=True):
         trainer = prepare(job)
         setup_s = time.perf_counter() - started
-        report = describe(system, job, trainer) | {"setup_s": setup_s} | measure(job, trainer)
+        report = describe(system, job, trainer) | {"setup_s": setup_s} | measure(job, trainer, ram_before)
     text = json.dumps(report, indent=1)
     print(text)
     if job.json:
@@ -94,12 +96,13 @@ def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
         job.json.write_text(text + "\n")
 
 
-def measure(job: Job, trainer: Trainer) -> dict[str, Any]:
+def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
     """Time of every step, the median of the measured ones, and the peaks of GPU and host memory. Making random tokens is left out."""
     if job.device == "cuda":
         torch.cuda.empty_cache()  # what only the set-up needed is no part of training
     steps: list[dict[str, float]] = []
     gpu_peak_bytes: int | None = None
+    ram_bytes = 0
     with GpuMeter(torch.device(job.device)) as meter:
         for number in range(job.warmup + job.steps):
             batches = random_rows(job, trainer.vocabulary, number)
@@ -109,7 +112,7 @@ def measure(job: Job, trainer: Trainer) -> dict[str, Any]:
             synchronize(job)
             steps.append({"seconds": time.perf_counter() - started, "loss": loss})
             print(f"step {number}: {steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
-            gpu_peak_bytes = meter.peak_bytes()
+            gpu_peak_bytes, ram_bytes = meter.peak_bytes(), max(ram_bytes, ram_in_use() - ram_before)
     step_s = statistics.median(step["seconds"] for step in steps[job.warmup :])
     return {
         "steps": steps,
@@ -117,8 +120,16 @@ def measure(job: Job, trainer: Trainer) -> dict[str, Any]:
         "tokens_per_s": job.tokens / step_s,
         "tflops": 6 * trainer.parameters * job.tokens / step_s / 1e12,
         "gpu_peak_bytes": gpu_peak_bytes,
-        "host_bytes": host_bytes(),
+        "host_bytes": max(host_bytes(), ram_bytes),
+        "resident_bytes": host_bytes(),
+        "ram_bytes": ram_bytes,
     }
+
+
+def ram_in_use() -> int:
+    """Of the whole machine. Memory that the driver has pinned for a process may count nowhere else."""
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available)
 
 
 def random_rows(job: Job, vocabulary: int, step: int) -> list[Tensor]:

@@ -67,32 +67,23 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     """(`scale` x sum of the losses in fp32, its gradient in the dtype of `logits` [n, vocabulary])."""
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     loss = -logprobs.gather(1, labels[:, None]).sum() * scale
-    gradient = logprobs.exp().scatter_add(1, labels[:, None], torch.full_like(labels[:, None], -1, dtype=torch.float32))
-    return loss, (gradient * scale).to(logits.dtype)
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # compiles into the pass; a scatter would not
+    return loss, ((logprobs.exp() - is_label) * scale).to(logits.dtype)
 
 
 def build(job: Job, dtype: torch.dtype) -> MeanLoss:
     """The job's model with random weights by its family's own rule, drawn on the job's device."""
     config = shape_config(bench_config(job.shape), job.layers)
-    if job.kernels == "liger":
-        use_liger(config.model_type)
     torch.manual_seed(0)
     with torch.device(job.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    result = MeanLoss(model, compiled=job.kernels == "compile").train()
-    if job.kernels == "compile":
+    result = MeanLoss(model, compiled=job.compiled).train()
+    if job.compiled:
         for layer in result.decoder.layers:
             layer.forward = torch.compile(layer.forward)  # inside the hooks of checkpointing and sharding, which cannot be compiled
     return result
-
-
-def use_liger(model_type: str) -> None:
-    """Have transformers build this family's norms, rotations and MLPs of Liger's kernels."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
-
-    MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def parameters_of(model: nn.Module) -> int:

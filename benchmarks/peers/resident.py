@@ -1,6 +1,6 @@
 """Plain PyTorch with the whole model on the GPU: the bound for every system that moves anything.
 
-    python -m benchmarks.peers.resident --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 16 --kernels compile --no-checkpointing
+    python -m benchmarks.peers.resident --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 16 --no-checkpointing
 
 With `--optimizer adamw` a whole step: bf16 weights, fp32 master weights and moments (20 bytes a parameter with both gradients), clipping
 by the global norm, fused AdamW. Where that does not fit, `--optimizer none` is forward and backward alone; `auto` chooses by arithmetic.
