@@ -209,7 +209,7 @@ def main() -> None:
         }
     report = {
         "date": date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "versions": {"megatrain": megatrain.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "policies": {name: policy and asdict(policy) for name, policy in POLICIES.items()},

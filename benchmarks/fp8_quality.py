@@ -36,6 +36,7 @@ from megatrain.recipes import setup
 
 POLICIES: dict[str, Fp8Policy | None] = {
     "bfloat16": None,
+    "float32": None,  # how far bf16 is itself from something better
     "fp8": Fp8Policy(),
     "fp8-everywhere": Fp8Policy(ends=0),
     "fp8-fast": Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast"),
@@ -75,6 +76,8 @@ def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, co
 
 def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows, held_out: Rows, name: str) -> dict[str, Any]:
     """Losses of all steps and of the held-out rows before and after, of one variant."""
+    if name == "float32":
+        config = config.with_values({"precision": name})
     steps = config.train.max_steps
     assert steps is not None
     warmup = warmup_steps(config.train.warmup, steps)
@@ -126,7 +129,7 @@ def main() -> None:
     device = setup.find_machine(config).device
     report = {
         "date": date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "versions": {"megatrain": megatrain.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "arguments": {"variants": args.variants, "micro_batch_tokens": args.micro_batch_tokens, "compile": args.compile},
         "overrides": args.overrides,
