@@ -68,7 +68,7 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     loss = -logprobs.gather(1, labels[:, None]).sum() * scale
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # compiles into the pass; a scatter would not
-    return loss, ((logprobs.exp() - is_label) * scale).to(logits.dtype)
+    return loss, ((logprobs.exp() - is_label.float()) * scale).to(logits.dtype)
 
 
 def build(job: Job, dtype: torch.dtype) -> MeanLoss:
