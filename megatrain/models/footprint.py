@@ -87,15 +87,17 @@ class FusedAttention(TorchFunctionMode):
 
     Args:
         device_type: where it will run, "cpu" or "cuda"; not every kernel exists on both.
+        stand_in: called with the function's own arguments; by default `fused_attention`.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, stand_in: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.device_type = device_type
+        self.stand_in = stand_in or fused_attention
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is functional.scaled_dot_product_attention and self._has_kernel(*args, **(kwargs or {})):
-            return _fused_attention(*args, **(kwargs or {}))
+            return self.stand_in(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _has_kernel(self, query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> bool:
@@ -129,10 +131,14 @@ class _FusedAttentionFunction(torch.autograd.Function):
         return *grads, None
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Takes the arguments of scaled_dot_product_attention; a boolean mask is turned into a bias of query's dtype, as there."""
-    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-    return _FusedAttentionFunction.apply(query, key, value, bias)  # type: ignore[no-untyped-call, no-any-return]
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Takes the arguments of scaled_dot_product_attention; allocates what a fused kernel does, forward and backward."""
+    return _FusedAttentionFunction.apply(query, key, value, additive(attn_mask, query))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A boolean mask turned into a bias of query's dtype, as scaled_dot_product_attention does."""
+    return mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask
 
 
 def layer_peak_bytes(

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2MoeConfig
 
+from megatrain.models.footprint import layer_peak_bytes
 from megatrain.models.shape import ModelShape, WorkingSet, shape_of
 from megatrain.models.skeleton import Skeleton
 
@@ -68,3 +69,27 @@ def test_a_bound_skeleton_is_refused() -> None:
     skeleton.bind(block, torch.zeros(block.layout.numel, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match="not bound"):
         shape_of(skeleton, 32, [32])
+
+
+def test_retained_bytes_add_up_layer_by_layer() -> None:
+    kinds = Qwen2MoeConfig(**SIZES, num_hidden_layers=3, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[0])
+    mixed = shape_of(Skeleton(kinds), 32, [32, 64])
+    last, before, first = (mixed.retained_bytes(64, n) - mixed.retained_bytes(64, n - 1) for n in (1, 2, 3))
+    assert last == before != first
+    assert mixed.retained_bytes(64, 0) == 0
+    assert mixed.retained_bytes(64, 3) == pytest.approx(2 * mixed.retained_bytes(32, 3), rel=1e-4)  # experts count their tokens
+
+
+def test_retained_bytes_are_the_graphs_less_their_outputs() -> None:
+    tokens, hidden = 64, 64
+    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2))
+    _, calls = skeleton.dry_call(2, 32)
+    footprint = layer_peak_bytes(skeleton.layers[0], (2, 32, hidden), torch.bfloat16, calls[0].kwargs)
+    assert shape().retained_bytes(tokens, 1) == footprint.saved_bytes - tokens * hidden * 2
+
+
+def test_compiled_layers_retain_less() -> None:
+    compiled = shape(compiled=True)
+    assert compiled.retained_bytes(64, 2) == shape().retained_bytes(64, 2)
+    assert compiled.retained_bytes(64, 2, compiled=True) < 0.8 * compiled.retained_bytes(64, 2)
+    assert shape().retained_bytes(64, 2, compiled=True) == shape().retained_bytes(64, 2)  # not asked about, so the larger figure

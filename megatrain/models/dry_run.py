@@ -1,0 +1,205 @@
+"""A model's parts run on the meta device, one kind of part after another, to see what they would need and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from megatrain.models.compiled import CompiledLayer, trace_compiled
+from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, layer_peak_bytes, tensor_bytes
+from megatrain.models.recorder import LayerCall
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.skippable import skippable
+from megatrain.models.work import LayerWork, ModelWork, Pass, Tally, Traffic, tally, work_per_token
+
+EMBED, HEAD = 0, -1  # blocks
+
+
+@dataclass(frozen=True)
+class MicroBatchBytes:
+    """What one micro-batch needs."""
+
+    layer: int  # working set of the hungriest layer
+    embed: int  # working set of the embedding
+    calls: int  # handed to the layers besides hidden states
+    kept: tuple[int, ...]  # by each layer's graph between forward and backward, less the layer's output
+    kept_compiled: tuple[int, ...]
+
+
+class DryRun:
+    """Runs parts of a skeleton whose parameters are on the meta device.
+
+    Args:
+        seq_len: tokens of a row.
+        padded: layers receive a boolean mask for every row.
+        loss: logits [n, vocab] -> scalar.
+        runs_on: "cpu" or "cuda", where the model will compute.
+        compiled: trace the layers as torch.compile would; otherwise all are taken to be eager.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, seq_len: int, *, padded: bool, loss: Callable[[Tensor], Tensor], runs_on: str, compiled: bool
+    ) -> None:
+        self.skeleton, self.seq_len, self.padded, self.loss = skeleton, seq_len, padded, loss
+        self.runs_on, self.compiled = runs_on, compiled
+        self._known_calls: dict[int, list[LayerCall]] = {}
+        self.fused = getattr(skeleton.config, "_attn_implementation", None) != "eager"
+
+    # -- bytes ------------------------------------------------------------------------------------------------------------------
+
+    def bytes_of(self, rows: int) -> MicroBatchBytes:
+        """Of a micro-batch of so many full rows."""
+        calls = self._calls(rows)
+        of_kind = {index: self._layer(index, rows, calls[index]) for index in set(self.kinds)}
+        footprints = [of_kind[kind] for kind in self.kinds]
+        output = rows * self.seq_len * self.skeleton.anatomy.hidden_size * self.skeleton.dtype.itemsize
+        kept = tuple(footprint.saved_bytes - output for footprint in footprints)
+        return MicroBatchBytes(
+            layer=max(footprint.peak_bytes for footprint in footprints),
+            embed=call_peak_bytes(lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding").peak_bytes,
+            calls=tensor_bytes([(call.args, call.kwargs) for call in calls]),
+            kept=kept,
+            kept_compiled=tuple(
+                rows * self.traced[kind].saved_bytes if kind in self.traced else eager for kind, eager in zip(self.kinds, kept, strict=True)
+            ),
+        )
+
+    def head(self, chunk_tokens: int) -> Footprint:
+        """Of the head and the loss for so many tokens."""
+        hidden = self._hidden(chunk_tokens, self.skeleton.anatomy.hidden_size)
+        return call_peak_bytes(lambda: self.loss(self.skeleton.head(hidden)), [hidden, *self._parameters(HEAD)], what="the LM head")
+
+    def _layer(self, index: int, rows: int, call: LayerCall) -> Footprint:
+        return layer_peak_bytes(
+            self.skeleton.layers[index],
+            self._shape(rows),
+            self.skeleton.dtype,
+            call.kwargs,
+            call.args,
+            fused_attention=self.fused,
+            runs_on=self.runs_on,
+        )
+
+    # -- work -------------------------------------------------------------------------------------------------------------------
+
+    def work(self, head_tokens: int) -> ModelWork:
+        """Of every block. head_tokens: a chunk to try the head with."""
+        of_kind = {index: self._layer_work(index) for index in set(self.kinds)}
+        return ModelWork(
+            embed=work_per_token(lambda rows: self._tally(EMBED, lambda: self._embed(rows)[0]), self.seq_len),
+            layers=tuple(of_kind[kind] for kind in self.kinds),
+            head=work_per_token(lambda chunks: self._head_tally(chunks * head_tokens), head_tokens),
+        )
+
+    def _layer_work(self, index: int) -> LayerWork:
+        layer, call = self.skeleton.layers[index], self._calls(1)[index]
+        names = skippable(layer, self._shape(1), self.skeleton.dtype, call)
+        skipped = sum(2 * layer.get_parameter(f"{name}.weight").numel() for name in names)
+        work = replace(work_per_token(lambda rows: self._layer_tally(index, rows), self.seq_len), skippable_flops=skipped)
+        if index not in self.traced:
+            return work
+        forward, backward = self.traced[index].forward, self.traced[index].backward
+        return replace(work, forward=self._compiled(work.forward, forward), backward=self._compiled(work.backward, backward))
+
+    def _compiled(self, eager: Pass, traffic: Traffic) -> Pass:
+        return replace(eager, compiled_bytes=traffic.bytes // self.seq_len, compiled_kernels=traffic.kernels)
+
+    def _layer_tally(self, index: int, rows: int) -> Tally:
+        hidden, call = self._hidden(*self._shape(rows)), self._calls(rows)[index]
+        return self._tally(1 + index, lambda: self.skeleton.layer(index, hidden, call), hidden)
+
+    def _head_tally(self, tokens: int) -> Tally:
+        hidden = self._hidden(tokens, self.skeleton.anatomy.hidden_size)
+        return self._tally(HEAD, lambda: self.loss(self.skeleton.head(hidden)), hidden)
+
+    def _tally(self, block: int, forward: Callable[[], Tensor], *inputs: Tensor) -> Tally:
+        return tally(forward, inputs, self._parameters(block), fused=self.fused, runs_on=self.runs_on)
+
+    @cached_property
+    def traced(self) -> dict[int, CompiledLayer]:
+        """One row through a compiled layer of each kind that can be traced; empty unless asked for."""
+        kinds = set(self.kinds) if self.compiled else set()
+        shape, dtype = self._shape(1), self.skeleton.dtype
+        traced = {
+            index: trace_compiled(
+                self.skeleton.layers[index], shape, dtype, self._calls(1)[index], fused_attention=self.fused, runs_on=self.runs_on
+            )
+            for index in kinds
+        }
+        return {index: layer for index, layer in traced.items() if layer is not None}
+
+    # -- what they run on -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the first one like it: layers of one class with equal parameter shapes and equal inputs need the same."""
+        first: dict[Any, int] = {}
+        return [
+            first.setdefault(_kind(layer, call), index)
+            for index, (layer, call) in enumerate(zip(self.skeleton.layers, self._calls(1), strict=True))
+        ]
+
+    def _embed(self, rows: int) -> tuple[Tensor, list[LayerCall]]:
+        return self.skeleton.embed({"input_ids": torch.zeros(rows, self.seq_len, dtype=torch.long, device="meta")})
+
+    def _calls(self, rows: int) -> list[LayerCall]:
+        if rows not in self._known_calls:
+            with torch.no_grad(), AssumeYes():  # type: ignore[no-untyped-call]
+                _, calls = self._embed(rows)
+            self._known_calls[rows] = _padded(calls, rows, self.seq_len) if self.padded else calls
+        return self._known_calls[rows]
+
+    def _shape(self, rows: int) -> tuple[int, int, int]:
+        return rows, self.seq_len, self.skeleton.anatomy.hidden_size
+
+    def _hidden(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.skeleton.dtype, device="meta", requires_grad=True)
+
+    def _parameters(self, block: int) -> list[nn.Parameter]:
+        """The meta parameters that a block computes with, tied ones included."""
+        anatomy = self.skeleton.anatomy
+        names = [spec.name for spec in anatomy.blocks[block].layout.tensors]
+        if block == HEAD:
+            names += [owner for _, owner in anatomy.tied]
+        return [module.get_parameter(leaf) for module, leaf in map(self.skeleton.owner, names)]
+
+
+def _kind(layer: nn.Module, call: LayerCall) -> Any:
+    def describe(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return type(layer), shapes, tuple(describe(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+
+
+def _padded(calls: Iterable[LayerCall], rows: int, seq_len: int) -> list[LayerCall]:
+    """What the layers receive when rows are padded: a mask per row, where an unpadded batch has none or one for all rows.
+
+    Layers that share a mask go on sharing it.
+    """
+    masks: dict[int | None, Tensor] = {}
+    padded = []
+    for call in calls:
+        mask = call.kwargs.get("attention_mask")
+        per_row = torch.empty(rows, *mask.shape[1:], dtype=mask.dtype, device="meta") if mask is not None else _boolean_mask(rows, seq_len)
+        shared = masks.setdefault(None if mask is None else id(mask), per_row)
+        padded.append(LayerCall(call.args, {**call.kwargs, "attention_mask": shared}))
+    return padded
+
+
+def _boolean_mask(rows: int, seq_len: int) -> Tensor:
+    """The form in which transformers hands a padded batch to scaled-dot-product attention."""
+    return torch.empty(rows, 1, seq_len, seq_len, dtype=torch.bool, device="meta")
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Summed, of logits [n, vocab] in fp32, to targets that do not matter."""
+    targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return functional.cross_entropy(logits.float(), targets, reduction="sum")

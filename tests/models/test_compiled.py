@@ -1,0 +1,107 @@
+"""What torch.compile is said to keep and to move is what it keeps and moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Qwen2Config
+
+from megatrain.models.compiled import CompiledLayer, trace_compiled
+from megatrain.models.recorder import LayerCall
+from megatrain.models.skeleton import Skeleton
+from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
+
+ROWS, TOKENS, HIDDEN = 2, 16, 32
+QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN_14B = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 8}
+
+
+def traced(config: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16, runs_on: str = "cuda") -> CompiledLayer:
+    skeleton = Skeleton(config, dtype=dtype)
+    _, calls = skeleton.dry_call(ROWS, tokens)
+    shape, fused = (ROWS, tokens, config.hidden_size), skeleton.config._attn_implementation != "eager"
+    layer = trace_compiled(skeleton.layers[0], shape, dtype, calls[0], fused_attention=fused, runs_on=runs_on)
+    assert layer is not None
+    return layer
+
+
+@pytest.mark.parametrize(("sizes", "bytes_per_token"), [(QWEN_7B, 158_840), (QWEN_14B, 148_648)])
+def test_a_large_layer_keeps_what_was_measured_on_a_gpu(sizes: dict[str, int], bytes_per_token: int) -> None:
+    layer = traced(Qwen2Config(**sizes, vocab_size=8, num_hidden_layers=1), tokens=512)
+    output = 2 * sizes["hidden_size"]
+    assert layer.saved_bytes // (ROWS * 512) + output == bytes_per_token  # H200, cuDNN's attention
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon-40b"])
+def test_what_is_kept_is_what_torch_compile_keeps(family: str) -> None:
+    config, dtype = tiny_config(family), torch.float32
+    skeleton = Skeleton(config, dtype=dtype)
+    skeleton.bind(skeleton.anatomy.embed, torch.zeros(skeleton.anatomy.embed.layout.numel))
+    skeleton.bind(skeleton.anatomy.blocks[1], torch.ones(skeleton.anatomy.blocks[1].layout.numel))
+    hidden, calls = skeleton.embed({"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)})
+    layer, hidden = skeleton.layers[0], torch.ones(hidden.shape, requires_grad=True)
+    given = [hidden, *layer.parameters(), *(t for t in (*calls[0].args, *calls[0].kwargs.values()) if isinstance(t, Tensor))]
+    given += list(calls[0].kwargs.get("position_embeddings") or ())
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch._dynamo.reset()
+    layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = skeleton.layer(0, hidden, calls[0])
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in [output, *given]}
+    found = sum(size for address, size in kept.items() if address not in theirs)
+    assert found == pytest.approx(traced(config, dtype=dtype, runs_on="cpu").saved_bytes, rel=0.005)  # a seed here and there
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_every_family_can_be_traced(family: str) -> None:
+    layer = traced(tiny_config(family))
+    assert layer.saved_bytes > 0
+    assert 0 < layer.forward.kernels < layer.backward.kernels
+    assert 0 < layer.forward.bytes < layer.backward.bytes
+
+
+class Mlp(nn.Module):
+    """A layer whose traffic can be counted by hand."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, width, bias=False), nn.Linear(width, HIDDEN, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(nn.functional.relu(self.up(hidden)) * 3)
+
+
+def trace_alone(layer: nn.Module) -> CompiledLayer | None:
+    return trace_compiled(layer, (1, TOKENS, HIDDEN), torch.bfloat16, LayerCall((), {}), fused_attention=True, runs_on="cuda")
+
+
+def test_traffic_by_hand() -> None:
+    width = 64
+    layer = trace_alone(Mlp(width))
+    assert layer is not None
+    # relu and times three read one product and write another's input; the sum reads two and writes one
+    assert layer.forward == (2 * TOKENS * (2 * width + 3 * HIDDEN) + TOKENS * width, 2 + 2)  # and what relu let through, a byte each
+    assert layer.saved_bytes == 2 * TOKENS * width + TOKENS * width
+    # relu's gradient reads what it let through and one product and writes another's input; the residual's sum as above
+    assert layer.backward == (2 * TOKENS * (2 * width + 3 * HIDDEN) + TOKENS * width, 4 + 2)
+
+
+class Counts(nn.Module):
+    """What it computes depends on values."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * int((hidden > 0).sum())
+
+
+def test_a_layer_that_depends_on_values_cannot_be_traced() -> None:
+    assert trace_alone(Counts()) is None
