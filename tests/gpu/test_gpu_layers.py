@@ -1,0 +1,71 @@
+"""On CUDA: a layer keeps the bytes that its dry run found, and gradients without its last product are the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config
+
+from megatrain.engine.attention import fastest_attention
+from megatrain.models.recorder import LayerCall
+from megatrain.models.shape import shape_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.skippable import skipping
+from tests.support import differing, distance
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer does
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # and its compiler uses that
+]
+CONFIG = Qwen2Config(
+    hidden_size=1024, intermediate_size=4864, num_attention_heads=8, num_key_value_heads=2, vocab_size=96, num_hidden_layers=1
+)
+ROWS, TOKENS = 4, 1024
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+
+
+def layer_on_gpu() -> tuple[nn.Module, Tensor, LayerCall]:
+    """A decoder layer of random weights, hidden states for it, and what it receives besides."""
+    skeleton = Skeleton(CONFIG)
+    skeleton.move_buffers(CUDA)
+    torch.manual_seed(0)
+    for block in skeleton.anatomy.blocks[:2]:
+        skeleton.bind(block, torch.randn(block.layout.numel, device=CUDA, dtype=BF16) * 0.05)
+    with torch.no_grad():
+        hidden, calls = skeleton.embed({"input_ids": torch.randint(0, 96, (ROWS, TOKENS), device=CUDA)})
+    return skeleton.layers[0], hidden.requires_grad_(), calls[0]
+
+
+def gradients(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+    with fastest_attention(CUDA), skipping(layer, skipped):
+        output = layer(hidden, *call.args, **call.kwargs)
+    parameters = dict(layer.named_parameters())
+    grads = torch.autograd.grad(output, [hidden, *parameters.values()], torch.ones_like(output))
+    return {name: grad.cpu() for name, grad in zip(["hidden", *parameters], grads, strict=True)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_keeps_what_the_dry_run_found(compiled: bool) -> None:
+    layer, hidden, call = layer_on_gpu()
+    if compiled:
+        layer.compile()
+    gradients(layer, hidden, call, ())  # whatever a first run allocates for good
+    before = torch.cuda.memory_allocated()
+    with fastest_attention(CUDA):
+        output = layer(hidden, *call.args, **call.kwargs)
+    kept = torch.cuda.memory_allocated() - before - output.nbytes
+    shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=compiled)
+    assert kept == pytest.approx(shape.retained_bytes(ROWS * TOKENS, 1, compiled=compiled), rel=0.01)
+
+
+def test_gradients_without_the_last_product_are_the_same_bits(deterministic: None) -> None:
+    layer, hidden, call = layer_on_gpu()
+    assert differing(gradients(layer, hidden, call, ()), gradients(layer, hidden, call, ("mlp.down_proj",))) == []
+
+
+def test_compiled_gradients_without_the_last_product_are_the_same_but_for_rounding(deterministic: None) -> None:
+    layer, hidden, call = layer_on_gpu()
+    layer.compile()
+    full, without = (gradients(layer, hidden, call, skipped) for skipped in ((), ("mlp.down_proj",)))
+    assert {name for name in full if distance(without[name], full[name]) > 0.004} == set()  # the two graphs are fused each its own way
