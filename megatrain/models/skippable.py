@@ -54,17 +54,22 @@ def skippable(layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch
 def skipping(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """While the context lasts, the named modules return uninitialised memory; the gradients through them are bit for bit their own.
 
-    names: from `skippable`. A layer that torch.compile compiled runs another of its graphs inside, without these products.
+    names: from `skippable`. A layer that torch.compile compiled runs another of its graphs inside, without these products; the compiler
+    may fuse and so round the rest of it in another way.
     """
     modules = [layer.get_submodule(name) for name in names]
     classes = [type(module) for module in modules]
-    for module in modules:
-        module.__class__ = STAND_INS[_kind(module)]
+    stand_ins = [STAND_INS[_kind(module)] for module in modules]
     try:
+        _become(modules, stand_ins)
         yield
     finally:
-        for module, kind in zip(modules, classes, strict=True):
-            module.__class__ = kind
+        _become(modules, classes)
+
+
+def _become(modules: Sequence[nn.Module], classes: Sequence[type[nn.Module]]) -> None:
+    for module, its_class in zip(modules, classes, strict=True):
+        module.__class__ = its_class
 
 
 class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
