@@ -43,7 +43,7 @@ class Engine:
     Args:
         skeleton: the model without weights.
         optimizer: hyper-parameters and update rule.
-        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same, with fp8 products in most layers) or "float32".
+        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with fp8 products) or "float32".
         max_grad_norm: clip the global gradient norm to this; None: no clipping and no model-sized gradient buffer, `train_step` only.
         device: where to compute. On the CPU the same schedule runs with worker threads for streams.
         seed: of dropout and of random initialisation.
@@ -69,6 +69,7 @@ class Engine:
         self._closed = False
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
+        skeleton.find_skippable()
         if settings.compile:
             skeleton.compile_layers()
         optimizer.compile()

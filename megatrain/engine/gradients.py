@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.engine.products import Sum
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
 
@@ -24,12 +25,10 @@ class Buffer:
 
 @dataclass
 class OpenSum:
-    """A block's sum that is being added to: its tensors by name, those among them that nothing was added to yet in this step, and the event
-    after which they hold what an earlier group left."""
+    """A block's sum that is being added to: of each tensor by name, and the event after which they hold what an earlier group left."""
 
     buffer: Buffer
-    views: dict[str, torch.Tensor]
-    untouched: set[str]
+    sums: dict[str, Sum]
     arriving: Event | None
 
 
@@ -107,10 +106,10 @@ class Gradients:
         layout = self.layouts[block]
         buffer = self._own.get(block) or self._next_in_ring()
         flat = buffer.flat[: layout.numel]
-        opened = self._open[block] = OpenSum(buffer, layout.views(flat), set(), None)
-        if block not in self._started:
+        fresh = block not in self._started
+        opened = self._open[block] = OpenSum(buffer, {name: Sum(view, fresh) for name, view in layout.views(flat).items()}, None)
+        if fresh:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
-            opened.untouched.update(opened.views)
             for start, stop in layout.gaps():
                 flat[start:stop].zero_()
         elif block not in self._own:
@@ -134,28 +133,23 @@ class Gradients:
 
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients, by tensor name, to the block's open sum. None counts as zero."""
-        opened = self._open[block]
-        self._await(opened)
+        sums = self.sums(block)
         for name, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if name in opened.untouched:
-                opened.untouched.remove(name)
-                opened.views[name].copy_(gradient)
-            else:
-                opened.views[name].add_(gradient)
+            if gradient is not None:
+                sums[name].add(gradient)
 
-    def _await(self, opened: OpenSum) -> None:
+    def sums(self, block: int) -> dict[str, Sum]:
+        """The open sums of a block's tensors by name, to be added to by what is computed from now on."""
+        opened = self._open[block]
         self.compute.wait(opened.arriving, "upload")
         opened.arriving = None
+        return opened.sums
 
     def close(self, block: int, *, last_group: bool) -> Gradient | None:
         """The block's backward of this group is complete. In the last group, measure, round and download its gradient."""
-        opened = self._open.pop(block)
-        self._await(opened)
-        for name in opened.untouched:
-            opened.views[name].zero_()
-        buffer = opened.buffer
+        for open_sum in self.sums(block).values():
+            open_sum.fill()
+        buffer = self._open.pop(block).buffer
         flat = buffer.flat[: self.layouts[block].numel]
         if last_group:
             return self._finish(block, flat, buffer)

@@ -105,7 +105,7 @@ def loss_sum(project: Project, hidden: Tensor, targets: Targets, loss: Loss, chu
     total = torch.zeros((), device=hidden.device)
     with torch.no_grad():
         for part in targets.chunks(chunk):
-            total += loss(token_logprobs(project(hidden[part.index]), part.labels, fused), part)[0]
+            total += loss(token_logprobs(project(hidden.index_select(0, part.index)), part.labels, fused), part)[0]
     return total
 
 
@@ -130,7 +130,7 @@ def loss_and_gradients(
     total = torch.zeros((), device=hidden.device)
     grad_hidden = torch.zeros_like(hidden)
     for part in targets.chunks(chunk):
-        rows = hidden[part.index].requires_grad_()
+        rows = hidden.index_select(0, part.index).requires_grad_()
         with torch.enable_grad():
             with nullcontext() if sums is None else SummingInto(parameters, sums):
                 logits = project(rows)
@@ -138,7 +138,7 @@ def loss_and_gradients(
             del logits  # this chunk's would live until the next one's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total += value.detach()
-        grad_hidden[part.index] = grads[0]
+        grad_hidden.index_copy_(0, part.index, grads[0])
         add(list(grads[1:]))
         del grads  # as large as the weights, if they were not summed at once
     return total, grad_hidden

@@ -12,6 +12,7 @@ from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.boundaries import Boundaries
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.head import loss_and_gradients, loss_sum
+from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.settings import Settings
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Loss
@@ -43,6 +44,7 @@ class Passes:
         self.boundaries = boundaries
         self.parameters = parameters
         self.chunk, self.groups = settings.head_chunk, settings.groups
+        self.fused = settings.compile
         self.first_retained = max(0, len(skeleton.layers) - settings.retained)
         self.seed = seed
         self.device = streamer.compute.device
@@ -90,7 +92,7 @@ class Passes:
         total = torch.zeros((), device=self.device)
         for mb in self._through_layers(micro_batches):
             assert mb.hidden is not None
-            total += loss_sum(self.skeleton.head, mb.hidden.flatten(0, 1), mb.targets, loss, self.chunk)
+            total += loss_sum(self.skeleton.head, mb.hidden.flatten(0, 1), mb.targets, loss, self.chunk, self.fused)
         return total
 
     def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
@@ -151,31 +153,37 @@ class Passes:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
         assert next(visits) == self.head
         self.boundaries.expect(mb.kept[index] for index in reversed(range(self.first_retained)) for mb in group)
-        tied = dict(self.skeleton.anatomy.tied)
-        names = [*self.names[self.head], *tied.values()]
-        parameters: list[torch.Tensor] = [*self.parameters[self.head]]
-        if tied:
-            self.gradients.open(self.embed)
-            owners = dict(zip(self.names[self.embed], self.parameters[self.embed], strict=True))
-            parameters += [owners[owner] for owner in tied.values()]
-        self.gradients.open(self.head)
-        own = set(self.names[self.head])
+        parameters, sums = self._of_head()
 
         def add(grads: list[torch.Tensor | None]) -> None:
-            named = dict(zip(names, grads, strict=True))
-            self.gradients.add(self.head, {n: g for n, g in named.items() if n in own})
-            if tied:
-                self.gradients.add(self.embed, {n: g for n, g in named.items() if n not in own})
+            for into, grad in zip(sums, grads, strict=True):
+                if grad is not None:
+                    into.add(grad)
 
         total = torch.zeros((), device=self.device)
         for mb in group:
             self._seed_dropout(self.head, mb)
             hidden, mb.hidden = mb.hidden, None
             assert hidden is not None
-            value, grad = loss_and_gradients(self.skeleton.head, hidden.flatten(0, 1), mb.targets, loss, scale, self.chunk, parameters, add)
+            rows = hidden.flatten(0, 1)
+            value, grad = loss_and_gradients(
+                self.skeleton.head, rows, mb.targets, loss, scale, self.chunk, parameters, add, sums, fused=self.fused
+            )
             mb.grad = grad.view_as(hidden)
             total += value
         return total
+
+    def _of_head(self) -> tuple[list[torch.Tensor], list[Sum]]:
+        """The parameters that the head computes with, a tied embedding's included, and their open sums."""
+        parameters = dict(zip(self.names[self.head], self.parameters[self.head], strict=True))
+        self.gradients.open(self.head)
+        sums = dict(self.gradients.sums(self.head))
+        if self.skeleton.anatomy.tied:
+            self.gradients.open(self.embed)
+            tied = {owner for _, owner in self.skeleton.anatomy.tied}
+            parameters |= {n: p for n, p in zip(self.names[self.embed], self.parameters[self.embed], strict=True) if n in tied}
+            sums |= self.gradients.sums(self.embed)
+        return list(parameters.values()), [sums[name] for name in parameters]
 
     def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool, on_gradient: Callable[[Gradient], None]) -> None:
         """Sweep the layers in reverse and embed: recompute each from its kept input unless it is retained, then back-propagate."""
@@ -187,10 +195,11 @@ class Passes:
             self._close(block, last, on_gradient)
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
+        sums = self.gradients.sums(self.embed)
         for mb in group:
             mb.calls.clear()  # masks are large, and running the embedding again makes them anew
             self._seed_dropout(self.embed, mb)
-            with torch.enable_grad():
+            with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
                 hidden, _ = self.skeleton.embed(mb.inputs)
             grads = torch.autograd.grad(hidden, self.parameters[self.embed], mb.grad, allow_unused=True)
             self.gradients.add(self.embed, dict(zip(self.names[self.embed], grads, strict=True)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,6 +110,7 @@ class Skeleton:
         self.anatomy = self._dissect(path, findings.before, findings.after, text)
         self.has_dropout = self._draws_random_numbers()
         replace_all(stack, self.recorders)
+        self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._try_head()
 
     def _refuse_what_is_not_built(self, text: Any) -> None:
@@ -223,7 +223,6 @@ class Skeleton:
         """
         if self.has_dropout:
             raise ModelError(f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; set compile: false")
-        assert self.skippable
         from torch._inductor import config as inductor
 
         inductor.compile_threads = 1  # its pool of worker processes would take gigabytes of host RAM
@@ -271,16 +270,15 @@ class Skeleton:
 
     def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run a layer for its gradients alone: what they do not need is left out, so that the output's values mean nothing."""
-        with skipping(self.layers[index], self.skippable[index]):
+        with skipping(self.layers[index], self._skippable[index]):
             return self.layer(index, hidden, call)
 
-    @cached_property
-    def skippable(self) -> list[tuple[str, ...]]:
-        """Modules of each layer that `layer_again` leaves out. Asked for before the layers are compiled, whose graphs it would disturb."""
-        with torch.random.fork_rng(devices=[]):  # it may be asked for where dropout was just seeded
+    def find_skippable(self) -> None:
+        """See what `layer_again` may leave out. Before the layers are compiled, whose graphs it would disturb."""
+        with torch.random.fork_rng(devices=[]):
             hidden, calls = self.dry_call(1, 2)
         shape = (1, 2, hidden.shape[-1])
-        return [skippable(layer, shape, self.dtype, call) for layer, call in zip(self.layers, calls, strict=True)]
+        self._skippable = [skippable(layer, shape, self.dtype, call) for layer, call in zip(self.layers, calls, strict=True)]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of n positions from the last layer's output [n, hidden], through the model's own norm, head, scale and cap.

@@ -1,21 +1,18 @@
 """AdamW on the GPU, for blocks whose state lives there: the formula of kernels.py, operation by operation, and so its bits.
 
 Every intrinsic below names its rounding, so no contraction can change a bit between the two. A thread takes four elements, loaded and
-stored as vectors; arrays are read and written once. NVRTC, which PyTorch carries, compiles the source at its first use: no compiler
-needed.
+stored as vectors; arrays are read and written once.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-THREADS = 256
+from megatrain import cuda
+
 VECTOR = 4  # elements a thread; the layouts' alignment of 64 makes every range a multiple of it
 
 SOURCE = r"""
@@ -85,15 +82,6 @@ extern "C" __global__ void adamw_float32(Float4* weight, Float4* exp_avg, Float4
 }
 """
 
-Kernel = Callable[..., None]
-
-
-@cache
-def _compiled(name: str, device: int) -> Kernel:
-    with torch.cuda.device(device):
-        kernel: Kernel = torch.cuda._compile_kernel(SOURCE, name)  # private in PyTorch, and the one way to NVRTC that it offers
-    return kernel
-
 
 def launch(name: str, arrays: Sequence[Tensor], scalars: Sequence[Any]) -> None:
     """Enqueue kernel `name` over equally long CUDA `arrays` on the current stream; `scalars` are its eight float32 constants.
@@ -101,13 +89,6 @@ def launch(name: str, arrays: Sequence[Tensor], scalars: Sequence[Any]) -> None:
     Kernels: "adamw_split" and "adamw_split_of_sums" take weight, remainder, exp_avg, exp_avg_sq and a gradient in bfloat16 or fp32 (which
     is rounded to bfloat16 first); "adamw_float32" takes weight, exp_avg, exp_avg_sq, grad.
     """
-    numel = arrays[0].numel()
-    assert all(array.numel() == numel and array.is_contiguous() for array in arrays), [tuple(array.shape) for array in arrays]
-    assert numel % VECTOR == 0 and all(array.data_ptr() % (VECTOR * array.element_size()) == 0 for array in arrays), numel
-    bits = [struct.unpack("i", struct.pack("f", scalar))[0] for scalar in scalars]
-    vectors = numel // VECTOR
-    device = arrays[0].device
-    with torch.cuda.device(device):
-        _compiled(name, device.index)(
-            grid=(-(-vectors // THREADS), 1, 1), block=(THREADS, 1, 1), args=[*(array.detach() for array in arrays), vectors, *bits]
-        )
+    count = cuda.vectors(arrays, VECTOR)
+    assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]
+    cuda.launch(SOURCE, name, count, arrays, [count, *map(cuda.float_bits, scalars)])

@@ -1,0 +1,47 @@
+"""CUDA kernels of our own. NVRTC, which PyTorch carries, compiles their source when it is first used: no compiler is needed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+THREADS = 256
+
+Kernel = Callable[..., None]
+
+
+@cache
+def _compiled(source: str, name: str, device: int) -> Kernel:
+    with torch.cuda.device(device):
+        kernel: Kernel = torch.cuda._compile_kernel(source, name)  # private in PyTorch, and the one way to NVRTC that it offers
+    return kernel
+
+
+def launch(source: str, name: str, threads: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    """Enqueue kernel `name` of `source` on the current stream with at least `threads` threads.
+
+    Its parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`.
+    """
+    device = tensors[0].device
+    with torch.cuda.device(device):
+        kernel = _compiled(source, name, device.index)
+        kernel(grid=(-(-threads // THREADS), 1, 1), block=(THREADS, 1, 1), args=[*(tensor.detach() for tensor in tensors), *numbers])
+
+
+def float_bits(value: Any) -> int:
+    """The bits of `value` as float32: the form in which a scalar passes through any launcher unchanged."""
+    bits: int = struct.unpack("i", struct.pack("f", value))[0]
+    return bits
+
+
+def vectors(tensors: Sequence[Tensor], elements: int) -> int | None:
+    """How many vectors of `elements` the equally long contiguous tensors hold; None if they are not aligned to whole vectors."""
+    numel = tensors[0].numel()
+    aligned = all(tensor.data_ptr() % (elements * tensor.element_size()) == 0 for tensor in tensors)
+    fit = all(tensor.numel() == numel and tensor.is_contiguous() for tensor in tensors)
+    return numel // elements if aligned and fit and numel % elements == 0 else None
