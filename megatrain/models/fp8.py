@@ -21,7 +21,7 @@ SMALLEST_AMAX = 1e-30  # a row of zeros is divided by this; far below any gradie
 ALIGNMENT = 16  # what the kernels ask of the dimension that is summed, and of an output's last
 FIRST_CAPABILITY = (8, 9)  # Ada, before Hopper (9.0) and Blackwell
 
-Product = Literal["bfloat16", "fp8", "fp8_fast"]
+Product = Literal["bfloat16", "fp8", "fp8_fast", "none"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fp8Policy:
     """Which products of which linear layers take fp8 operands.
 
     `fp8_fast` keeps its sums in the tensor cores' shorter registers, where `fp8` moves them to fp32 ones every few additions; on the CPU
-    both are the same.
+    both are the same. `none` computes nothing, for outputs that nobody reads.
 
     Attributes:
         output: y = x W^T.
@@ -79,11 +79,22 @@ class Fp8Linear(nn.Linear):
     policy: Fp8Policy
 
     def forward(self, input: Tensor) -> Tensor:
-        modes = (self.policy.output, self.policy.grad_input, self.policy.grad_weight)
+        modes = (self.output_mode(), self.policy.grad_input, self.policy.grad_weight)
         output: Tensor = LinearProducts.apply(input.flatten(0, -2), self.weight, *modes)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             output = output + self.bias
         return output.view(*input.shape[:-1], self.out_features)
+
+
+    def output_mode(self) -> Product:
+        return self.policy.output
+
+
+class Fp8LinearWithoutProduct(Fp8Linear):
+    """Its gradients, and uninitialised memory for its output: for recomputation that does not need it."""
+
+    def output_mode(self) -> Product:
+        return "none"
 
 
 class LinearProducts(torch.autograd.Function):
@@ -104,7 +115,9 @@ class LinearProducts(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor, mode: Product) -> Tensor:
-    """a b^T [m, n] in bf16, of a [m, k] and b [n, k] in bf16 with any strides. For fp8, n is a multiple of 16."""
+    """a b^T [m, n] in bf16, of a [m, k] and b [n, k] in bf16 with any strides. For fp8, n is a multiple of 16. "none" computes nothing."""
+    if mode == "none":
+        return a.new_empty(len(a), len(b))
     if mode == "bfloat16":
         return a @ b.t()
     missing = -a.shape[1] % ALIGNMENT

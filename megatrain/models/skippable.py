@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.models.footprint import AssumeYes
+from megatrain.models.fp8 import Fp8LinearWithoutProduct
 from megatrain.models.probe import to_meta
 from megatrain.models.recorder import LayerCall
 
@@ -169,7 +170,8 @@ class _Conv1DWithoutProduct(_WithoutProduct):
 
 
 # The modules that are nothing but a product, and what they become. Class and not instance changes: torch.compile keeps a graph for each.
-STAND_INS: dict[str, type[_WithoutProduct]] = {
+STAND_INS: dict[str, type[nn.Module]] = {
+    "megatrain.models.fp8.Fp8Linear": Fp8LinearWithoutProduct,
     "torch.nn.modules.linear.Linear": _LinearWithoutProduct,
     "transformers.models.falcon.modeling_falcon.FalconLinear": _LinearWithoutProduct,
     "transformers.pytorch_utils.Conv1D": _Conv1DWithoutProduct,

@@ -35,6 +35,11 @@ def test_groups_and_retention_change_no_bit():
     assert differing(state, other) == []
 
 
+def test_recomputation_leaves_out_an_fp8_product_that_nobody_needs():
+    with engine_of(tiny_config("llama", **SIZES), precision="fp8") as engine:
+        assert engine.skeleton._skippable == [("mlp.down_proj",)] * 4
+
+
 def test_a_model_without_a_layer_for_it_is_refused():
     with pytest.raises(ConfigError, match="fp8 suits no layer of this LlamaForCausalLM; set precision: bfloat16"):
         engine_of(tiny_config("llama", num_hidden_layers=2), precision="fp8")
