@@ -53,6 +53,7 @@ MEANINGS = {
     "adam_beta2": ("0.95", "optimizer.betas", (0.9, 0.95)),
     "adam_epsilon": ("1e-6", "optimizer.eps", 1e-6),
     "bf16": ("true", "precision", "bfloat16"),
+    "fp8": ("true", "precision", "fp8"),
     "dtype": ("float32", "precision", "float32"),
     "torch_dtype": ("bfloat16", "precision", "bfloat16"),
     "attn_implementation": ("eager", "attention", "eager"),

@@ -34,7 +34,7 @@ train:
 checkpoint: {every: 200, keep: 2}            # steps; the last step is always kept
 optimizer: {name: adamw, weight_decay: 0.0}
 memory: {gpu: auto, host: auto}              # budgets such as 70GiB; auto = what the machine has
-precision: auto                              # bfloat16 (exact fp32 master) | float32
+precision: auto                              # bfloat16 (exact fp32 master) | float32 | fp8
 output: runs/my-first
 """
 

@@ -124,6 +124,9 @@ class TrainOptions(Options):
         default="auto", description="Padded tokens computed at once; changes memory and speed, not the result."
     )
     groups: v.CountOrAuto = Field(default="auto", description="Groups of micro-batches that share one trip of the weights; not the result.")
+    head_chunk_tokens: v.CountOrAuto = Field(
+        default="auto", description="Targets whose logits exist at a time; changes memory and speed, not the result."
+    )
     retained: _NumberOrAuto = Field(
         default="auto", description="The last so many layers keep what their backward needs; the others compute it twice. Not the result."
     )

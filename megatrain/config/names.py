@@ -126,6 +126,7 @@ ALIASES: dict[str, Alias] = {
     "adam_beta2": Alias(BETA2),
     "adam_epsilon": Alias(("optimizer", "eps")),
     "bf16": Alias(("precision",), _among((True, "bfloat16"), (False, "float32"), ("auto", "auto"))),
+    "fp8": Alias(("precision",), _among((True, "fp8"), (False, "auto"))),
     "dtype": Alias(("precision",), _dtype),
     "torch_dtype": Alias(("precision",), _dtype),
     "attn_implementation": Alias(("attention",)),
@@ -165,7 +166,6 @@ _PACKING = Refusal("steps are cut by real tokens and padding never counts; remov
 REFUSED: dict[str, Refusal] = {
     "fp16": Refusal(_MIXTURE),
     "half": Refusal(_MIXTURE),
-    "fp8": Refusal("fp8 matrix products are not built yet; remove it"),
     "tf32": Refusal("precision: float32 computes in true fp32; remove it"),
     "use_peft": _ADAPTER,
     "peft": _ADAPTER,
