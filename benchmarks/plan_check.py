@@ -33,7 +33,10 @@ class Case:
     vocab: int = 32_768
     seq_len: int = 512
     groups: int = 1
-    sums: str = "ring"
+    resident: int = 0  # blocks
+    sums: int = 0  # blocks whose gradient sums stay on the device between groups
+    retained: int = 0  # layers
+    offload: bool = False
     clipping: bool = True
     tied: bool = False
     precision: str = "bfloat16"
@@ -59,8 +62,12 @@ CUDA_CASES = {
     "tied, large vocabulary": Case(1024, 16, 32_768, 8192, vocab=151_936, tied=True),
     "float32": Case(1024, 8, 16_384, 4096, precision="float32"),
     "unclipped": Case(2048, 8, 32_768, 8192, clipping=False),
-    "groups, sums on the GPU": Case(2048, 8, 32_768, 4096, groups=2, sums="device"),
-    "groups, sums on the host": Case(2048, 8, 32_768, 4096, groups=2, sums="host"),
+    "groups, sums on the GPU": Case(2048, 8, 32_768, 4096, groups=2, sums=10),
+    "groups, sums on the host": Case(2048, 8, 32_768, 4096, groups=2),
+    "half resident": Case(2048, 8, 32_768, 8192, resident=5),
+    "all resident, all retained": Case(2048, 8, 32_768, 4096, groups=4, resident=10, sums=10, retained=8),
+    "half retained, sums here and there": Case(2048, 8, 32_768, 4096, groups=2, resident=3, sums=6, retained=4),
+    "offloaded": Case(2048, 8, 65_536, 4096, resident=3, offload=True),
     "qwen-7b, 4 layers": Case(3584, 4, 65_536, 16_384, vocab=152_064, seq_len=1024, head_chunk=4096),
     "qwen-7b, 4 layers, head decides": Case(3584, 4, 65_536, 8192, vocab=152_064, seq_len=1024, head_chunk=4096),
 }
@@ -70,7 +77,9 @@ CPU_CASES = {
     "float32": Case(512, 8, 2048, 1024, vocab=8192, seq_len=256, precision="float32"),
     "float32, tied": Case(512, 4, 1024, 512, vocab=49_152, seq_len=256, precision="float32", tied=True),
     "unclipped": Case(512, 8, 2048, 1024, vocab=8192, seq_len=256, clipping=False),
-    "groups": Case(512, 8, 2048, 512, vocab=8192, seq_len=128, groups=2, sums="device"),
+    "groups": Case(512, 8, 2048, 512, vocab=8192, seq_len=128, groups=2, sums=10),
+    "all resident, all retained": Case(512, 8, 2048, 512, vocab=8192, seq_len=128, groups=4, resident=10, sums=10, retained=8),
+    "half retained, sums here and there": Case(512, 8, 2048, 512, vocab=8192, seq_len=128, groups=2, resident=3, sums=6, retained=4),
     "middle": Case(1024, 8, 2048, 1024, vocab=16_384, seq_len=256),
 }
 
@@ -86,6 +95,7 @@ def plan_case(case: Case, device: str) -> Any:
     import megatrain.recipes.run  # noqa: F401
     from megatrain.engine.settings import PRECISIONS
     from megatrain.hardware import keep_heap_small, probe
+    from megatrain.machine import typical
     from megatrain.models.shape import shape_of
     from megatrain.models.skeleton import Skeleton
     from megatrain.planner import Job, lay_out, make_plan
@@ -95,10 +105,12 @@ def plan_case(case: Case, device: str) -> Any:
     hardware = probe(".", device)
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta, runs_on=device)
-    job = Job(case.precision, case.tokens, case.seq_len, case.clipping, micro_batch_tokens=case.micro_batch, groups=case.groups)
-    plan = make_plan(job, shape, hardware)
-    choices = replace(plan.choices, gradient_sums=case.sums, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens)
-    return lay_out(choices, job, shape, hardware, plan.budget)
+    asked = {"micro_batch_tokens": case.micro_batch, "groups": case.groups, "resident": case.resident, "retained": case.retained}
+    job = Job(case.precision, case.tokens, case.seq_len, case.clipping, offload=case.offload, **asked)
+    machine = typical(hardware)
+    plan = make_plan(job, shape, hardware, machine)
+    choices = replace(plan.choices, sums_on_device=case.sums, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens)
+    return lay_out(choices, job, shape, hardware, machine, plan.budget)
 
 
 def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
@@ -112,7 +124,15 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     where = choose_device(device)
     plan = plan_case(case, where.type)
     choices = plan.choices
-    settings = Settings(choices.groups, choices.gradient_sums == "device", choices.head_chunk_tokens, choices.update_threads)
+    settings = Settings(
+        groups=choices.groups,
+        resident=choices.resident,
+        sums_on_device=choices.sums_on_device,
+        retained=choices.retained,
+        offload=choices.offload,
+        head_chunk=choices.head_chunk_tokens,
+        update_threads=choices.update_threads,
+    )
     limit = 1.0 if case.clipping else None
     cuda = where.type == "cuda"
     with (

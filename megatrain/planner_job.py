@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Job:
     """What the user asks for, as far as memory and time are concerned. None leaves the choice to the planner."""
 
-    precision: str  # "bfloat16" (split fp32 master) or "float32"
+    precision: str  # "bfloat16" (split fp32 master), "fp8" (the same, with fp8 products in the layers) or "float32"
     tokens_per_step: int
     seq_len: int
     clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known
@@ -17,6 +17,7 @@ class Job:
     compiled: bool = False  # the layers' element-wise parts are fused
     micro_batch_tokens: int | None = None
     groups: int | None = None
+    head_chunk_tokens: int | None = None
     resident: int | None = None
     retained: int | None = None
     offload: bool | None = None

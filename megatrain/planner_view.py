@@ -1,4 +1,4 @@
-"""The plan on a terminal: bytes of every tier and array, what was chosen, and what decided it."""
+"""The plan on a terminal: what was chosen and why, where a step's time goes, bytes of every tier and array."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from megatrain.planner import TIER_WORDS, Plan
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print `plan` as three tables and a verdict."""
+    """Print `plan` as tables and a verdict."""
     console.print(_choices(plan))
+    console.print(_step(plan))
     console.print(_arrays(plan))
     console.print(_tiers(plan))
     if plan.fits:
@@ -27,12 +28,16 @@ def human(nbytes: int) -> str:
 
 
 def _choices(plan: Plan) -> Table:
+    choices = plan.choices
     chosen = {
-        "micro-batch": f"{plan.choices.micro_batch_tokens:,} tokens",
-        "groups": str(plan.choices.groups),
-        "gradient sums": plan.choices.gradient_sums,
-        "head chunk": f"{plan.choices.head_chunk_tokens:,} tokens",
-        "update threads": str(plan.choices.update_threads),
+        "micro-batch": f"{choices.micro_batch_tokens:,} tokens",
+        "groups": str(choices.groups),
+        "resident": f"{choices.resident} blocks",
+        "retained": f"{choices.retained} layers",
+        "gradient sums": "a block" if choices.groups == 1 else f"{choices.sums_on_device} blocks",
+        "boundaries": "offloaded" if choices.offload else "kept",
+        "head chunk": f"{choices.head_chunk_tokens:,} tokens",
+        "update threads": str(choices.update_threads),
         "working set": human(plan.device["working set"]),
     }
     table = Table(title=f"{plan.parameters:,} parameters, {plan.job.precision}, {plan.job.tokens_per_step:,} tokens per step")
@@ -40,6 +45,20 @@ def _choices(plan: Plan) -> Table:
         table.add_column(heading)
     for name, why in plan.reasons:
         table.add_row(name, chosen[name], why)
+    return table
+
+
+def _step(plan: Plan) -> Table:
+    timing = plan.timing
+    tokens = plan.job.tokens_per_step / timing.seconds
+    table = Table(title=f"a step, predicted: {timing.seconds:.3g} s, {tokens:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s")
+    table.add_column("phase")
+    for heading in ("seconds", "share"):
+        table.add_column(heading, justify="right")
+    table.add_column("bound by")
+    for phase, seconds in timing.phases.items():
+        if seconds:
+            table.add_row(phase, f"{seconds:.3g}", f"{seconds / timing.seconds:.0%}", timing.bound_by[phase])
     return table
 
 
@@ -52,7 +71,8 @@ def _arrays(plan: Plan) -> Table:
     table.add_column("B/parameter", justify="right")
     for tier, arrays in ((where, plan.device), ("host", plan.host), ("disk", plan.disk)):
         for name, nbytes in arrays.items():
-            table.add_row(tier, name, human(nbytes), f"{nbytes / plan.parameters:.2f}")
+            if nbytes:
+                table.add_row(tier, name, human(nbytes), f"{nbytes / plan.parameters:.2f}")
         table.add_section()
     return table
 

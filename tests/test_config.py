@@ -30,6 +30,7 @@ train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
   groups: 1
+  head_chunk_tokens: 256
   retained: 4
   seq_len: 512
   epochs: 2

@@ -20,10 +20,9 @@ from megatrain.hardware import keep_heap_small
 from megatrain.losses import next_token
 from megatrain.meters import GpuMeter, host_bytes
 from megatrain.metrics import StepTime
-from megatrain.models.shape import shape_of
 from megatrain.planner import Plan
 from megatrain.recipes.bench_result import BenchResult, BenchStep
-from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, predicted_step_s
+from megatrain.recipes.describe import choices_in_words, environment_of, facts_of
 from megatrain.recipes.setup import (
     Model,
     Parts,
@@ -31,11 +30,9 @@ from megatrain.recipes.setup import (
     find_machine,
     make_engine,
     make_run_plan,
+    make_shape,
     make_skeleton,
     memory_errors,
-    micro_batch_sizes,
-    micro_batch_tokens,
-    next_token_on_meta,
     quiet_libraries,
 )
 from megatrain.recipes.shapes import shape_config
@@ -82,11 +79,9 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
 def prepare_shape(config: Config, layers: int | None) -> Parts:
     """As `prepare`, for a model of which nothing but its configuration is there."""
     keep_heap_small()
-    model, machine = Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None), find_machine(config)
+    model, machine = Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None), find_machine(config, may_measure=True)
     skeleton = make_skeleton(config, model, machine)
-    sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))
-    shape = shape_of(skeleton, config.train.seq_len, sizes, head_loss=next_token_on_meta, runs_on=machine.device.type)
-    return Parts(model, machine, skeleton, shape)
+    return Parts(model, machine, skeleton, make_shape(config, skeleton, machine))
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------------------
@@ -154,7 +149,7 @@ def result_of(
         parameters=parts.shape.parameters,
         layers=parts.skeleton.anatomy.layers,
         tokens=tokens,
-        step_s=PredictedSeconds(predicted_step_s(plan), step_s),
+        step_s=PredictedSeconds(plan.timing.seconds, step_s),
         tokens_per_s=tokens / step_s,
         tflops=work.tflops(tokens, step_s),
         mfu=mfu,

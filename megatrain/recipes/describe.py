@@ -32,8 +32,12 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
     decided = {
         "train.micro_batch_tokens": choices.micro_batch_tokens,
         "train.groups": choices.groups,
+        "train.head_chunk_tokens": choices.head_chunk_tokens,
+        "train.retained": choices.retained,
+        "memory.resident": choices.resident,
+        "memory.offload_activations": choices.offload,
         "precision": machine.precision,
-        "compile": choose_compile(config, parts),
+        "compile": choose_compile(config, parts.skeleton, machine),
         "device": machine.device.type,
         "threads": choices.update_threads,
     }
@@ -57,18 +61,12 @@ def environment_of(parts: Parts) -> dict[str, Any]:
 def choices_in_words(plan: Plan, parts: Parts) -> str:
     """What the plan decided, as a line."""
     choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
-    resident, retained = getattr(choices, "resident", 0), getattr(choices, "retained", 0)  # TEMPORARY until Choices has them
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
-        f"{choices.groups} group(s) a step, {resident} of {blocks} blocks resident, {retained} of {blocks - 2} layers retained, "
+        f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
+        f"{choices.retained} of {blocks - 2} layers retained, "
         f"{choices.update_threads} update thread(s)"
     )
-
-
-def predicted_step_s(plan: Plan) -> float | None:
-    """TEMPORARY until Plan.timing is there."""
-    timing = getattr(plan, "timing", None)
-    return None if timing is None else float(timing.seconds)
 
 
 def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
@@ -82,12 +80,12 @@ def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
     }
     return Facts(
         cuda=parts.machine.device.type == "cuda",
-        compiled=choose_compile(config, parts),
+        compiled=choose_compile(config, parts.skeleton, parts.machine),
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
         layers=layers,
-        recomputed=layers - getattr(choices, "retained", 0),
-        streams=getattr(choices, "resident", 0) < len(parts.shape.block_numel),
+        recomputed=layers - choices.retained,
+        streams=choices.resident < len(parts.shape.block_numel),
         update_threads=choices.update_threads,
         idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
         asked=frozenset(key for key, value in dials.items() if value != "auto"),
@@ -110,7 +108,7 @@ def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, 
         answer=reply,
         host=PredictedBytes(plan.host_bytes, host_bytes()),
         gpu=PredictedBytes(plan.gpu_bytes or None, run.meter.peak_bytes()),
-        step_s=PredictedSeconds(predicted_step_s(plan), run.steady.median_s),
+        step_s=PredictedSeconds(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
         eval_s=run.progress.outside_s["evaluating"],
         save_s=run.progress.outside_s["saving"],

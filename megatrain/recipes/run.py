@@ -109,7 +109,7 @@ def run_folder(path: Path) -> Iterator[Console]:
 
 def get_ready(config: Config) -> Ready:
     """Read the rows, decide what is open, write down both. Raises PlanError for what does not fit, before the weights are read."""
-    parts = prepare(config)
+    parts = prepare(config, may_measure=True)
     make_run_plan(config, parts, checkpoints_written=1).check()  # before the rows are read, too, which may take long
     rows, held_out = read_rows(config, parts.model)
     for line in describe(rows):

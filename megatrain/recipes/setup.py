@@ -20,15 +20,17 @@ from megatrain.data.dataset import Rows
 from megatrain.engine.build import choose_device, choose_precision, randomize
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.settings import ALL, PRECISIONS, Settings
+from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, keep_heap_small, probe
+from megatrain.machine import MachineProfile
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
+from megatrain.recipes.doctor import measured_or_typical
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -62,11 +64,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the run computes, and in what precision."""
+    """Where the run computes, in what precision, and how fast that is."""
 
     device: torch.device
     precision: str
     hardware: Hardware
+    profile: MachineProfile
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,15 @@ class Parts:
     shape: ModelShape
 
 
-def prepare(config: Config) -> Parts:
-    """Read the model's description and the machine's. Raises ModelError and ConfigError for what cannot run at all."""
+def prepare(config: Config, *, may_measure: bool = False) -> Parts:
+    """Read the model's description and the machine's. Raises ModelError and ConfigError for what cannot run at all.
+
+    may_measure: a machine whose rates are not known yet may be measured for some seconds; else they are guessed.
+    """
     keep_heap_small()
-    model, machine = read_model(config), find_machine(config)
+    model, machine = read_model(config), find_machine(config, may_measure=may_measure)
     skeleton = make_skeleton(config, model, machine)
-    sizes = micro_batch_sizes(config.train.seq_len, machine.device.type, micro_batch_tokens(config))
-    # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
-    shape = shape_of(skeleton, config.train.seq_len, sizes, head_loss=next_token_on_meta, runs_on=machine.device.type)
-    return Parts(model, machine, skeleton, shape)
+    return Parts(model, machine, skeleton, make_shape(config, skeleton, machine))
 
 
 def read_model(config: Config) -> Model:
@@ -101,13 +104,14 @@ def describe_model(source: str, revision: str | None = None, trust_remote_code: 
     return Model(found, *load_config_and_tokenizer(found, trust_remote_code))
 
 
-def find_machine(config: Config) -> Machine:
-    """The device that `device` and `precision` choose, and what the machine has. Raises ConfigError."""
+def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
+    """The device that `device` and `precision` choose, and what the machine has and can. Raises ConfigError. may_measure: as `prepare`."""
     device = choose_device(config.device)
     hardware = probe(config.output, device.type)
     # what the run's own checkpoints take is the run's to use again: they make room for the next ones
     hardware = replace(hardware, disk_free_bytes=hardware.disk_free_bytes + bytes_of_checkpoints(config.output))
-    return Machine(device, choose_precision(config.precision, device), hardware)
+    profile = measured_or_typical(hardware, device, may_measure=may_measure)
+    return Machine(device, choose_precision(config.precision, device), hardware, profile)
 
 
 def make_skeleton(config: Config, model: Model, machine: Machine) -> Skeleton:
@@ -125,6 +129,15 @@ def make_skeleton(config: Config, model: Model, machine: Machine) -> Skeleton:
     return skeleton
 
 
+def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelShape:
+    """What the planner knows of the model. Raises ModelError."""
+    device, seq_len = machine.device.type, config.train.seq_len
+    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens(config))
+    compiled = choose_compile(config, skeleton, machine)
+    # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
+    return shape_of(skeleton, seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
+
+
 def make_optimizer(config: Config) -> Optimizer:
     options = config.optimizer
     return OPTIMIZERS[options.name](lr=config.train.learning_rate, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
@@ -134,7 +147,7 @@ def make_optimizer(config: Config) -> Optimizer:
 
 
 def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None = None) -> Plan:
-    """Lay out the run's memory. Raises nothing for lack of it: `Plan.check` does."""
+    """Decide what the config leaves open, and lay out memory and step. Raises nothing for lack of memory: `Plan.check` does."""
     train = config.train
     job = Job(
         precision=parts.machine.precision,
@@ -142,15 +155,20 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
         state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
+        compiled=choose_compile(config, parts.skeleton, parts.machine),
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
+        head_chunk_tokens=unless_auto(train.head_chunk_tokens),
+        resident=unless_auto(config.memory.resident),
+        retained=unless_auto(train.retained),
+        offload=None if config.memory.offload_activations == "auto" else config.memory.offload_activations,
         update_threads=unless_auto(config.threads),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
         checkpoints_written=checkpoints_written,
     )
     limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
-    return make_plan(job, parts.shape, parts.machine.hardware, **limits)
+    return make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, **limits)
 
 
 def unless_auto(value: int | str) -> int | None:
@@ -194,10 +212,13 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         device=parts.machine.device,
         settings=Settings(
             groups=choices.groups,
-            sums_on_device=ALL if choices.gradient_sums == "device" else 0,
+            resident=choices.resident,
+            sums_on_device=choices.sums_on_device,
+            retained=choices.retained,
+            offload=choices.offload,
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,
-            compile=choose_compile(config, parts),
+            compile=choose_compile(config, parts.skeleton, parts.machine),
         ),
         seed=config.train.seed,
     )
@@ -210,12 +231,12 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
     return engine
 
 
-def choose_compile(config: Config, parts: Parts) -> bool:
+def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool:
     """Whether to compile the layers. `auto`: on a GPU with a compiler at hand, if all rows have one length (each compiles anew)."""
     if config.compile != "auto":
         return config.compile
     compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
-    return compilers and parts.machine.device.type == "cuda" and config.method == "pretrain" and not parts.skeleton.has_dropout
+    return compilers and machine.device.type == "cuda" and config.method == "pretrain" and not skeleton.has_dropout
 
 
 def fill(engine: Engine, config: Config) -> None:

@@ -36,7 +36,7 @@ def test_plan_says_what_goes_where(megatrain: Command) -> None:
     done = megatrain("plan", "cfg.yaml")
     assert done.code == 0
     assert "37,792 parameters" in done.out
-    for words in ("boundary activations", "exp_avg_sq", "checkpoint 1", "fits"):
+    for words in ("boundary activations", "resident state", "checkpoint 1", "predicted", "fits"):
         assert words in done.out
 
 

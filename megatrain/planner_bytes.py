@@ -1,0 +1,159 @@
+"""The planner's tables of bytes: what a run holds on every tier, array by array, under given choices. Arithmetic only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from megatrain.hardware import MIB, Hardware
+from megatrain.planner_job import Choices, Job
+
+if TYPE_CHECKING:
+    from megatrain.models.shape import ModelShape
+
+WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # fp8 lives for one product
+REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}  # float32's weight is the master itself
+INPUT_BYTES = 24  # of a token: its id, its position among the targets and its label, int64 each
+SUM_BYTES = 4  # gradients are summed in fp32 whatever the precision
+
+HUGE_PAGE_BYTES = 2 << 20  # the store's slabs are whole huge pages
+LAYER_SLOTS = 2  # one computes while the other is filled
+TRAVELLING_SUMS = 2  # of gradient sums that wait on the host between groups, one is added to while another leaves
+GRADIENT_STAGES = 2  # one is copied to the host while the other is filled
+HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is used by the update
+TRAVELLING_BOUNDARIES = 4  # of offloaded micro-batches' boundaries two are on their way down and two on their way up
+
+# What torch's caching allocator reserves and does not use: it grows with the working set, where tensors of many sizes come and go.
+# H200 with expandable segments: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
+ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
+NOT_ALLOCATED = ("allocator slack", "CUDA context")  # rows of the device that the driver counts and PyTorch does not
+
+
+def working_sets(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
+    """Bytes of the computations that take turns: the device holds the largest."""
+    return {
+        "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
+        "embedding, one micro-batch": shape.embed.at(choices.micro_batch_tokens),
+        "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape),
+    }
+
+
+def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
+    """What lies where the model computes: the GPU, or host RAM when training on the CPU."""
+    weight = WEIGHT_BYTES[job.precision]
+    sizes = shape.block_numel
+    in_group, group_tokens = choices.micro_batches(job), choices.group_tokens(job)
+    working_set = max(working_sets(choices, job, shape).values())
+    layers = sizes[max(choices.resident, 1) : -1]  # those that are streamed
+    table = {
+        "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
+        "embedding and head slot": _edge_slot(choices, shape) * weight,
+        "resident state": _numel(sizes, choices.resident) * resident_bytes_per_parameter(choices, job),
+        "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
+        "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
+        "boundary activations": _boundaries(choices, job, shape),
+        "retained activations": in_group * retained_bytes(choices, job, shape),
+        "token ids and targets": max(job.computed_tokens, group_tokens) * INPUT_BYTES,
+        "rotary tables and masks": in_group * shape.calls.at(choices.micro_batch_tokens),
+        "working set": working_set,
+    }
+    if hardware.gpu:
+        table |= {
+            "cuBLAS workspaces": hardware.workspace_bytes,
+            "allocator slack": ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * working_set),
+            "CUDA context": hardware.context_bytes,
+        }
+    return table
+
+
+def state_bytes_per_parameter(job: Job) -> int:
+    """Weight, remainder and the optimizer's arrays."""
+    return WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes)
+
+
+def resident_bytes_per_parameter(choices: Choices, job: Job) -> int:
+    """Of a resident block: its state, and its gradient where that waits for the norm. Sums that stay on the device hold it already."""
+    stored = job.clipping and choices.groups == 1
+    return state_bytes_per_parameter(job) + (WEIGHT_BYTES[job.precision] if stored else 0)
+
+
+def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """What the retained layers' graphs hold for one micro-batch, beyond their outputs, which are boundaries."""
+    return shape.retained_bytes(choices.micro_batch_tokens, choices.retained, compiled=job.compiled) if choices.retained else 0
+
+
+def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
+    """A chunk's working set and hidden states, the gradients of the chunk before, and the micro-batch's gradient that the chunks fill."""
+    embed, *_, head = shape.block_numel
+    weights = embed + head if shape.tied else head
+    # the chunk before lets go of its gradients when this one's are there
+    previous = chunk_tokens * shape.hidden_size + weights if chunk_tokens < micro_batch_tokens else 0
+    rows = (chunk_tokens + micro_batch_tokens) * shape.hidden_size
+    return shape.head.at(chunk_tokens) + (rows + previous) * WEIGHT_BYTES[job.precision]
+
+
+def _edge_slot(choices: Choices, shape: ModelShape) -> int:
+    """Elements: a tied embedding stays for the head; otherwise the two take turns."""
+    blocks = len(shape.block_numel)
+    streamed = [shape.block_numel[block] for block in (0, blocks - 1) if block >= choices.resident]
+    return sum(streamed) if shape.tied else max(streamed, default=0)
+
+
+def _device_sums(choices: Choices, shape: ModelShape) -> int:
+    """Elements of fp32 gradient sums on the device."""
+    sizes = shape.block_numel
+    staying = choices.sums_on_device if choices.groups > 1 else 0
+    if shape.tied:  # the embedding's gradient begins at the head and ends at the embedding, so it has sums of its own all the way
+        staying = max(staying, 1)
+    buffers = TRAVELLING_SUMS if choices.groups > 1 else 1
+    return _numel(sizes, staying) + buffers * max(sizes[staying:], default=0)
+
+
+def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM."""
+    layers = len(shape.block_numel) - 2
+    row = shape.hidden_size * WEIGHT_BYTES[job.precision]
+    travelling = TRAVELLING_BOUNDARIES * choices.micro_batch_tokens * row if choices.offload else 0
+    return choices.group_tokens(job) * row * (layers + 1) - _offloaded(choices, job, shape) + travelling
+
+
+def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of a group's boundary activations in host RAM: inputs of the recomputed layers, for a retained layer's graph holds its own."""
+    recomputed = len(shape.block_numel) - 2 - choices.retained
+    return choices.group_tokens(job) * shape.hidden_size * WEIGHT_BYTES[job.precision] * recomputed if choices.offload else 0
+
+
+def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
+    """What lies in host RAM: every array of the streamed blocks, and the process itself."""
+    sizes = shape.block_numel
+    numel = sum(sizes) - _numel(sizes, choices.resident)
+    weight = WEIGHT_BYTES[job.precision]
+    table = {"weight": numel * weight, "remainder": numel * REMAINDER_BYTES[job.precision]}
+    table |= {name: numel * size for name, size in job.state_bytes}
+    table |= {
+        "grad": numel * weight if job.clipping else 0,
+        "gradient staging": 0 if job.clipping else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
+        "gradient sums": (sum(sizes) - _numel(sizes, choices.sums_on_device)) * SUM_BYTES if choices.groups > 1 else 0,
+        "boundary activations": _offloaded(choices, job, shape),
+    }
+    slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
+    return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": hardware.library_bytes}
+
+
+def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
+    """Checkpoints at the worst moment: those kept, `best` if it is older, and the one being written (`final` is hard links)."""
+    copies = job.checkpoints_kept + int(job.keeps_best) + 1
+    if job.checkpoints_written is not None:
+        copies = min(copies, job.checkpoints_written)
+    return {f"checkpoint {i + 1}": shape.parameters * state_bytes_per_parameter(job) for i in range(copies)}
+
+
+def _numel(sizes: tuple[int, ...], blocks: int) -> int:
+    """Elements of the first so many blocks."""
+    return _sums(sizes)[blocks]
+
+
+@lru_cache(maxsize=8)
+def _sums(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes, initial=0))

@@ -1,0 +1,213 @@
+"""How the planner chooses: every combination of the dials that fits, the fastest of them by prediction. Arithmetic only."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatrain import timing
+from megatrain.hardware import MIB, Hardware, update_threads
+from megatrain.machine import MachineProfile
+from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes
+from megatrain.planner_job import Choices, Job
+
+if TYPE_CHECKING:
+    from megatrain.models.shape import ModelShape
+
+# Micro-batches beyond these gain nothing: layers of 7B to 32B models run as fast at 2k to 16k tokens as at 32k on an H200, and a 1.8B
+# layer is fastest at 16k.
+AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+SMALLEST_HEAD_CHUNK_TOKENS = 256
+RETAINED_STEPS = 8  # so many numbers of retained layers are tried first, and those between two of them where it pays
+TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
+# What speed may not use up, of each tier: the plan is right to 3%, and rows of many lengths leave fragments
+SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may be used; `device` is None when training on the CPU, where all is host RAM."""
+
+    device: int | None
+    host: int
+
+    def less_spare(self) -> Room:
+        """The room that choices for speed leave."""
+        return Room(None if self.device is None else _less_spare(self.device), _less_spare(self.host))
+
+
+def _less_spare(size: int) -> int:
+    return int(size * (1 - SPARE_SHARE)) - SPARE_BYTES
+
+
+@dataclass(frozen=True)
+class Search:
+    """The choices that a job leaves open, on one machine."""
+
+    job: Job
+    shape: ModelShape
+    hardware: Hardware
+    machine: MachineProfile
+    room: Room
+
+    # -- choosing -------------------------------------------------------------------------------------------------------------
+
+    def fastest(self) -> Choices:
+        """The fastest choices that leave some room; else that fit at all; else those that are nearest to fitting."""
+        for room in (self.room.less_spare(), self.room):
+            search = replace(self, room=room)
+            found = search.fastest_of(search.coarse())
+            if found is not None:
+                found = search.fastest_of([found, *search.more_or_less_retained(found)]) or found
+                return search.fastest_of([found, *search.larger_head_chunks(found)]) or found
+        return min(self.lean(), key=self.shortage)
+
+    def fits_somehow(self) -> bool:
+        return any(self.fits(choices) for choices in self.lean())
+
+    def fastest_of(self, candidates: Iterator[Choices] | Sequence[Choices]) -> Choices | None:
+        """The fastest of those that fit; of equal ones the one with fewer groups, without offloading, with less memory."""
+        bounds = {choices: timing.at_least(choices, self.job, self.shape, self.machine) for choices in candidates if self.fits(choices)}
+        seconds: dict[Choices, float] = {}
+        best = float("inf")
+        for choices in sorted(bounds, key=lambda choices: bounds[choices]):
+            if bounds[choices] > best * (1 + TIE):
+                break
+            seconds[choices] = timing.predict(choices, self.job, self.shape, self.machine).seconds
+            best = min(best, seconds[choices])
+        tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
+        return min(tied, key=lambda choices: (choices.groups, choices.offload, self.bytes(choices), seconds[choices]), default=None)
+
+    # -- candidates -----------------------------------------------------------------------------------------------------------
+
+    def coarse(self) -> Iterator[Choices]:
+        """Combinations over the whole range of every dial that is left open, each with as much resident as there is room for."""
+        yield from self.combined(self.retained_counts())
+
+    def lean(self) -> Iterator[Choices]:
+        """Those of them that need the least memory."""
+        yield from self.combined(self.retained_counts()[:1])
+
+    def combined(self, retained_counts: Sequence[int]) -> Iterator[Choices]:
+        for tokens in self.micro_batch_sizes():
+            for groups in self.group_counts(tokens):
+                for retained in retained_counts:
+                    yield from self.placed(tokens, groups, retained, self.job.head_chunk_tokens or head_chunk(tokens, self.job, self.shape))
+
+    def more_or_less_retained(self, found: Choices) -> Iterator[Choices]:
+        """What `coarse` left out next to the choices found."""
+        if self.job.retained is None:
+            step = -(-self.layers // RETAINED_STEPS)
+            for retained in range(max(0, found.retained - step + 1), min(self.layers, found.retained + step - 1) + 1):
+                if retained != found.retained:
+                    yield from self.placed(found.micro_batch_tokens, found.groups, retained, found.head_chunk_tokens)
+
+    def larger_head_chunks(self, found: Choices) -> Iterator[Choices]:
+        """Larger ones run faster, and take room from other things."""
+        sizes = () if self.job.head_chunk_tokens else self.shape.head.sizes
+        for chunk in sizes:
+            if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
+                yield from self.placed(found.micro_batch_tokens, found.groups, found.retained, chunk)
+
+    @property
+    def layers(self) -> int:
+        return len(self.shape.block_numel) - 2
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Those that were dry-run, up to the cap and to a step's tokens, and one row at least."""
+        if self.job.micro_batch_tokens:
+            return [self.job.micro_batch_tokens]
+        cap = min(AUTO_MICRO_BATCH_TOKENS["cuda" if self.hardware.gpu else "cpu"], self.job.computed_tokens)
+        return [n for n in self.shape.layer.sizes if self.job.seq_len <= n <= cap] or [self.job.seq_len]
+
+    def group_counts(self, micro_batch_tokens: int) -> list[int]:
+        if self.job.groups:
+            return [self.job.groups]
+        most = max(1, -(-self.job.computed_tokens // micro_batch_tokens))
+        return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+    def retained_counts(self) -> list[int]:
+        if self.job.retained is not None:
+            return [min(self.job.retained, self.layers)]
+        return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
+
+    def offloads(self) -> list[bool]:
+        if self.job.offload is not None:
+            return [self.job.offload]
+        return [False, True] if self.hardware.gpu else [False]  # on the CPU they would only be copied
+
+    def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Choices]:
+        """Where blocks, sums and boundaries may live."""
+        threads = self.job.update_threads or update_threads(self.hardware.physical_cores)
+        blocks = len(self.shape.block_numel)
+        for offload in self.offloads():
+            for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
+                yield self.filled(Choices(tokens, groups, 0, sums, retained, offload, chunk, threads))
+
+    def filled(self, choices: Choices) -> Choices:
+        """With as many resident blocks as there is room for, then as many gradient sums."""
+        blocks, several = len(self.shape.block_numel), choices.groups > 1
+
+        def resident(count: int) -> Choices:
+            return replace(choices, resident=count, sums_on_device=max(choices.sums_on_device, count) if several else 0)
+
+        if self.job.resident is not None:
+            return self.summed(resident(min(self.job.resident, blocks)))
+        if not self.fits_device(resident(0)):
+            return resident(0)
+        return self.summed(resident(most(blocks, lambda count: self.fits_device(resident(count)))))
+
+    def summed(self, choices: Choices) -> Choices:
+        """With the gradient sums of as many blocks on the device as there is room for, those of `choices` at least."""
+        if choices.groups == 1:
+            return choices
+        least, blocks = choices.sums_on_device, len(self.shape.block_numel)
+
+        def keeping(count: int) -> Choices:
+            return replace(choices, sums_on_device=least + count)
+
+        return keeping(most(blocks - least, lambda count: self.fits_device(keeping(count))))
+
+    # -- memory ---------------------------------------------------------------------------------------------------------------
+
+    def needs(self, choices: Choices) -> tuple[int, int]:
+        """Bytes (where it computes, of host RAM)."""
+        device = sum(device_bytes(choices, self.job, self.shape, self.hardware).values())
+        return device, sum(host_bytes(choices, self.job, self.shape, self.hardware).values())
+
+    def bytes(self, choices: Choices) -> int:
+        return sum(self.needs(choices))
+
+    def fits_device(self, choices: Choices) -> bool:
+        if self.room.device is None:
+            return self.fits(choices)
+        return sum(device_bytes(choices, self.job, self.shape, self.hardware).values()) <= self.room.device
+
+    def fits(self, choices: Choices) -> bool:
+        return self.shortage(choices) <= 1
+
+    def shortage(self, choices: Choices) -> float:
+        """What the tightest tier needs, over what it has."""
+        device, host = self.needs(choices)
+        if self.room.device is None:
+            return (device + host) / max(1, self.room.host)
+        return max(device / max(1, self.room.device), host / max(1, self.room.host))
+
+
+def most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that fits, if whatever is below one that fits does too; 0 if none does."""
+    if fits(count):  # the last block takes the slots with it, so that all can fit where all but one do not
+        return count
+    return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
+
+
+def head_chunk(micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
+    """The largest chunk whose working set is no larger than what the layers need anyway."""
+
+    def need(chunk: int) -> int:
+        return head_bytes(chunk, micro_batch_tokens, job, shape)
+
+    room = max(shape.layer.at(micro_batch_tokens), shape.embed.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
+    return max((chunk for chunk in shape.head.sizes if chunk <= micro_batch_tokens and need(chunk) <= room), default=shape.head.sizes[0])

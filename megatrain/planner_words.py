@@ -1,0 +1,72 @@
+"""Why the planner chose what it chose, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain.hardware import Hardware
+from megatrain.planner_bytes import working_sets
+from megatrain.planner_job import Choices, Job
+
+if TYPE_CHECKING:
+    from megatrain.models.shape import ModelShape
+
+
+def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> tuple[tuple[str, str], ...]:
+    """(what, why it is so) of every choice, for the reader."""
+    sets = working_sets(choices, job, shape)
+    asked = {
+        "micro-batch": job.micro_batch_tokens,
+        "groups": job.groups,
+        "resident": job.resident,
+        "retained": job.retained,
+        "boundaries": job.offload,
+        "head chunk": job.head_chunk_tokens,
+        "update threads": job.update_threads,
+    }
+    found = {
+        "micro-batch": "with the other choices, the shortest step",
+        "groups": _groups(choices),
+        "resident": _resident(choices, shape, hardware),
+        "retained": _retained(choices, shape),
+        "gradient sums": _sums(choices, shape),
+        "boundaries": "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed",
+        "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
+        "update threads": "physical cores less two",
+        "working set": f"decided by: {max(sets, key=lambda name: sets[name])}",
+    }
+    return tuple((name, found[name] if asked.get(name) is None else f"as asked: {found[name]}") for name in found)
+
+
+def _groups(choices: Choices) -> str:
+    if choices.groups == 1:
+        return "every weight crosses once forward and once backward"
+    return "smaller groups leave room, for which weights cross once a group"
+
+
+def _resident(choices: Choices, shape: ModelShape, hardware: Hardware) -> str:
+    blocks = len(shape.block_numel)
+    where = "the GPU" if hardware.gpu else "place"
+    if choices.resident >= blocks:
+        return f"all {blocks} blocks are updated {'on' if hardware.gpu else 'in'} {where}: nothing is streamed"
+    if choices.resident == 0:
+        return f"none of {blocks} blocks: all are streamed"
+    return f"the first {choices.resident} of {blocks} blocks, what {where} has room for; the others are streamed"
+
+
+def _retained(choices: Choices, shape: ModelShape) -> str:
+    layers = len(shape.block_numel) - 2
+    if choices.retained >= layers:
+        return f"the graphs of all {layers} layers are kept: nothing is recomputed"
+    if choices.retained == 0:
+        return f"all {layers} layers are recomputed from their inputs"
+    return f"the graphs of the last {choices.retained} of {layers} layers are kept; the others are recomputed"
+
+
+def _sums(choices: Choices, shape: ModelShape) -> str:
+    blocks = len(shape.block_numel)
+    if choices.groups == 1:
+        return "one block's at a time: all micro-batches pass a block together"
+    if choices.sums_on_device >= blocks:
+        return "of all blocks stay where they are computed, between groups"
+    return f"of the first {choices.sums_on_device} of {blocks} blocks stay on the GPU between groups; the others' wait in host RAM"

@@ -1,0 +1,211 @@
+"""Predicted seconds of an optimizer step: what each block asks of each part of the machine, and how the engine's order overlaps it.
+
+Rates are those of a machine profile (machine.py), work is the model's (models/work.py), the order is the engine's (simulation.py).
+tests/test_timing.py holds all of it to measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain import simulation
+from megatrain.machine import UPDATE_BYTES, MachineProfile, interpolate
+from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, state_bytes_per_parameter
+from megatrain.planner_job import Choices, Job
+from megatrain.simulation import BlockTasks, Course, Dials
+
+if TYPE_CHECKING:
+    from megatrain.models.shape import ModelShape
+    from megatrain.models.work import LayerWork, Pass
+
+# Held to layers of 2B to 14B on an H200 (tests/test_timing.py).
+PRODUCTS_SHARE = 0.91  # of a lone matrix product's rate that a layer's products reach, under the power that a whole step draws
+FP8_SHARE = 0.75  # of a lone fp8 product's rate: its operands are quantised first. Not measured
+LAUNCHES_PER_KERNEL = 3.5  # a kernel of a layer costs the host so many bare launches, with the module and the graph around it
+ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two products a pair forward, five backward
+WORTH_NAMING = 0.05  # a phase is bound by what it waits for if it waits this share of its time
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A steady step, predicted. Seconds unless said otherwise."""
+
+    seconds: float
+    phases: dict[str, float]  # update (resident blocks, on the device), forward, head, backward; they add up to the step
+    waits: dict[str, float]  # of the computation, by what it waits for: upload, update, download
+    bound_by: dict[str, str]  # what each phase spends its time on: compute, upload, update or download
+    tflops: float  # 6 x all parameters x tokens / seconds, in TFLOP/s
+
+    @property
+    def busy(self) -> float:
+        """Share of the step in which the device computes."""
+        return 1 - sum(self.waits.values()) / self.seconds
+
+
+def predict(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile) -> Timing:
+    """Play one steady step through. Deterministic arithmetic: no device is asked."""
+    blocks, dials = block_tasks(choices, job, shape, machine), _dials(choices, job, shape)
+    course = (simulation.overlapped if machine.upload else simulation.in_turn)(blocks, dials)
+    seconds = course.seconds
+    return Timing(
+        seconds=seconds,
+        phases=course.phases,
+        waits={wait: sum(waits[wait] for waits in course.waits.values()) for wait in ("upload", "update", "download")},
+        bound_by={phase: _bound(course, phase) for phase in course.phases},
+        tflops=6 * shape.parameters * job.tokens_per_step / seconds / 1e12,
+    )
+
+
+def at_least(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile) -> float:
+    """Seconds that `predict` cannot fall below, found in a fraction of its time."""
+    blocks, dials = block_tasks(choices, job, shape, machine), _dials(choices, job, shape)
+    return simulation.at_least(blocks, dials) if machine.upload else simulation.in_turn(blocks, dials).seconds
+
+
+def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
+    return Dials(
+        groups=choices.groups,
+        micro_batches=micro_batches(choices, job),
+        resident=choices.resident,
+        sums_on_device=choices.sums_on_device,
+        clipping=job.clipping,
+        tied=shape.tied,
+    )
+
+
+def micro_batches(choices: Choices, job: Job) -> float:
+    """Micro-batches of a group, on average."""
+    return job.computed_tokens / choices.micro_batch_tokens / choices.groups
+
+
+def _bound(course: Course, phase: str) -> str:
+    waits = course.waits[phase]
+    worst = max(waits, key=lambda name: waits[name])
+    return worst if waits[worst] > WORTH_NAMING * course.phases[phase] else "compute"
+
+
+# -- what each block asks -----------------------------------------------------------------------------------------------------------
+
+
+def block_tasks(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile) -> list[BlockTasks]:
+    """The tasks of every block for a group of micro-batches."""
+    costs = _Costs(choices, job, shape, machine)
+    middle = [costs.layer(block) for block in range(1, len(shape.block_numel) - 1)]
+    return [costs.embedding(), *middle, costs.head()]
+
+
+class _Costs:
+    """Seconds of one job's parts on one machine, under given choices."""
+
+    def __init__(self, choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile) -> None:
+        self.choices, self.job, self.shape, self.machine = choices, job, shape, machine
+        self.weight = WEIGHT_BYTES[job.precision]
+        self.on_gpu = machine.upload > 0
+        self.micro_batches = micro_batches(choices, job)
+        self.recomputed = len(shape.block_numel) - 2 - choices.retained  # layers, the first ones
+        self.host_update_rate = self._host_update_rate()
+        self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
+        self.up, self.down = self._transfer_rates()
+        self._known: dict[tuple[int, int, bool, bool], BlockTasks] = {}
+
+    # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
+
+    def layer(self, number: int) -> BlockTasks:
+        """Recomputation leaves out the products whose value no gradient needs."""
+        work, tokens, retained = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, number > self.recomputed
+        key = (id(work), self.shape.block_numel[number], retained, number < self.choices.resident)
+        if key not in self._known:  # layers are mostly of one kind
+            forward, backward = self._forward_and_backward(work, tokens, self._layer_rate(tokens))
+            recomputed = 0.0 if retained else forward - work.skippable_flops * tokens / self._layer_rate(tokens)
+            self._known[key] = self._block(number, forward, backward + recomputed)
+        return self._known[key]
+
+    def embedding(self) -> BlockTasks:
+        """In backward it runs once more: nothing of it is kept."""
+        forward, backward = self._forward_and_backward(self.shape.work.embed, self.choices.micro_batch_tokens, self._matmul_rate(0))
+        return self._block(0, forward, forward + backward)
+
+    def head(self) -> BlockTasks:
+        """Forward and backward at once, chunk by chunk, each of which adds up its gradient of the weights."""
+        chunk = min(self.choices.head_chunk_tokens, self.choices.micro_batch_tokens)
+        chunks = self.choices.micro_batch_tokens / chunk
+        adding = self._adding(self.shape.block_numel[-1] + (self.shape.block_numel[0] if self.shape.tied else 0))
+        both = chunks * sum(self._forward_and_backward(self.shape.work.head, chunk, self._matmul_rate(chunk))) + (chunks - 1) * adding
+        return self._block(len(self.shape.block_numel) - 1, 0.0, both)
+
+    def _forward_and_backward(self, work: LayerWork, tokens: int, rate: float) -> tuple[float, float]:
+        """Seconds of `tokens` at once, with matrix products at `rate` FLOP/s."""
+        attention = 3 * work.forward.attention_flops * tokens / interpolate(self.machine.attention, self.job.seq_len)
+        return (
+            self._pass(work.forward, tokens, rate, attention * ATTENTION_FORWARD_SHARE),
+            self._pass(work.backward, tokens, rate, attention * (1 - ATTENTION_FORWARD_SHARE)),
+        )
+
+    def _pass(self, work: Pass, tokens: int, rate: float, attention: float) -> float:
+        """Seconds of one direction. A GPU computes while the host launches the next kernels; a CPU does one after the other."""
+        moved, kernels = (work.compiled_bytes, work.compiled_kernels) if self.job.compiled else (work.eager_bytes, work.eager_kernels)
+        computing = attention + work.matmul_flops * tokens / rate + moved * tokens / self.machine.memory
+        launching = kernels * LAUNCHES_PER_KERNEL * self.machine.launch
+        return max(computing, launching) if self.on_gpu else computing + launching
+
+    def _layer_rate(self, tokens: int) -> float:
+        """FLOP/s of the layers' products over so many tokens."""
+        if self.job.precision == "fp8" and self.machine.fp8:
+            return FP8_SHARE * self.machine.fp8
+        return self._matmul_rate(tokens)
+
+    def _matmul_rate(self, tokens: int) -> float:
+        rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
+        return PRODUCTS_SHARE * interpolate(rates, tokens)
+
+    def _adding(self, numel: int) -> float:
+        """Adding a gradient to its fp32 sum: one is read, the other read and written."""
+        return numel * (self.weight + 2 * SUM_BYTES) / self.machine.memory
+
+    # -- all of a block --------------------------------------------------------------------------------------------------------
+
+    def _block(self, number: int, forward: float, backward: float) -> BlockTasks:
+        """The tasks of a block whose computation takes so long for one micro-batch."""
+        numel, dials = self.shape.block_numel[number], self.choices
+        backward += self._adding(numel)
+        streamed, resident = (0, numel) if number < dials.resident else (numel, 0)
+        boundaries = self._boundary_bytes() if dials.offload and 0 < number <= self.recomputed else 0.0
+        return BlockTasks(
+            forward=self.micro_batches * forward,
+            backward=self.micro_batches * backward,
+            finish=numel * 2 * (SUM_BYTES + self.weight) / self.machine.memory,  # zero and read a sum, write and measure the gradient
+            upload=streamed * self.weight / self.up,
+            download=streamed * self.weight / self.down,
+            sum_up=numel * SUM_BYTES / self.up,
+            sum_down=numel * SUM_BYTES / self.down,
+            boundary_down=boundaries / self.down,
+            boundary_up=boundaries / self.up,
+            host_update=streamed / self.host_update_rate,
+            device_update=resident / self.device_update_rate,
+        )
+
+    def _boundary_bytes(self) -> float:
+        return self.job.computed_tokens / self.choices.groups * self.shape.hidden_size * self.weight
+
+    # -- rates -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _update_scale(self) -> float:
+        """Parameters of this job's kind that are updated in the time of one of the profile's: it is a matter of bytes."""
+        return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight)
+
+    def _host_update_rate(self) -> float:
+        """Parameters/s, between the rates alone and beside a bus that is busy, for weights on their way use the same memory."""
+        alone = interpolate(self.machine.update, self.choices.update_threads)
+        busy = min(alone, self.machine.update_busy)
+        directions = 1 if self.job.clipping else 2  # without clipping, gradients come down meanwhile
+        share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
+        return (alone - (alone - busy) * share) * self._update_scale
+
+    def _transfer_rates(self) -> tuple[float, float]:
+        """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""
+        if not self.on_gpu:
+            return self.machine.memory / 2, self.machine.memory / 2
+        share = min(1.0, self.machine.both / (self.machine.upload + self.machine.download))
+        return share * self.machine.upload, share * self.machine.download

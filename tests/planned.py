@@ -1,0 +1,147 @@
+"""Models and machines that the planner's tests reckon with, as dry runs and probes found them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatrain.hardware import GIB, MIB, Gpu, Hardware
+from megatrain.models.shape import ModelShape, WorkingSet
+from megatrain.models.work import LayerWork, ModelWork, Pass
+from megatrain.planner_job import Job
+
+TOKENS = (1024, 2048, 4096, 8192, 16_384)
+
+
+def line(per_token: int, fixed: int = 0) -> WorkingSet:
+    return WorkingSet(tuple((tokens, fixed + per_token * tokens) for tokens in TOKENS))
+
+
+def retained(bytes_per_token: int, layers: int) -> tuple[WorkingSet, ...]:
+    """Graphs of equal layers, by their number."""
+    return tuple(line(count * bytes_per_token) for count in range(layers + 1))
+
+
+# Qwen2.5's layers, sequence 1024, bf16, on CUDA.
+QWEN_7B = ModelShape(
+    family="qwen2",
+    parameters=7_615_616_512,
+    block_numel=(544_997_376, *[233_058_304] * 28, 545_001_472),
+    tied=False,
+    hidden_size=3584,
+    vocab_size=152_064,
+    layer=WorkingSet(((1024, 568_876_032), (2048, 767_279_104), (4096, 1_398_767_616), (8192, 2_661_744_640), (16_384, 5_187_698_688))),
+    embed=WorkingSet(((1024, 1_097_875_456), (16_384, 1_208_098_816))),
+    head=WorkingSet(((256, 1_177_027_588), (1024, 1_456_949_252), (2048, 2_109_175_812), (4096, 3_413_628_932), (8192, 6_022_535_172))),
+    calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),  # rows share the rotary tables
+    retained=retained(225_400, 28),
+    retained_compiled=retained(151_672, 28),
+    work=ModelWork(
+        embed=LayerWork(Pass(0, 0, 14_394, 14_394, 21, 21), Pass(0, 0, 7_176, 7_176, 1, 1)),
+        layers=(
+            LayerWork(
+                Pass(466_092_032, 7_347_200, 572_464, 195_606, 38, 14),
+                Pass(932_184_064, 14_694_400, 1_248_336, 427_061, 76, 24),
+                skippable_flops=135_790_592,
+            ),
+        )
+        * 28,
+        head=LayerWork(
+            Pass(1_089_994_752, 0, 3_184_870, 3_184_870, 65, 65),
+            Pass(2_179_989_504, 0, 4_283_512, 4_283_512, 36, 36),
+        ),
+    ),
+)
+# The 1.5B model's layers with an embedding and a head that are not tied.
+QWEN_1B8 = ModelShape(
+    family="qwen2",
+    parameters=1_777_088_000,
+    block_numel=(233_373_696, *[46_797_824] * 28, 233_375_744),
+    tied=False,
+    hidden_size=1536,
+    vocab_size=151_936,
+    layer=line(142_392, 27_525_120),
+    embed=line(3_080, 466_747_392),
+    head=WorkingSet(((256, 548_471_812), (1024, 793_645_060), (2048, 1_120_542_724), (4096, 1_774_338_052), (8192, 3_081_928_708))),
+    calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),
+    retained=retained(103_480, 28),
+    retained_compiled=retained(70_200, 28),
+    work=ModelWork(
+        embed=LayerWork(Pass(0, 0, 6_202, 6_202, 21, 21), Pass(0, 0, 3_080, 3_080, 1, 1)),
+        layers=(
+            LayerWork(
+                Pass(93_585_408, 3_148_800, 254_512, 89_614, 38, 14),
+                Pass(187_170_816, 6_297_600, 551_504, 195_616, 76, 24),
+                skippable_flops=27_525_120,
+            ),
+        )
+        * 28,
+        head=LayerWork(Pass(466_747_392, 0, 3_100_390, 3_100_390, 65, 65), Pass(933_494_784, 0, 4_091_768, 4_091_768, 36, 36)),
+    ),
+)
+TINY_LAYER = LayerWork(Pass(5000, 100, 400, 200, 30, 10), Pass(10_000, 200, 800, 400, 60, 20))
+TINY = ModelShape(
+    family="tiny",
+    parameters=9_900,
+    block_numel=(1000, 2000, 3000, 4000),
+    tied=False,
+    hidden_size=10,
+    vocab_size=100,
+    layer=WorkingSet(((8, 800), (16, 1600), (32, 3200))),
+    embed=WorkingSet(((8, 80), (32, 320))),
+    head=WorkingSet(((4, 400), (8, 700), (16, 1500), (32, 9000))),
+    calls=WorkingSet(((8, 64), (16, 128), (32, 256))),
+    retained=tuple(WorkingSet(((8, 2000 * n), (16, 4000 * n), (32, 8000 * n))) for n in range(3)),
+    retained_compiled=tuple(WorkingSet(((8, 1000 * n), (16, 2000 * n), (32, 4000 * n))) for n in range(3)),
+    work=ModelWork(embed=TINY_LAYER, layers=(TINY_LAYER, TINY_LAYER), head=TINY_LAYER),
+)
+
+H200 = Hardware(
+    gpu=Gpu("NVIDIA H200", 150_754_820_096, 150_109_880_320, (9, 0)),
+    host_total_bytes=126 * GIB,
+    host_available_bytes=125 * GIB,
+    physical_cores=16,
+    disk_free_bytes=1000 * GIB,
+    memlock_bytes=None,
+    context_bytes=GIB,
+    workspace_bytes=64 * MIB,
+    resident_bytes=GIB,
+    library_bytes=GIB,
+)
+H200_LARGE_HOST = replace(H200, host_total_bytes=503 * GIB, host_available_bytes=500 * GIB, physical_cores=64)
+LAPTOP = replace(
+    H200,
+    gpu=None,
+    context_bytes=0,
+    workspace_bytes=0,
+    resident_bytes=70,
+    library_bytes=30,
+    host_available_bytes=GIB,
+    physical_cores=2,
+    disk_free_bytes=GIB,
+)
+JOB_7B = Job("bfloat16", tokens_per_step=65_536, seq_len=1024, compiled=True)
+TINY_JOB = Job("bfloat16", tokens_per_step=64, seq_len=8, micro_batch_tokens=16)
+
+
+def with_gpu(hardware: Hardware, free_bytes: int) -> Hardware:
+    return replace(hardware, gpu=Gpu("NVIDIA H200", free_bytes, free_bytes, (9, 0)))
+
+
+def with_depth(shape: ModelShape, layers: int) -> ModelShape:
+    """The same with another number of layers, which are all of one kind."""
+    embed, layer, *_, head = shape.block_numel
+    per_token, per_token_compiled = (sets[1].at(1024) // 1024 for sets in (shape.retained, shape.retained_compiled))
+    return replace(
+        shape,
+        parameters=embed + layers * layer + head,
+        block_numel=(embed, *[layer] * layers, head),
+        retained=retained(per_token, layers),
+        retained_compiled=retained(per_token_compiled, layers),
+        work=replace(shape.work, layers=shape.work.layers[:1] * layers),
+    )
+
+
+def without_skipping(shape: ModelShape) -> ModelShape:
+    """The same, recomputing everything."""
+    layers = tuple(replace(layer, skippable_flops=0) for layer in shape.work.layers)
+    return replace(shape, work=replace(shape.work, layers=layers))

@@ -1,0 +1,196 @@
+"""The planner's tables of bytes, written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatrain.hardware import CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, GIB, MIB, Hardware
+from megatrain.models.shape import ModelShape
+from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, host_bytes
+from megatrain.planner_job import Choices, Job
+from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_depth, with_gpu
+
+HUGE = 2**21
+ALL_STREAMED = Choices(
+    micro_batch_tokens=16,
+    groups=1,
+    resident=0,
+    sums_on_device=0,
+    retained=0,
+    offload=False,
+    head_chunk_tokens=16,
+    update_threads=2,
+)
+TWO_GROUPS = replace(ALL_STREAMED, groups=2)
+TIED = replace(TINY, block_numel=(4000, 2000, 3000, 10), tied=True)
+
+
+def device(choices: Choices, shape: ModelShape = TINY, job: Job = TINY_JOB) -> dict[str, int]:
+    return device_bytes(choices, job, shape, LAPTOP)
+
+
+def test_device_arrays_of_a_small_model() -> None:
+    assert device_bytes(ALL_STREAMED, TINY_JOB, TINY, with_gpu(H200, GIB * 2)) == {
+        "layer slots": 2 * 3000 * 2,
+        "embedding and head slot": 4000 * 2,
+        "resident state": 0,
+        "gradient sums": 4000 * 4,
+        "gradient staging": 2 * 4000 * 2,
+        "boundary activations": 64 * 10 * 2 * 3,  # tokens x hidden x bf16 x (two layers' inputs and the head's)
+        "retained activations": 0,
+        "token ids and targets": 64 * 24,
+        "rotary tables and masks": 4 * 128,  # four micro-batches of 16 tokens
+        "working set": 1500 + (16 + 16) * 10 * 2,  # the head on a chunk of 16, its hidden states and the micro-batch's gradient
+        "cuBLAS workspaces": 64 * MIB,
+        "allocator slack": 32 * MIB + int(0.05 * 2140),
+        "CUDA context": GIB,
+    }
+
+
+@pytest.mark.parametrize(
+    ("resident", "slots", "edge", "state"),
+    [
+        (0, 2 * 3000, 4000, 0),
+        (1, 2 * 3000, 4000, 1000),
+        (2, 1 * 3000, 4000, 1000 + 2000),  # one layer is left to stream, and needs one slot
+        (3, 0, 4000, 1000 + 2000 + 3000),
+        (4, 0, 0, 10_000),
+    ],
+)
+def test_resident_blocks_need_no_slots(resident: int, slots: int, edge: int, state: int) -> None:
+    table = device(replace(ALL_STREAMED, resident=resident))
+    assert table["layer slots"] == slots * 2
+    assert table["embedding and head slot"] == edge * 2
+    assert table["resident state"] == state * (2 + 2 + 8 + 2)  # weight, remainder, moments, and the gradient until the norm is known
+
+
+def test_resident_state_keeps_no_gradient_where_nothing_waits_for_the_norm_or_sums_hold_it() -> None:
+    choices = replace(ALL_STREAMED, resident=4)
+    assert device(choices, job=replace(TINY_JOB, clipping=False))["resident state"] == 10_000 * 12
+    assert device(replace(choices, groups=2, sums_on_device=4))["resident state"] == 10_000 * 12
+    assert device(choices, job=replace(TINY_JOB, precision="float32"))["resident state"] == 10_000 * 16
+
+
+@pytest.mark.parametrize(
+    ("choices", "shape", "elements"),
+    [
+        (ALL_STREAMED, TINY, 4000),
+        (TWO_GROUPS, TINY, 2 * 4000),  # all sums travel, through two buffers
+        (replace(TWO_GROUPS, sums_on_device=2), TINY, 1000 + 2000 + 2 * 4000),
+        (replace(TWO_GROUPS, sums_on_device=4), TINY, 10_000),
+        (ALL_STREAMED, TIED, 4000 + 3000),  # a tied embedding's sum lives from head to embedding
+        (TWO_GROUPS, TIED, 4000 + 2 * 3000),
+        (replace(TWO_GROUPS, sums_on_device=2), TIED, 4000 + 2000 + 2 * 3000),
+    ],
+)
+def test_gradient_sums(choices: Choices, shape: ModelShape, elements: int) -> None:
+    assert device(choices, shape)["gradient sums"] == elements * 4
+
+
+def test_a_tied_embedding_stays_for_the_head() -> None:
+    assert device(ALL_STREAMED, TIED)["embedding and head slot"] == (4000 + 10) * 2
+    assert device(replace(ALL_STREAMED, resident=1), TIED)["embedding and head slot"] == 10 * 2
+
+
+def test_boundaries_wait_on_the_device_or_in_host_RAM() -> None:
+    assert device(TWO_GROUPS)["boundary activations"] == 32 * 10 * 2 * 3
+    offloaded = replace(ALL_STREAMED, offload=True)
+    assert device(offloaded)["boundary activations"] == 64 * 10 * 2 + 4 * 16 * 10 * 2  # what backward carries, and four on their way
+    assert host_bytes(offloaded, TINY_JOB, TINY, LAPTOP)["boundary activations"] == HUGE  # of 64 x 10 x 2 x 2 bytes
+    assert "boundary activations" not in host_bytes(ALL_STREAMED, TINY_JOB, TINY, LAPTOP)
+
+
+def test_retained_layers_keep_their_graphs_and_their_inputs() -> None:
+    table = device(replace(TWO_GROUPS, retained=2))
+    assert table["retained activations"] == 2 * TINY.retained_bytes(16, 2, compiled=False)  # of two micro-batches
+    assert table["boundary activations"] == 32 * 10 * 2 * 3
+    one = device(replace(TWO_GROUPS, retained=1, offload=True))["boundary activations"]
+    assert one == 32 * 10 * 2 * 2 + 4 * 16 * 10 * 2
+
+
+def test_padding_is_part_of_the_boundaries() -> None:
+    assert device(ALL_STREAMED, job=replace(TINY_JOB, padded_tokens_per_step=80))["boundary activations"] == 80 * 10 * 2 * 3
+
+
+def test_host_arrays_are_of_streamed_blocks() -> None:
+    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
+    assert host_bytes(ALL_STREAMED, TINY_JOB, shape, LAPTOP) == {
+        "weight": 2 * HUGE,  # 2 x 2,008,000 bytes: 1.9 huge pages
+        "remainder": 2 * HUGE,
+        "exp_avg": 4 * HUGE,
+        "exp_avg_sq": 4 * HUGE,
+        "grad": 2 * HUGE,
+        "the process so far": 70,
+        "libraries at work": 30,
+    }
+    rest = host_bytes(replace(ALL_STREAMED, resident=2), TINY_JOB, shape, LAPTOP)
+    assert rest["weight"] == rest["exp_avg"] == HUGE  # 7,000 elements
+    everything = host_bytes(replace(ALL_STREAMED, resident=4), TINY_JOB, shape, LAPTOP)
+    assert everything == {"the process so far": 70, "libraries at work": 30}
+
+
+def test_sums_that_travel_wait_in_host_RAM() -> None:
+    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
+    assert host_bytes(TWO_GROUPS, TINY_JOB, shape, LAPTOP)["gradient sums"] == 4 * HUGE
+    assert host_bytes(replace(TWO_GROUPS, sums_on_device=2), TINY_JOB, shape, LAPTOP)["gradient sums"] == HUGE
+    assert "gradient sums" not in host_bytes(replace(TWO_GROUPS, sums_on_device=4), TINY_JOB, shape, LAPTOP)
+
+
+@pytest.mark.parametrize(("kept", "best", "written", "copies"), [(2, True, None, 4), (2, False, None, 3), (2, True, 1, 1)])
+def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) -> None:
+    job = replace(TINY_JOB, checkpoints_kept=kept, keeps_best=best, checkpoints_written=written)
+    assert list(disk_bytes(job, TINY).values()) == [9_900 * 12] * copies
+
+
+@pytest.mark.parametrize(
+    ("precision", "clipping", "bytes_per_parameter"),
+    [("bfloat16", True, 14), ("bfloat16", False, 12), ("float32", True, 16), ("float32", False, 12)],
+)
+def test_host_bytes_per_parameter_at_7b(precision: str, clipping: bool, bytes_per_parameter: int) -> None:
+    job = replace(JOB_7B, precision=precision, clipping=clipping)
+    table = host_bytes(replace(ALL_STREAMED, micro_batch_tokens=16_384), job, QWEN_7B, H200)
+    arrays = sum(table.values()) - 2 * GIB - table.get("gradient staging", 0)
+    assert arrays == pytest.approx(bytes_per_parameter * QWEN_7B.parameters, rel=0.001)  # 0.1%: padding
+
+
+# -- measured -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Peaks of the 7B engine on an H200 (benchmarks/results/2026-11-21-h200): micro-batches of 16,384 tokens, one group."""
+
+    head_chunk: int
+    clipping: bool
+    allocated: int
+    driver: int
+    host: int
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        Measured(4096, True, 25_264_909_312, 26_461_863_936, 108_421_505_024),  # a layer decides
+        Measured(8192, False, 27_414_260_224, 28_496_101_376, 96_514_838_528),  # the head decides
+    ],
+)
+def test_what_was_measured_on_an_h200(measured: Measured) -> None:
+    hardware = replace(H200, context_bytes=CUDA_CONTEXT_BYTES, resident_bytes=856 * MIB, library_bytes=CUDA_LIBRARY_BYTES)
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=measured.head_chunk)
+    job = replace(JOB_7B, clipping=measured.clipping)
+    table = device_bytes(choices, job, QWEN_7B, hardware)
+    assert sum(size for name, size in table.items() if name not in NOT_ALLOCATED) == pytest.approx(measured.allocated, rel=0.001)
+    assert sum(table.values()) == pytest.approx(measured.driver, rel=0.01)
+    assert sum(host_bytes(choices, job, QWEN_7B, hardware).values()) == pytest.approx(measured.host, rel=0.002)
+
+
+@pytest.mark.parametrize("hardware", [H200, LAPTOP])
+def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware: Hardware) -> None:
+    rest = set()
+    for layers in (4, 16, 64):
+        table = device_bytes(replace(ALL_STREAMED, micro_batch_tokens=4096), JOB_7B, with_depth(QWEN_7B, layers), hardware)
+        assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
+        rest.add(sum(table.values()) - table["boundary activations"])
+    assert len(rest) == 1

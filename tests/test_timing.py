@@ -1,0 +1,131 @@
+"""The predicted step against measured ones. Figures: docs/log.md and benchmarks/results (ours); the others were taken on the same machine
+with a throw-away prototype of the same schedule, which neither kept blocks on the GPU nor left out a product in recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatrain.machine import typical
+from megatrain.models.shape import ModelShape
+from megatrain.planner_job import Choices
+from megatrain.timing import predict
+from tests.planned import H200, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
+
+STREAMED = Choices(
+    micro_batch_tokens=16_384,
+    groups=1,
+    resident=0,
+    sums_on_device=0,
+    retained=0,
+    offload=False,
+    head_chunk_tokens=4096,
+    update_threads=14,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: TFLOP/s as 6 x all parameters x tokens / step."""
+
+    tflops: float
+    shape: ModelShape = QWEN_7B
+    tokens: int = 65_536
+    compiled: bool = True
+    retained: int = 0
+    micro_batch: int = 16_384
+    tolerance: float = 0.07
+
+
+ROWS = {
+    "ours": Row(463),
+    "ours, eager": Row(398, compiled=False, tolerance=0.08),
+    "ours, 14 layers": Row(470, with_depth(QWEN_7B, 14)),
+    "prototype": Row(460),
+    "prototype, last 8 retained": Row(492, retained=8),
+    "prototype, small step, last 24 retained": Row(302, tokens=16_384, retained=24, tolerance=0.09),
+    # the prototype lost time between the updates of blocks this small, which is not in the profile
+    "prototype, small step of a small model": Row(236, QWEN_1B8, tokens=16_384, tolerance=0.17),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_steps_that_were_measured(name: str) -> None:
+    row = ROWS[name]
+    job = replace(JOB_7B, tokens_per_step=row.tokens, compiled=row.compiled)
+    choices = replace(STREAMED, retained=row.retained)
+    timing = predict(choices, job, without_skipping(row.shape), typical(H200))
+    assert timing.tflops == pytest.approx(row.tflops, rel=row.tolerance)
+
+
+def test_the_parts_of_a_measured_step() -> None:
+    """The prototype's: forward 1.58 s with an update of 1.37 s hidden in it, head 0.52, backward 4.4."""
+    timing = predict(STREAMED, JOB_7B, without_skipping(QWEN_7B), typical(H200))
+    assert timing.phases["forward"] == pytest.approx(1.58, rel=0.07)
+    assert timing.phases["head"] == pytest.approx(0.52, rel=0.12)
+    assert timing.phases["backward"] == pytest.approx(4.4, rel=0.07)
+    assert timing.waits["update"] < 0.2
+
+
+LAYERS = {  # tokens of a micro-batch: TFLOP/s recomputed, retained
+    (QWEN_7B, 2048): (463, 603),
+    (QWEN_7B, 4096): (473, 618),
+    (QWEN_7B, 8192): (487, 633),
+    (QWEN_7B, 16_384): (471, 616),
+    (QWEN_1B8, 2048): (208, 255),
+    (QWEN_1B8, 4096): (389, 505),
+    (QWEN_1B8, 8192): (431, 565),
+    (QWEN_1B8, 16_384): (439, 576),
+}
+LAUNCH_BOUND = [(QWEN_1B8, 2048)]  # taken with kernels that are launched one by one
+
+
+def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
+    """Of the layers alone, all resident, without update and gradients' rounding: the difference between two depths."""
+    job = replace(JOB_7B, tokens_per_step=tokens, compiled=(shape, tokens) not in LAUNCH_BOUND)
+    choices = replace(STREAMED, micro_batch_tokens=tokens, resident=99, retained=retained)
+    free = replace(typical(H200), device_update=1e30)
+    deep, shallow = (predict(choices, job, with_depth(without_skipping(shape), layers), free).seconds for layers in (28, 27))
+    numel = shape.block_numel[1]
+    sums = numel * (10 + 12) / free.memory  # adding to the fp32 sum; zeroing, rounding and measuring it
+    return 6 * numel * tokens / (deep - shallow - sums) / 1e12
+
+
+@pytest.mark.parametrize(("shape", "tokens"), LAYERS)
+def test_layers_that_were_measured(shape: ModelShape, tokens: int) -> None:
+    recomputed, retained = LAYERS[shape, tokens]
+    tolerance = 0.15 if (shape, tokens) in LAUNCH_BOUND else 0.07
+    assert layer_tflops(shape, tokens, 0) == pytest.approx(recomputed, rel=tolerance)
+    assert layer_tflops(shape, tokens, 28) == pytest.approx(retained, rel=tolerance)
+
+
+def test_longer_sequences_cost_attention() -> None:
+    """The 7B layer: 554 TFLOP/s retained and 421 recomputed at sequences of 8k tokens, 616 and 471 at 1k."""
+    (layer,) = set(QWEN_7B.work.layers)
+    at_8k = replace(
+        layer,
+        forward=replace(layer.forward, attention_flops=8 * layer.forward.attention_flops),
+        backward=replace(layer.backward, attention_flops=8 * layer.backward.attention_flops),
+    )
+    seconds = {}
+    for seq_len, work in ((1024, layer), (8192, at_8k)):
+        shape = replace(without_skipping(QWEN_7B), work=replace(QWEN_7B.work, layers=(replace(work, skippable_flops=0),) * 28))
+        choices = replace(STREAMED, resident=30, retained=28)
+        seconds[seq_len] = predict(choices, replace(JOB_7B, seq_len=seq_len), shape, typical(H200)).seconds
+    slower = (seconds[8192] - seconds[1024]) / (28 * 65_536)
+    assert slower == pytest.approx(6 * 233_058_304 * (1 / 554e12 - 1 / 616e12), rel=0.15)
+
+
+def test_fp8_products_are_faster_in_the_layers_alone() -> None:
+    resident = replace(STREAMED, resident=30)
+    bf16, fp8 = (predict(resident, replace(JOB_7B, precision=precision), QWEN_7B, typical(H200)) for precision in ("bfloat16", "fp8"))
+    assert fp8.phases["head"] == bf16.phases["head"]
+    assert 1.2 < bf16.seconds / fp8.seconds < 1.6
+
+
+def test_more_threads_update_faster() -> None:
+    job = replace(JOB_7B, tokens_per_step=16_384)
+    few, many = (predict(replace(STREAMED, update_threads=threads), job, QWEN_7B, typical(H200)) for threads in (4, 14))
+    assert few.waits["update"] > many.waits["update"] > 0
+    assert few.bound_by["forward"] == "update"
