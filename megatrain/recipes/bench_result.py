@@ -76,8 +76,15 @@ class BenchResult:
             ("step", f"{self.step_s}; {spread}"),
             ("rate", rates if self.mfu is None else f"{rates}, {self.mfu:.0%} of the GPU's peak"),
             ("time", time_in_words(self.time)),
+            ("planned", phases_in_words(self.plan["timing"])),
             ("host memory", str(self.host)),
         ]
         if self.gpu.measured is not None:
             rows.append(("GPU memory", str(self.gpu)))
         return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]
+
+
+def phases_in_words(timing: dict[str, Any]) -> str:
+    """The planned step's phases and what bounds each: `forward 1.58 s (update), head 0.52 s (compute)`."""
+    bounds = timing["bound_by"]
+    return ", ".join(f"{phase} {seconds:.3g} s ({bounds[phase]})" for phase, seconds in timing["phases"].items() if seconds)

@@ -15,7 +15,7 @@ from megatrain.hardware import update_threads
 from megatrain.meters import host_bytes
 from megatrain.metrics import read_metrics
 from megatrain.planner import Plan
-from megatrain.recipes.changes import CONFIG_FILE, RESOLVED_FILE
+from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, choose_compile
@@ -64,13 +64,13 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
-        f"{choices.retained} of {blocks - 2} layers retained, "
+        f"{choices.retained} of {blocks - 2} layers retained, {'activations offloaded, ' if choices.offload else ''}"
         f"{choices.update_threads} update thread(s)"
     )
 
 
-def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
-    """What the advice goes by, besides times."""
+def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) -> Facts:
+    """What the advice goes by, besides times. In a resumed run the planner's former choices look like the user's, and are not."""
     choices, layers = plan.choices, len(parts.shape.block_numel) - 2
     dials = {
         "memory.gpu": config.memory.gpu,
@@ -78,6 +78,7 @@ def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
         "train.groups": config.train.groups,
         "train.retained": config.train.retained,
     }
+    kept = KEPT_CHOICES if resumed else ()
     return Facts(
         cuda=parts.machine.device.type == "cuda",
         compiled=choose_compile(config, parts.skeleton, parts.machine),
@@ -88,7 +89,7 @@ def facts_of(config: Config, plan: Plan, parts: Parts) -> Facts:
         streams=choices.resident < len(parts.shape.block_numel),
         update_threads=choices.update_threads,
         idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
-        asked=frozenset(key for key, value in dials.items() if value != "auto"),
+        asked=frozenset(key for key, value in dials.items() if value != "auto" and key not in kept),
     )
 
 

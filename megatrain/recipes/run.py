@@ -170,6 +170,6 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
         work=Work.of(parts.skeleton.anatomy, parts.model.config),
         gpu_name=parts.machine.hardware.gpu.name if parts.machine.hardware.gpu else None,
         total_steps=total,
-        facts=facts_of(config, plan, parts),
+        facts=facts_of(config, plan, parts, resumed=resuming is not None),
         **state,
     )

@@ -27,7 +27,7 @@ def test_a_users_own_config_is_timed_without_its_rows(megatrain: Command, projec
     done = megatrain("bench", "cfg.yaml", *QUICK)
     assert done.code == 0, done.err
     assert files_in(project) == before
-    for words in ("2 layers", "256 tokens per step", "median of 2", "TFLOP/s", "host memory", "planned", "advice"):
+    for words in ("2 layers", "256 tokens per step", "median of 2", "TFLOP/s", "host memory", "planned", "backward", "advice"):
         assert words in done.out
     assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["to warm up", "step 1/2", "step 2/2"]
 
@@ -40,6 +40,7 @@ def test_json_holds_the_figures_and_where_they_come_from(megatrain: Command) -> 
     assert result["tokens_per_s"] == pytest.approx(256 / result["step_s"])
     assert sum(result["shares"].values()) == pytest.approx(1)
     assert (result["host_bytes"] > 0, result["gpu_peak_bytes"]) == (True, None)
+    assert result["predicted"]["step_s"] == result["plan"]["timing"]["seconds"] > 0
     assert result["predicted"]["host_bytes"] == result["plan"]["totals"]["host"]["need"]
     assert result["plan"]["choices"]["micro_batch_tokens"] == 128
     assert result["config"]["train"]["seq_len"] == 64
