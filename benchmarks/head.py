@@ -208,7 +208,7 @@ def main() -> None:
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
     if args.json:
         hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"}
         report = {"hardware": hardware, "torch": torch.__version__, "arguments": options, "rows": table}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
