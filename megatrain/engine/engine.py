@@ -71,7 +71,7 @@ class Engine:
             skeleton.use_fp8(Fp8Policy())
         skeleton.find_skippable()
         if settings.compile:
-            skeleton.compile_layers()
+            skeleton.compile_layers(settings.cheap_retention)
         optimizer.compile()
         with ExitStack() as resources:
             self._open(resources)

@@ -31,8 +31,10 @@ class Settings:
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
         compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
+        cheap_retention: with `compile`, retained layers keep only what matrix products and attention need; what lies between is computed
+            again in backward.
 
-    Raises ConfigError for a number out of range.
+    Raises ConfigError for a number out of range, and for cheap retention of layers that are not compiled.
     """
 
     groups: int = 1
@@ -43,6 +45,7 @@ class Settings:
     head_chunk: int = 2048
     update_threads: int = 2
     compile: bool = False
+    cheap_retention: bool = False
 
     def __post_init__(self) -> None:
         smallest = {"groups": 1, "head_chunk": 1, "update_threads": 1, "resident": 0, "sums_on_device": 0, "retained": 0}
@@ -50,6 +53,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
+        if self.cheap_retention and not self.compile:
+            raise ConfigError("cheap_retention: only compiled layers can keep less than their graphs; set compile: true as well")
 
 
 ALL = 1 << 30  # for `resident`, `sums_on_device` and `retained`: every block or layer there is

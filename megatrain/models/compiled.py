@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,15 @@ ATTENTION = {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_
 COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
 
 
+# By default torch keeps whatever a product of the backward pass reads. Without these bans it keeps less: still all that does not fuse,
+# such as products and attention, but of what lies between only as much as the rest can be computed from.
+CHEAP_RETENTION = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
+
 @dataclass(frozen=True)
 class CompiledLayer:
     """One micro-batch through a compiled layer. `saved_bytes` lie between forward and backward, beyond inputs, weights and output."""
@@ -32,6 +41,24 @@ class CompiledLayer:
     saved_bytes: int
     forward: Traffic
     backward: Traffic
+    cheap_saved_bytes: int  # with cheap retention (decision 0013)
+    cheap_backward: Traffic
+
+
+def inductor_with_cheap_retention(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A backend of torch.compile: inductor, but its graphs keep only what products and attention need."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with cheap_retention():
+        compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
+
+
+def cheap_retention() -> AbstractContextManager[None]:
+    """Graphs that are cut while it lasts keep as little as `CHEAP_RETENTION` allows."""
+    from torch._functorch import config
+
+    return config.patch(CHEAP_RETENTION)  # type: ignore[no-any-return]
 
 
 def trace_compiled(
@@ -45,10 +72,12 @@ def trace_compiled(
     function, inputs = _as_function(layer, hidden_shape, dtype, call)
     with torch.random.fork_rng(devices=[]), FusedAttention(runs_on, _traced_attention) if fused_attention else nullcontext():
         try:
-            forward, backward = _cut(function, inputs)
+            (forward, backward), (cheap_forward, cheap_backward) = _cut(function, inputs)
         except (RuntimeError, NotImplementedError):
             return None
-    return CompiledLayer(_saved_bytes(forward), _traffic(forward), _traffic(backward))
+    return CompiledLayer(
+        _saved_bytes(forward), _traffic(forward), _traffic(backward), _saved_bytes(cheap_forward), _traffic(cheap_backward)
+    )
 
 
 # -- tracing ------------------------------------------------------------------------------------------------------------------------
@@ -77,28 +106,36 @@ def _as_function(
     return function, inputs
 
 
-def _cut(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of forward and backward as torch.compile would hand them to its code generator."""
+def _cut(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[tuple[fx.Graph, fx.Graph], tuple[fx.Graph, fx.Graph]]:
+    """The graphs of forward and backward as torch.compile would hand them to its code generator, and those of cheap retention."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    graphs: list[fx.Graph] = []
+    pairs: list[tuple[fx.Graph, fx.Graph]] = []
+    weights = [place for place, tensor in enumerate(inputs) if place and tensor.requires_grad]
 
-    def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        halves = min_cut_rematerialization_partition(joint, joint_inputs, **options)
-        graphs.extend(half.graph for half in halves)
+    def cut(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        options["static_lifetime_input_indices"] = weights  # as dynamo says of parameters: keeping one costs nothing
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        pairs.append((forward.graph, backward.graph))
+        return forward, backward
+
+    def cut_twice(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        halves = cut(joint, joint_inputs, **options)
+        with cheap_retention():
+            cut(joint, joint_inputs, **options)
         return halves
 
     def as_it_is(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
         return gm
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # some layers make small tensors of their own
-    traced = aot_function(function, as_it_is, as_it_is, partition, decompositions=select_decomp_table())
+    traced = aot_function(function, as_it_is, as_it_is, cut_twice, decompositions=select_decomp_table())
     traced(*[fake.from_tensor(tensor) for tensor in inputs])
-    forward, backward = graphs
-    return forward, backward
+    full, cheap = pairs
+    return full, cheap
 
 
 def _traced_attention(

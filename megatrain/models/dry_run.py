@@ -31,6 +31,7 @@ class MicroBatchBytes:
     calls: int  # handed to the layers besides hidden states
     kept: tuple[int, ...]  # by each layer's graph between forward and backward, less the layer's output
     kept_compiled: tuple[int, ...]
+    kept_cheap: tuple[int, ...]
 
 
 class DryRun:
@@ -61,14 +62,18 @@ class DryRun:
         footprints = [of_kind[kind] for kind in self.kinds]
         output = rows * self.seq_len * self.skeleton.anatomy.hidden_size * self.skeleton.dtype.itemsize
         kept = tuple(footprint.saved_bytes - output for footprint in footprints)
+
+        def compiled(saved: Callable[[CompiledLayer], int]) -> tuple[int, ...]:
+            pairs = zip(self.kinds, kept, strict=True)
+            return tuple(rows * saved(self.traced[kind]) if kind in self.traced else eager for kind, eager in pairs)
+
         return MicroBatchBytes(
             layer=max(footprint.peak_bytes for footprint in footprints),
             embed=call_peak_bytes(lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding").peak_bytes,
             calls=tensor_bytes([(call.args, call.kwargs) for call in calls]),
             kept=kept,
-            kept_compiled=tuple(
-                rows * self.traced[kind].saved_bytes if kind in self.traced else eager for kind, eager in zip(self.kinds, kept, strict=True)
-            ),
+            kept_compiled=compiled(lambda layer: layer.saved_bytes),
+            kept_cheap=compiled(lambda layer: layer.cheap_saved_bytes),
         )
 
     def head(self, chunk_tokens: int) -> Footprint:
@@ -105,8 +110,14 @@ class DryRun:
         work = replace(work_per_token(lambda rows: self._layer_tally(index, rows), self.seq_len), skippable_flops=skipped)
         if index not in self.traced:
             return work
-        forward, backward = self.traced[index].forward, self.traced[index].backward
-        return replace(work, forward=self._compiled(work.forward, forward), backward=self._compiled(work.backward, backward))
+        traced = self.traced[index]
+        return replace(
+            work,
+            forward=self._compiled(work.forward, traced.forward),
+            backward=self._compiled(work.backward, traced.backward),
+            cheap_bytes=(traced.cheap_backward.bytes - traced.backward.bytes) // self.seq_len,
+            cheap_kernels=traced.cheap_backward.kernels - traced.backward.kernels,
+        )
 
     def _compiled(self, eager: Pass, traffic: Traffic) -> Pass:
         return replace(eager, compiled_bytes=traffic.bytes // self.seq_len, compiled_kernels=traffic.kernels)

@@ -60,10 +60,15 @@ class ModelShape:
     retained: tuple[WorkingSet, ...]  # what graphs of the last 0, 1, 2, ... layers hold of a micro-batch, less the layers' outputs
     retained_compiled: tuple[WorkingSet, ...]
     work: ModelWork  # arithmetic and memory traffic of every block
+    retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
 
-    def retained_bytes(self, micro_batch_tokens: int, layers: int, *, compiled: bool = False) -> int:
-        """Bytes that the graphs of the last `layers` layers hold between forward and backward of one micro-batch, less their outputs."""
-        return (self.retained_compiled if compiled else self.retained)[layers].at(micro_batch_tokens)
+    def retained_bytes(self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False) -> int:
+        """Bytes that the graphs of the last `layers` layers hold between forward and backward of one micro-batch, less their outputs.
+
+        cheap: with cheap retention, which only compiled layers have.
+        """
+        of_compiled = self.retained_cheap if cheap else self.retained_compiled
+        return (of_compiled if compiled else self.retained)[layers].at(micro_batch_tokens)
 
 
 def shape_of(
@@ -107,6 +112,7 @@ def shape_of(
         calls=WorkingSet(tuple((tokens, run.calls) for tokens, run in runs.items())),
         retained=_of_last_layers({tokens: run.kept for tokens, run in runs.items()}),
         retained_compiled=_of_last_layers({tokens: run.kept_compiled for tokens, run in runs.items()}),
+        retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
     )
 

@@ -7,7 +7,7 @@ construction. Binding is done once: a block always lands in the same slot, so it
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,16 @@ from torch import nn
 from megatrain.errors import ConfigError, ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
+from megatrain.models.compiled import inductor_with_cheap_retention
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.skippable import skippable, skipping
+
+# Of one class of layers, for all models of a process together; dynamo runs what goes beyond eagerly, and silently. Its own limit is 8. A
+# layer has four (without gradients in training and in evaluation, retained, computed again), each anew for rows of another length, then of
+# any length, for padded and for single ones, and for fp8: 25 were counted in one run.
+GRAPHS = 64
 
 
 @contextmanager
@@ -111,6 +117,7 @@ class Skeleton:
         self.has_dropout = self._draws_random_numbers()
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
+        self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._try_head()
 
     def _refuse_what_is_not_built(self, text: Any) -> None:
@@ -214,8 +221,10 @@ class Skeleton:
         if taken == 0:
             raise ConfigError(f"precision: fp8 suits no layer of this {type(self.model).__name__}; set precision: bfloat16")
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, cheap: bool = False) -> None:
         """Have torch.compile fuse what lies between the matrix products of every layer, when it first runs.
+
+        cheap: graphs of `layer` keep only what products and attention need; their backward computes what lies between again.
 
         Raises:
             ModelError: the model uses dropout. Compiled with and without gradients a layer draws different masks, so that its
@@ -223,11 +232,15 @@ class Skeleton:
         """
         if self.has_dropout:
             raise ModelError(f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; set compile: false")
+        from torch._dynamo import config as dynamo
         from torch._inductor import config as inductor
 
         inductor.compile_threads = 1  # its pool of worker processes would take gigabytes of host RAM
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         for layer in self.layers:
             layer.compile()
+        if cheap:  # beside the others: what recomputation keeps is used at once, and not worth computing twice
+            self._retaining = [torch.compile(layer.forward, backend=inductor_with_cheap_retention) for layer in self.layers]
 
     def _draws_random_numbers(self) -> bool:
         """Whether any part of the model does, in training mode."""
@@ -264,14 +277,18 @@ class Skeleton:
 
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
-        output = self.layers[index](hidden, *call.args, **call.kwargs)
-        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
-        return hidden_states
+        run = self._retaining[index] if torch.is_grad_enabled() else self.layers[index]
+        return self._run(run, index, hidden, call)
 
     def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run a layer for its gradients alone: what they do not need is left out, so that the output's values mean nothing."""
         with skipping(self.layers[index], self._skippable[index]):
-            return self.layer(index, hidden, call)
+            return self._run(self.layers[index], index, hidden, call)
+
+    def _run(self, layer: Callable[..., Any], index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        output = layer(hidden, *call.args, **call.kwargs)
+        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
+        return hidden_states
 
     def find_skippable(self) -> None:
         """See what `layer_again` may leave out. Before the layers are compiled, whose graphs it would disturb."""

@@ -45,15 +45,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one block computes: a decoder layer, the embedding, or the head with its loss. Backward counts nothing computed again.
+    """What one block computes: a decoder layer, the embedding, or the head with its loss. Backward counts no product computed again.
 
     `skippable_flops` are those of forward.matmul_flops that recomputing it for its gradients may leave out (models/skippable.py).
+    `cheap_bytes` and `cheap_kernels` are what cheap retention adds to a compiled backward: bytes per token, kernels per micro-batch.
     Embedding and head are never compiled, and where compilation was not asked about, compiled figures are the eager ones.
     """
 
     forward: Pass
     backward: Pass
     skippable_flops: int = 0
+    cheap_bytes: int = 0
+    cheap_kernels: int = 0
 
 
 @dataclass(frozen=True)

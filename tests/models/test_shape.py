@@ -93,3 +93,11 @@ def test_compiled_layers_retain_less() -> None:
     assert compiled.retained_bytes(64, 2) == shape().retained_bytes(64, 2)
     assert compiled.retained_bytes(64, 2, compiled=True) < 0.8 * compiled.retained_bytes(64, 2)
     assert shape().retained_bytes(64, 2, compiled=True) == shape().retained_bytes(64, 2)  # not asked about, so the larger figure
+
+
+def test_cheap_retention_leaves_out_the_norms_outputs_and_the_mlp_s_middle() -> None:
+    compiled = shape(compiled=True)
+    full, cheap = compiled.retained_bytes(64, 2, compiled=True), compiled.retained_bytes(64, 2, compiled=True, cheap=True)
+    assert full - cheap == 2 * 64 * 2 * (2 * 64 + 176)  # of two layers, 64 tokens in bf16
+    assert compiled.retained_bytes(64, 2, cheap=True) == compiled.retained_bytes(64, 2)  # eager layers keep their graphs whole
+    assert shape().retained_bytes(64, 2, compiled=True, cheap=True) == shape().retained_bytes(64, 2)

@@ -67,6 +67,13 @@ def test_nothing_is_said_of_compilation_unless_asked(llama: ModelShape) -> None:
     assert compiled.work.head == llama.work.head
 
 
+def test_cheap_retention_adds_traffic_and_no_products(llama: ModelShape) -> None:
+    (layer, _), eager = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True).work.layers, llama.work.layers[0]
+    assert 2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes  # what was left out is written again, at least
+    assert 0 < layer.cheap_kernels <= 3  # two norms, silu times up
+    assert (eager.cheap_bytes, eager.cheap_kernels) == (0, 0)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_every_family_has_its_work(family: str) -> None:
     work = shape(tiny_config(family)).work
