@@ -152,7 +152,7 @@ def lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, m
         device=device_bytes(choices, job, shape, hardware),
         host=host_bytes(choices, job, shape, hardware),
         disk=disk_bytes(job, shape),
-        working_sets=working_sets(choices, job, shape),
+        working_sets=working_sets(choices, job, shape, hardware),
         budget=budget,
         job=job,
         parameters=shape.parameters,

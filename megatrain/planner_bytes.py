@@ -30,12 +30,12 @@ ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
 NOT_ALLOCATED = ("allocator slack", "CUDA context")  # rows of the device that the driver counts and PyTorch does not
 
 
-def working_sets(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
+def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """Bytes of the computations that take turns: the device holds the largest."""
     return {
         "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
-        "embedding, one micro-batch": shape.embed.at(choices.micro_batch_tokens),
-        "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape),
+        "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
+        "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
     }
 
 
@@ -44,7 +44,7 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     weight = WEIGHT_BYTES[job.precision]
     sizes = shape.block_numel
     in_group, group_tokens = choices.micro_batches(job), choices.group_tokens(job)
-    working_set = max(working_sets(choices, job, shape).values())
+    working_set = max(working_sets(choices, job, shape, hardware).values())
     layers = sizes[max(choices.resident, 1) : -1]  # those that are streamed
     table = {
         "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
@@ -83,14 +83,23 @@ def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
     return shape.retained_bytes(choices.micro_batch_tokens, choices.retained, compiled=job.compiled) if choices.retained else 0
 
 
-def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
-    """A chunk's working set and hidden states, the gradients of the chunk before, and the micro-batch's gradient that the chunks fill."""
-    embed, *_, head = shape.block_numel
-    weights = embed + head if shape.tied else head
-    # the chunk before lets go of its gradients when this one's are there
-    previous = chunk_tokens * shape.hidden_size + weights if chunk_tokens < micro_batch_tokens else 0
-    rows = (chunk_tokens + micro_batch_tokens) * shape.hidden_size
-    return shape.head.at(chunk_tokens) + (rows + previous) * WEIGHT_BYTES[job.precision]
+def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware) -> int:
+    """A chunk's working set and hidden states, the gradient of the chunk before, and the micro-batch's gradient that the chunks fill.
+
+    Its products add the weights' gradients to the fp32 sums. Of two types, as bf16 products and fp32 sums, only CUDA has such a product;
+    elsewhere the gradient exists for a moment.
+    """
+    direct = hardware.gpu is not None or job.precision == "float32"
+    never_stored = shape.vocab_size * shape.hidden_size if direct else 0
+    previous = chunk_tokens if chunk_tokens < micro_batch_tokens else 0
+    rows = (chunk_tokens + previous + micro_batch_tokens) * shape.hidden_size
+    return shape.head.at(chunk_tokens) + (rows - never_stored) * WEIGHT_BYTES[job.precision]
+
+
+def embedding_bytes(micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
+    """The embedding's working set; its gradient, rows of fp32, is added to the sum where it belongs, and never stored whole."""
+    stored_whole = shape.vocab_size * shape.hidden_size * WEIGHT_BYTES[job.precision]
+    return shape.embed.at(micro_batch_tokens) - stored_whole + micro_batch_tokens * shape.hidden_size * SUM_BYTES
 
 
 def _edge_slot(choices: Choices, shape: ModelShape) -> int:

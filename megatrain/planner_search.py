@@ -94,7 +94,9 @@ class Search:
         for tokens in self.micro_batch_sizes():
             for groups in self.group_counts(tokens):
                 for retained in retained_counts:
-                    yield from self.placed(tokens, groups, retained, self.job.head_chunk_tokens or head_chunk(tokens, self.job, self.shape))
+                    yield from self.placed(
+                        tokens, groups, retained, self.job.head_chunk_tokens or head_chunk(tokens, self.job, self.shape, self.hardware)
+                    )
 
     def more_or_less_retained(self, found: Choices) -> Iterator[Choices]:
         """What `coarse` left out next to the choices found."""
@@ -203,11 +205,11 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
 
 
-def head_chunk(micro_batch_tokens: int, job: Job, shape: ModelShape) -> int:
+def head_chunk(micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware) -> int:
     """The largest chunk whose working set is no larger than what the layers need anyway."""
 
     def need(chunk: int) -> int:
-        return head_bytes(chunk, micro_batch_tokens, job, shape)
+        return head_bytes(chunk, micro_batch_tokens, job, shape, hardware)
 
-    room = max(shape.layer.at(micro_batch_tokens), shape.embed.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
+    room = max(shape.layer.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
     return max((chunk for chunk in shape.head.sizes if chunk <= micro_batch_tokens and need(chunk) <= room), default=shape.head.sizes[0])

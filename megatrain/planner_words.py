@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> tuple[tuple[str, str], ...]:
     """(what, why it is so) of every choice, for the reader."""
-    sets = working_sets(choices, job, shape)
+    sets = working_sets(choices, job, shape, hardware)
     asked = {
         "micro-batch": job.micro_batch_tokens,
         "groups": job.groups,
