@@ -1,0 +1,94 @@
+"""What retained layers keep, and that it changes no bit. Graphs are cut as for the compiler, but then run eagerly: no code is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain.engine.settings import ALL, Settings
+from megatrain.errors import ConfigError
+from megatrain.models.shape import shape_of
+from megatrain.models.skeleton import Skeleton
+from tests.support import Batch, State, Trace, differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+ROWS, TOKENS = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def cut_alone(graph: fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:
+        return aot_eager_decomp_partition(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", cut_alone)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def run(family: str, steps: Sequence[Sequence[Batch]], precision: str = "bfloat16", **settings: Any) -> tuple[Trace, State]:
+    with engine_of(tiny_config(family), precision=precision, settings=Settings(head_chunk=7, compile=True, **settings)) as engine:
+        return train_engine(engine, steps), state_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "dials"),
+    [
+        ("llama", "bfloat16", {"retained": ALL}),
+        ("gemma2", "float32", {"retained": 1, "groups": 2}),
+        ("mixtral", "bfloat16", {"retained": 2, "resident": 2}),
+    ],
+)
+def test_cheap_retention_changes_no_bit(family: str, precision: str, dials: dict[str, int]) -> None:
+    steps = [full_batches(seed) for seed in range(2)]
+    full, state = run(family, steps, precision, **dials)
+    cheap, again = run(family, steps, precision, cheap_retention=True, **dials)
+    assert (cheap.losses, cheap.norms) == (full.losses, full.norms)
+    assert differing(again, state) == []
+
+
+def kept(skeleton: Skeleton, again: bool) -> int:
+    """Bytes that the graph of layer 0 keeps of its own, beyond what it was given and its output."""
+    hidden, calls = skeleton.embed({"input_ids": torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)})
+    hidden = hidden.detach().requires_grad_()
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = (skeleton.layer_again if again else skeleton.layer)(0, hidden, calls[0])
+    given = [output, hidden, *skeleton.layers[0].parameters(), *(calls[0].kwargs.get("position_embeddings") or ())]
+    given += [value for value in calls[0].kwargs.values() if isinstance(value, Tensor)]
+    return sum(size for address, size in sizes.items() if address not in {t.untyped_storage().data_ptr() for t in given})
+
+
+def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> None:
+    config = tiny_config("gemma2")  # has no product that recomputation leaves out, so one graph could serve both
+    shape = shape_of(Skeleton(config), TOKENS, [ROWS * TOKENS], compiled=True)
+    expected = [shape.retained_bytes(ROWS * TOKENS, 1, compiled=True, cheap=cheap) for cheap in (True, False)]
+    skeleton = Skeleton(config)
+    for block in skeleton.anatomy.blocks[:2]:
+        skeleton.bind(block, torch.ones(block.layout.numel, dtype=torch.bfloat16))
+    skeleton.find_skippable()
+    skeleton.compile_layers(cheap=True)
+    assert [kept(skeleton, again) for again in (False, True)] == pytest.approx(expected, rel=0.01)
+
+
+def test_only_compiled_layers_can_keep_less() -> None:
+    with pytest.raises(ConfigError, match="compile: true"):
+        Settings(cheap_retention=True)
+
+
+def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: graph)
+    steps = [full_batches(0), micro_batches(1)]  # of other lengths, padded, a single row: more graphs than dynamo's own limit
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        run("llama", steps, retained=1, cheap_retention=True)
