@@ -129,6 +129,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         resident=choices.resident,
         sums_on_device=choices.sums_on_device,
         retained=choices.retained,
+        cheap_retention=choices.cheap_retention,
         offload=choices.offload,
         head_chunk=choices.head_chunk_tokens,
         update_threads=choices.update_threads,

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["AUTO_MICRO_BATCH_TOKENS", "TIER_WORDS", "Budget", "Choices", "Job", "Plan", "lay_out", "make_plan"]
 
 # Keys of the config that leave less choice, and their names in a job: where things are kept, and how a step is cut.
-PLACING = {"memory.resident": "resident", "train.retained": "retained", "memory.offload_activations": "offload"}
+PLACING = {
+    "memory.resident": "resident",
+    "train.retained": "retained",
+    "train.cheap_retention": "cheap_retention",
+    "memory.offload_activations": "offload",
+}
 CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
 

@@ -80,7 +80,10 @@ def resident_bytes_per_parameter(choices: Choices, job: Job) -> int:
 
 def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
     """What the retained layers' graphs hold for one micro-batch, beyond their outputs, which are boundaries."""
-    return shape.retained_bytes(choices.micro_batch_tokens, choices.retained, compiled=job.compiled) if choices.retained else 0
+    if choices.retained == 0:
+        return 0
+    tokens, cheap = choices.micro_batch_tokens, choices.cheap_retention
+    return shape.retained_bytes(tokens, choices.retained, compiled=job.compiled, cheap=cheap)
 
 
 def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware) -> int:

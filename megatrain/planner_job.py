@@ -20,6 +20,7 @@ class Job:
     head_chunk_tokens: int | None = None
     resident: int | None = None
     retained: int | None = None
+    cheap_retention: bool | None = None
     offload: bool | None = None
     update_threads: int | None = None
     padded_tokens_per_step: int | None = None  # with padding; None: as tokens_per_step
@@ -42,6 +43,7 @@ class Choices:
     resident: int  # the first so many blocks keep their whole state on the device
     sums_on_device: int  # with several groups, the first so many blocks keep their fp32 gradient sums on the device between groups
     retained: int  # the last so many layers keep their graphs from forward to backward, so that nothing of them is recomputed
+    cheap_retention: bool  # but what lies between their products and attention
     offload: bool  # boundary activations wait in host RAM
     head_chunk_tokens: int
     update_threads: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from megatrain import timing
@@ -68,7 +69,7 @@ class Search:
         return any(self.fits(choices) for choices in self.lean())
 
     def fastest_of(self, candidates: Iterator[Choices] | Sequence[Choices]) -> Choices | None:
-        """The fastest of those that fit; of equal ones the one with fewer groups, without offloading, with less memory."""
+        """The fastest of those that fit; of equal ones the simplest."""
         bounds = {choices: timing.at_least(choices, self.job, self.shape, self.machine) for choices in candidates if self.fits(choices)}
         seconds: dict[Choices, float] = {}
         best = float("inf")
@@ -78,7 +79,11 @@ class Search:
             seconds[choices] = timing.predict(choices, self.job, self.shape, self.machine).seconds
             best = min(best, seconds[choices])
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
-        return min(tied, key=lambda choices: (choices.groups, choices.offload, self.bytes(choices), seconds[choices]), default=None)
+        return min(tied, key=self.complexity, default=None)
+
+    def complexity(self, choices: Choices) -> tuple[int, bool, bool, int]:
+        """What speaks against choices that are equally fast."""
+        return choices.groups, choices.offload, choices.cheap_retention, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -135,6 +140,12 @@ class Search:
             return [min(self.job.retained, self.layers)]
         return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
 
+    def cheap_retentions(self, retained: int) -> list[bool]:
+        """Only compiled layers can keep less than their graphs."""
+        if self.job.cheap_retention is not None:
+            return [self.job.cheap_retention]
+        return [False, True] if self.job.compiled and retained else [False]
+
     def offloads(self) -> list[bool]:
         if self.job.offload is not None:
             return [self.job.offload]
@@ -144,9 +155,9 @@ class Search:
         """Where blocks, sums and boundaries may live."""
         threads = self.job.update_threads or update_threads(self.hardware.physical_cores)
         blocks = len(self.shape.block_numel)
-        for offload in self.offloads():
+        for cheap, offload in product(self.cheap_retentions(retained), self.offloads()):
             for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
-                yield self.filled(Choices(tokens, groups, 0, sums, retained, offload, chunk, threads))
+                yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads))
 
     def filled(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""

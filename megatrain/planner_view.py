@@ -33,7 +33,7 @@ def _choices(plan: Plan) -> Table:
         "micro-batch": f"{choices.micro_batch_tokens:,} tokens",
         "groups": str(choices.groups),
         "resident": f"{choices.resident} blocks",
-        "retained": f"{choices.retained} layers",
+        "retained": f"{choices.retained} layers{', cheaply' if choices.cheap_retention else ''}",
         "gradient sums": "a block" if choices.groups == 1 else f"{choices.sums_on_device} blocks",
         "boundaries": "offloaded" if choices.offload else "kept",
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",

@@ -56,11 +56,12 @@ def _resident(choices: Choices, shape: ModelShape, hardware: Hardware) -> str:
 
 def _retained(choices: Choices, shape: ModelShape) -> str:
     layers = len(shape.block_numel) - 2
-    if choices.retained >= layers:
-        return f"the graphs of all {layers} layers are kept: nothing is recomputed"
     if choices.retained == 0:
         return f"all {layers} layers are recomputed from their inputs"
-    return f"the graphs of the last {choices.retained} of {layers} layers are kept; the others are recomputed"
+    what = "what products and attention need" if choices.cheap_retention else "the graphs"
+    if choices.retained >= layers:
+        return f"{what} of all {layers} layers are kept"
+    return f"{what} of the last {choices.retained} of {layers} layers are kept; the others are recomputed"
 
 
 def _sums(choices: Choices, shape: ModelShape) -> str:

@@ -112,14 +112,18 @@ class _Costs:
     # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
 
     def layer(self, number: int) -> BlockTasks:
-        """Recomputation leaves out the products whose value no gradient needs."""
+        """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
         work, tokens, retained = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, number > self.recomputed
         key = (id(work), self.shape.block_numel[number], retained, number < self.choices.resident)
         if key not in self._known:  # layers are mostly of one kind
             forward, backward = self._forward_and_backward(work, tokens, self._layer_rate(tokens))
-            recomputed = 0.0 if retained else forward - work.skippable_flops * tokens / self._layer_rate(tokens)
-            self._known[key] = self._block(number, forward, backward + recomputed)
+            again = self._again(work, tokens) if retained else forward - work.skippable_flops * tokens / self._layer_rate(tokens)
+            self._known[key] = self._block(number, forward, backward + again)
         return self._known[key]
+
+    def _again(self, work: LayerWork, tokens: int) -> float:
+        """What a retained layer's backward computes once more."""
+        return work.cheap_bytes * tokens / self.machine.memory if self.choices.cheap_retention else 0.0
 
     def embedding(self) -> BlockTasks:
         """In backward it runs once more: nothing of it is kept."""

@@ -35,13 +35,16 @@ QWEN_7B = ModelShape(
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),  # rows share the rotary tables
     retained=retained(225_400, 28),
     retained_compiled=retained(151_672, 28),
+    retained_cheap=retained(99_448, 28),
     work=ModelWork(
         embed=LayerWork(Pass(0, 0, 14_394, 14_394, 21, 21), Pass(0, 0, 7_176, 7_176, 1, 1)),
         layers=(
             LayerWork(
                 Pass(466_092_032, 7_347_200, 572_464, 195_606, 38, 14),
-                Pass(932_184_064, 14_694_400, 1_248_336, 427_061, 76, 24),
+                Pass(932_184_064, 14_694_400, 1_248_336, 351_285, 76, 23),
                 skippable_flops=135_790_592,
+                cheap_bytes=142_358,
+                cheap_kernels=2,
             ),
         )
         * 28,
@@ -65,13 +68,16 @@ QWEN_1B8 = ModelShape(
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),
     retained=retained(103_480, 28),
     retained_compiled=retained(70_200, 28),
+    retained_cheap=retained(46_136, 28),
     work=ModelWork(
         embed=LayerWork(Pass(0, 0, 6_202, 6_202, 21, 21), Pass(0, 0, 3_080, 3_080, 1, 1)),
         layers=(
             LayerWork(
                 Pass(93_585_408, 3_148_800, 254_512, 89_614, 38, 14),
-                Pass(187_170_816, 6_297_600, 551_504, 195_616, 76, 24),
+                Pass(187_170_816, 6_297_600, 551_504, 159_776, 76, 23),
                 skippable_flops=27_525_120,
+                cheap_bytes=66_062,
+                cheap_kernels=2,
             ),
         )
         * 28,
@@ -92,6 +98,7 @@ TINY = ModelShape(
     calls=WorkingSet(((8, 64), (16, 128), (32, 256))),
     retained=tuple(WorkingSet(((8, 2000 * n), (16, 4000 * n), (32, 8000 * n))) for n in range(3)),
     retained_compiled=tuple(WorkingSet(((8, 1000 * n), (16, 2000 * n), (32, 4000 * n))) for n in range(3)),
+    retained_cheap=tuple(WorkingSet(((8, 500 * n), (16, 1000 * n), (32, 2000 * n))) for n in range(3)),
     work=ModelWork(embed=TINY_LAYER, layers=(TINY_LAYER, TINY_LAYER), head=TINY_LAYER),
 )
 
@@ -130,13 +137,14 @@ def with_gpu(hardware: Hardware, free_bytes: int) -> Hardware:
 def with_depth(shape: ModelShape, layers: int) -> ModelShape:
     """The same with another number of layers, which are all of one kind."""
     embed, layer, *_, head = shape.block_numel
-    per_token, per_token_compiled = (sets[1].at(1024) // 1024 for sets in (shape.retained, shape.retained_compiled))
+    eager, compiled, cheap = (sets[1].at(1024) // 1024 for sets in (shape.retained, shape.retained_compiled, shape.retained_cheap))
     return replace(
         shape,
         parameters=embed + layers * layer + head,
         block_numel=(embed, *[layer] * layers, head),
-        retained=retained(per_token, layers),
-        retained_compiled=retained(per_token_compiled, layers),
+        retained=retained(eager, layers),
+        retained_compiled=retained(compiled, layers),
+        retained_cheap=retained(cheap, layers),
         work=replace(shape.work, layers=shape.work.layers[:1] * layers),
     )
 

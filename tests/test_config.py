@@ -32,6 +32,7 @@ train:
   groups: 1
   head_chunk_tokens: 256
   retained: 4
+  cheap_retention: false
   seq_len: 512
   epochs: 2
   max_steps: 24

@@ -91,6 +91,8 @@ def test_no_other_choice_is_predicted_to_be_faster() -> None:
         {"resident": 3},
         {"resident": 0, "groups": 2},
         {"retained": 5},
+        {"cheap_retention": True},
+        {"cheap_retention": False},
         {"offload": True},
         {"offload": False},
         {"head_chunk_tokens": 512},
@@ -106,6 +108,16 @@ def test_what_is_set_by_hand_stays(asked: dict[str, Any]) -> None:
 def test_numbers_beyond_the_model_mean_all_of_it() -> None:
     choices = plan_of(replace(TINY_JOB, resident=99, retained=99), TINY).choices
     assert (choices.resident, choices.retained) == (4, 2)
+
+
+def test_cheap_retention_where_whole_graphs_would_leave_layers_to_recompute() -> None:
+    plan = plan_of(JOB_7B)
+    whole = plan_of(replace(JOB_7B, cheap_retention=False))
+    assert plan.choices.cheap_retention
+    assert plan.choices.retained >= whole.choices.retained
+    assert plan.timing.seconds < whole.timing.seconds
+    assert not plan_of(replace(JOB_7B, compiled=False)).choices.cheap_retention
+    assert not plan_of(replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8).choices.cheap_retention  # there is room for all
 
 
 def test_groups_cut_the_boundaries_where_one_does_not_fit() -> None:

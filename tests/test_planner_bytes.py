@@ -19,6 +19,7 @@ ALL_STREAMED = Choices(
     resident=0,
     sums_on_device=0,
     retained=0,
+    cheap_retention=False,
     offload=False,
     head_chunk_tokens=16,
     update_threads=2,

@@ -86,6 +86,7 @@ class Case:
             resident=choices.resident,
             sums_on_device=choices.sums_on_device,
             retained=choices.retained,
+            cheap_retention=choices.cheap_retention,
             offload=choices.offload,
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,

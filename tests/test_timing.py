@@ -19,6 +19,7 @@ STREAMED = Choices(
     resident=0,
     sums_on_device=0,
     retained=0,
+    cheap_retention=False,
     offload=False,
     head_chunk_tokens=4096,
     update_threads=14,

@@ -130,6 +130,9 @@ class TrainOptions(Options):
     retained: _NumberOrAuto = Field(
         default="auto", description="The last so many layers keep what their backward needs; the others compute it twice. Not the result."
     )
+    cheap_retention: v.FlagOrAuto = Field(
+        default="auto", description="Retained layers keep what products and attention need, and compute the rest again (needs compile)."
+    )
     seq_len: v.SequenceLength = Field(default=4096, description="Longest row in tokens; longer ones are cut, and counted.")
     epochs: v.PositiveOrNull = Field(default=1.0, description="Passes over the data. null when max_steps alone decides.")
     max_steps: v.CountOrNull = Field(default=None, description="Optimizer steps. With epochs as well, whichever ends first.")

@@ -41,13 +41,22 @@ FLAGGED = {
     "train.micro_batch_tokens": "sums are rounded in another order from here on",
     "train.groups": "sums are rounded in another order from here on",
     "train.head_chunk_tokens": "sums are rounded in another order from here on",
+    "train.cheap_retention": "compiled layers round otherwise from here on",
     "train.retained": "compiled layers round otherwise from here on where they are computed again",
     "train.deterministic": "other kernels round otherwise from here on",
     "attention": "other kernels round otherwise from here on",
     "compile": "other kernels round otherwise from here on",
 }
 # What the planner chose stays chosen when a run is resumed, or sums would be rounded in another order.
-KEPT_CHOICES = ("train.micro_batch_tokens", "train.groups", "train.head_chunk_tokens", "train.retained", "precision", "compile")
+KEPT_CHOICES = (
+    "train.micro_batch_tokens",
+    "train.groups",
+    "train.head_chunk_tokens",
+    "train.retained",
+    "train.cheap_retention",
+    "precision",
+    "compile",
+)
 
 
 def resumed_configs(run_dir: Path, overrides: Sequence[str]) -> tuple[Config, Config]:

@@ -34,6 +34,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "train.groups": choices.groups,
         "train.head_chunk_tokens": choices.head_chunk_tokens,
         "train.retained": choices.retained,
+        "train.cheap_retention": choices.cheap_retention,
         "memory.resident": choices.resident,
         "memory.offload_activations": choices.offload,
         "precision": machine.precision,

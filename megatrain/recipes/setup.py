@@ -161,7 +161,8 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         head_chunk_tokens=unless_auto(train.head_chunk_tokens),
         resident=unless_auto(config.memory.resident),
         retained=unless_auto(train.retained),
-        offload=None if config.memory.offload_activations == "auto" else config.memory.offload_activations,
+        cheap_retention=flag_unless_auto(train.cheap_retention),
+        offload=flag_unless_auto(config.memory.offload_activations),
         update_threads=unless_auto(config.threads),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
@@ -174,6 +175,11 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
 def unless_auto(value: int | str) -> int | None:
     """The number, or None where the planner decides."""
     return None if value == "auto" else int(value)
+
+
+def flag_unless_auto(value: bool | str) -> bool | None:
+    """The flag, or None where the planner decides."""
+    return None if value == "auto" else bool(value)
 
 
 def micro_batch_tokens(config: Config) -> int | None:
@@ -215,6 +221,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
             resident=choices.resident,
             sums_on_device=choices.sums_on_device,
             retained=choices.retained,
+            cheap_retention=choices.cheap_retention,
             offload=choices.offload,
             head_chunk=choices.head_chunk_tokens,
             update_threads=choices.update_threads,
