@@ -37,6 +37,8 @@ class Case:
     sums: int = 0  # blocks whose gradient sums stay on the device between groups
     retained: int = 0  # layers
     offload: bool = False
+    compiled: bool = False
+    cheap: bool = False  # retention
     clipping: bool = True
     tied: bool = False
     precision: str = "bfloat16"
@@ -67,6 +69,8 @@ CUDA_CASES = {
     "half resident": Case(2048, 8, 32_768, 8192, resident=5),
     "all resident, all retained": Case(2048, 8, 32_768, 4096, groups=4, resident=10, sums=10, retained=8),
     "half retained, sums here and there": Case(2048, 8, 32_768, 4096, groups=2, resident=3, sums=6, retained=4),
+    "compiled, retained": Case(2048, 8, 32_768, 4096, groups=2, sums=10, retained=8, compiled=True),
+    "compiled, cheaply retained": Case(2048, 8, 32_768, 4096, groups=2, sums=10, retained=8, compiled=True, cheap=True),
     "offloaded": Case(2048, 8, 65_536, 4096, resident=3, offload=True),
     "qwen-7b, 4 layers": Case(3584, 4, 65_536, 16_384, vocab=152_064, seq_len=1024, head_chunk=4096),
     "qwen-7b, 4 layers, head decides": Case(3584, 4, 65_536, 8192, vocab=152_064, seq_len=1024, head_chunk=4096),
@@ -104,9 +108,11 @@ def plan_case(case: Case, device: str) -> Any:
     keep_heap_small()
     hardware = probe(".", device)
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
-    shape = shape_of(skeleton, case.seq_len, [case.micro_batch], head_loss=next_token_on_meta, runs_on=device)
+    sizes, loss = [case.micro_batch], next_token_on_meta
+    shape = shape_of(skeleton, case.seq_len, sizes, head_loss=loss, runs_on=device, compiled=case.compiled)
     asked = {"micro_batch_tokens": case.micro_batch, "groups": case.groups, "resident": case.resident, "retained": case.retained}
-    job = Job(case.precision, case.tokens, case.seq_len, case.clipping, offload=case.offload, **asked)
+    asked |= {"offload": case.offload, "compiled": case.compiled, "cheap_retention": case.cheap}
+    job = Job(case.precision, case.tokens, case.seq_len, case.clipping, **asked)
     machine = typical(hardware)
     plan = make_plan(job, shape, hardware, machine)
     choices = replace(plan.choices, sums_on_device=case.sums, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens)
@@ -133,6 +139,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         offload=choices.offload,
         head_chunk=choices.head_chunk_tokens,
         update_threads=choices.update_threads,
+        compile=case.compiled,
     )
     limit = 1.0 if case.clipping else None
     cuda = where.type == "cuda"

@@ -98,11 +98,10 @@ def at_least(blocks: Sequence[BlockTasks], dials: Dials) -> float:
     forward = sum(block.forward for block in blocks)
     on_device = sum(block.device_update for block in blocks)
     computing = groups * (forward + sum(block.backward for block in blocks)) + sum(block.finish for block in blocks) + on_device
-    uploading = groups * sum(block.upload + block.boundary_up for block in blocks) + (groups - 1) * sum(
-        block.sum_up for block in travelling
-    )
-    sums_down = (groups - 1) * sum(block.sum_down for block in travelling)
-    downloading = groups * sum(block.boundary_down for block in blocks) + sums_down + sum(block.download for block in blocks)
+    uploading = groups * sum(block.upload for block in blocks)
+    uploading += (groups - 1) * sum(block.sum_up for block in travelling)
+    downloading = sum(groups * block.boundary_down + block.download for block in blocks)
+    downloading += (groups - 1) * sum(block.sum_down for block in travelling)
     updating = sum(block.host_update for block in blocks)
     # the head is updated last: with clipping only the first forward and the device's own updates happen meanwhile
     behind = computing - forward - on_device if dials.clipping else 0.0

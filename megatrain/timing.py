@@ -51,7 +51,7 @@ def predict(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfi
     return Timing(
         seconds=seconds,
         phases=course.phases,
-        waits={wait: sum(waits[wait] for waits in course.waits.values()) for wait in ("upload", "update", "download")},
+        waits={wait: sum(waits[wait] for waits in course.waits.values()) for wait in simulation.WAITS},
         bound_by={phase: _bound(course, phase) for phase in course.phases},
         tflops=6 * shape.parameters * job.tokens_per_step / seconds / 1e12,
     )
@@ -178,7 +178,7 @@ class _Costs:
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.micro_batches * backward,
-            finish=numel * 2 * (SUM_BYTES + self.weight) / self.machine.memory,  # zero and read a sum, write and measure the gradient
+            finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,  # read the sum, write the gradient and measure it
             upload=streamed * self.weight / self.up,
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,

@@ -89,7 +89,7 @@ def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
     free = replace(typical(H200), device_update=1e30)
     deep, shallow = (predict(choices, job, with_depth(without_skipping(shape), layers), free).seconds for layers in (28, 27))
     numel = shape.block_numel[1]
-    sums = numel * (10 + 12) / free.memory  # adding to the fp32 sum; zeroing, rounding and measuring it
+    sums = numel * (10 + 8) / free.memory  # adding to the fp32 sum; rounding and measuring it
     return 6 * numel * tokens / (deep - shallow - sums) / 1e12
 
 
