@@ -1,7 +1,8 @@
 """What torch.compile makes of a layer: which activations it keeps for the backward pass, and how often it goes to memory.
 
-Nothing is compiled: the layer is traced on the meta device, forward and backward at once, and cut in two by the same code of torch that
-cuts it for the real compiler. What the cut keeps is exact; traffic and kernels are estimates, by a simple rule of fusion.
+It can be made to keep less (decision 0013). To know the figures nothing is compiled: the layer is traced on the meta device, forward and
+backward at once, and cut in two by the same code of torch that cuts it for the real compiler. What the cut keeps is exact; traffic and
+kernels are estimates, by a simple rule of fusion.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ATTENTION = {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_
 COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
 
 
-# By default torch keeps whatever a product of the backward pass reads. Without these bans it keeps less: still all that does not fuse,
-# such as products and attention, but of what lies between only as much as the rest can be computed from.
+# By default torch keeps whatever a product of the backward pass reads. Without these bans it still keeps all that does not fuse, such as
+# products and attention, but of what lies between only as much as the rest can be computed from.
 CHEAP_RETENTION = {
     "ban_recompute_materialized_backward": False,
     "ban_recompute_used_far_apart": False,
@@ -41,7 +42,7 @@ class CompiledLayer:
     saved_bytes: int
     forward: Traffic
     backward: Traffic
-    cheap_saved_bytes: int  # with cheap retention (decision 0013)
+    cheap_saved_bytes: int  # with cheap retention
     cheap_backward: Traffic
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen2Config
 
 from megatrain.models.compiled import CompiledLayer, cheap_retention, inductor_with_cheap_retention, trace_compiled
+from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
@@ -134,6 +135,14 @@ def test_inductor_keeps_as_little_for_this_layer_alone() -> None:
     assert bytes_kept == 2 * TOKENS * 64
     assert bytes_of_full == 3 * TOKENS * 64
     assert all(map(torch.equal, gradients, expected))
+
+
+def test_weights_are_kept_for_nothing() -> None:
+    layer = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, bias=False)).bfloat16()
+    assert apply_fp8(layer, Fp8Policy()) == 1
+    traced_layer = trace_alone(layer)
+    assert traced_layer is not None
+    assert traced_layer.saved_bytes == TOKENS * HIDDEN + 4 * HIDDEN  # its input, quantised, and scales; the weight is quantised anew
 
 
 class Counts(nn.Module):
