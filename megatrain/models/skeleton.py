@@ -118,6 +118,7 @@ class Skeleton:
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
+        self._again = False  # a layer is being computed again: its graph is used at once
         self._try_head()
 
     def _refuse_what_is_not_built(self, text: Any) -> None:
@@ -277,18 +278,19 @@ class Skeleton:
 
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
-        run = self._retaining[index] if torch.is_grad_enabled() else self.layers[index]
-        return self._run(run, index, hidden, call)
+        retained = torch.is_grad_enabled() and not self._again
+        output = (self._retaining if retained else self.layers)[index](hidden, *call.args, **call.kwargs)
+        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
+        return hidden_states
 
     def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run a layer for its gradients alone: what they do not need is left out, so that the output's values mean nothing."""
-        with skipping(self.layers[index], self._skippable[index]):
-            return self._run(self.layers[index], index, hidden, call)
-
-    def _run(self, layer: Callable[..., Any], index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        output = layer(hidden, *call.args, **call.kwargs)
-        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
-        return hidden_states
+        self._again = True
+        try:
+            with skipping(self.layers[index], self._skippable[index]):
+                return self.layer(index, hidden, call)
+        finally:
+            self._again = False
 
     def find_skippable(self) -> None:
         """See what `layer_again` may leave out. Before the layers are compiled, whose graphs it would disturb."""
