@@ -85,7 +85,6 @@ class Fp8Linear(nn.Linear):
             output = output + self.bias
         return output.view(*input.shape[:-1], self.out_features)
 
-
     def output_mode(self) -> Product:
         return self.policy.output
 
