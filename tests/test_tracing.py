@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 def read(path: Path) -> dict[str, Any]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
-        return json.load(file)
+        trace: dict[str, Any] = json.load(file)
+    return trace
 
 
 def row_names(trace: dict[str, Any]) -> dict[int, str]:

@@ -49,7 +49,7 @@ class Event:
         self.host.set()
 
 
-Job = Callable[[Event], None]  # receives its own completion event, to note on it how long it waited for what
+Job = Callable[[Event], object]  # receives its own completion event, to note on it how long it waited for what
 
 
 class Lane:

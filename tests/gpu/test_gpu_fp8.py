@@ -46,7 +46,8 @@ class OneLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda").model.layers[0]
+        model: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda")
+        self.layer: Any = model.model.layers[0]
         assert apply_fp8(self.layer, Fp8Policy()) == 7
         self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
 

@@ -32,7 +32,7 @@ def traced(config: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat1
 
 
 @pytest.mark.parametrize(("sizes", "bytes_per_token"), [(QWEN_7B, 158_840), (QWEN_14B, 148_648)])
-def test_a_large_layer_keeps_what_was_measured_on_a_gpu(sizes: dict[str, int], bytes_per_token: int) -> None:
+def test_a_large_layer_keeps_what_was_measured_on_a_gpu(sizes: dict[str, Any], bytes_per_token: int) -> None:
     layer = traced(Qwen2Config(**sizes, vocab_size=8, num_hidden_layers=1), tokens=512)
     hidden, width = 2 * sizes["hidden_size"], 2 * sizes["intermediate_size"]
     assert layer.saved_bytes // (ROWS * 512) + hidden == bytes_per_token  # H200, cuDNN's attention
@@ -84,7 +84,8 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, width, bias=False), nn.Linear(width, HIDDEN, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(nn.functional.relu(self.up(hidden)) * 3)
+        output: Tensor = hidden + self.down(nn.functional.relu(self.up(hidden)) * 3)
+        return output
 
 
 def trace_alone(layer: nn.Module) -> CompiledLayer | None:
@@ -115,7 +116,12 @@ def kept_and_gradients(layer: nn.Module, hidden: Tensor) -> tuple[int, list[Tens
     """Bytes that autograd keeps beyond the weights and the layer's input."""
     given = {tensor.data_ptr() for tensor in (hidden, *layer.parameters())}
     kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = layer(hidden)
     grads = torch.autograd.grad(output, [hidden, *layer.parameters()], torch.ones_like(output))
     return sum(tensor.nbytes for tensor in kept if tensor.data_ptr() not in given), list(grads)

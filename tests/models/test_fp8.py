@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def linear(policy: Fp8Policy | None = None, *, bias: bool = False) -> nn.Module:
+def linear(policy: Fp8Policy | None = None, *, bias: bool = False) -> nn.Linear:
     """A random bf16 linear layer from 64 to 48; with a policy, in fp8."""
     layer = nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16)
     layer.weight.data = random(48, 64, seed=1)
@@ -123,7 +124,8 @@ def test_biases_stay_out_of_it():
 def test_a_policy_chooses_each_product(product):
     x, dy = random(2, 8, 64), random(2, 8, 48, seed=3)
     plain = run(linear(), x, dy)
-    chosen = Fp8Policy(**{name: "fp8" if name == product else "bfloat16" for name in ("output", "grad_input", "grad_weight")})
+    modes: dict[str, Any] = {name: "fp8" if name == product else "bfloat16" for name in ("output", "grad_input", "grad_weight")}
+    chosen = Fp8Policy(**modes)
     ours = run(linear(chosen), x, dy)
     same = dict(zip(("output", "grad_input", "grad_weight"), map(torch.equal, ours, plain), strict=True))
     assert same == {name: name != product for name in same}
@@ -219,7 +221,8 @@ def test_gradients_are_near_and_training_ends_where_bf16_ends():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer does
 def test_compilers_can_trace_it():
     config = tiny_config("llama", num_hidden_layers=1)
-    layer = plain_model(config, dtype=torch.bfloat16).model.layers[0]
+    model: Any = plain_model(config, dtype=torch.bfloat16)
+    layer = model.model.layers[0]
     assert apply_fp8(layer, Fp8Policy()) == 7
     positions = tuple(random(2, 5, 8, seed=seed) for seed in (4, 5))
     x, dy = random(2, 5, 32), random(2, 5, 32, seed=3)
@@ -241,4 +244,5 @@ class _Called(nn.Module):
         self.layer, self.positions = layer, positions
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layer(hidden, position_embeddings=self.positions)
+        output: torch.Tensor = self.layer(hidden, position_embeddings=self.positions)
+        return output

@@ -144,7 +144,8 @@ def seconds_per_token(work: LayerWork, kind: str, seq_len: int) -> tuple[float, 
 
 @pytest.mark.parametrize(("size", "seq_len", "kind", "recomputed", "retained"), MEASURED)
 def test_the_work_of_a_layer_gives_its_measured_speed(size: str, seq_len: int, kind: str, recomputed: float, retained: float) -> None:
-    config = Qwen2Config(**QWEN[size], vocab_size=96, num_hidden_layers=1)
+    sizes: dict[str, Any] = QWEN[size]
+    config = Qwen2Config(**sizes, vocab_size=96, num_hidden_layers=1)
     found = shape(config, seq_len=seq_len, compiled=kind == "compiled")
     forward, backward = seconds_per_token(found.work.layers[0], kind, seq_len)
     flops = 6 * found.block_numel[1] / 1e12
