@@ -202,8 +202,7 @@ def _smaller_memory(job: Job) -> Iterator[tuple[str, Job]]:
                     "train.max_grad_norm: null": unclipped,
                 }
                 if any(words.values()):
-                    padded = job.padded_tokens_per_step if tokens == job.tokens_per_step else None
-                    milder = replace(job, tokens_per_step=tokens, padded_tokens_per_step=padded, precision=precision)
+                    milder = replace(job, tokens_per_step=tokens, precision=precision)
                     yield (
                         " and ".join(word for word, used in words.items() if used),
                         replace(milder, clipping=job.clipping and not unclipped),

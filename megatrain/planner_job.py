@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_PADDING = 0.75  # of a step's tokens
+
 
 @dataclass(frozen=True)
 class Job:
@@ -23,15 +25,20 @@ class Job:
     cheap_retention: bool | None = None
     offload: bool | None = None
     update_threads: int | None = None
-    padded_tokens_per_step: int | None = None  # with padding; None: as tokens_per_step
+    rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
     checkpoints_written: int | None = None  # in the whole run, if known
 
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of a step that are computed, padding included."""
-        return self.padded_tokens_per_step or self.tokens_per_step
+    def padded_tokens(self, micro_batch_tokens: int) -> int:
+        """Tokens of a step that are computed at most, padding included.
+
+        Rows enter micro-batches longest first: the more micro-batches, the less padding. Instruction rows of 20 to 512 tokens took up to
+        1.7 times a step's tokens where one or two micro-batches held them, 1.25 with four and 1.12 with eight.
+        """
+        if not self.rows_vary:
+            return self.tokens_per_step
+        return int(self.tokens_per_step * (1 + MOST_PADDING * min(1.0, 2 * micro_batch_tokens / self.tokens_per_step)))
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,9 @@ class Choices:
         return max(1, -(-self.micro_batches_of_step(job) // self.groups))
 
     def micro_batches_of_step(self, job: Job) -> int:
-        return max(1, -(-job.computed_tokens // self.micro_batch_tokens))
+        return max(1, -(-job.padded_tokens(self.micro_batch_tokens) // self.micro_batch_tokens))
 
     def group_tokens(self, job: Job) -> int:
         """Tokens of the largest group."""
         tokens = self.micro_batches(job) * self.micro_batch_tokens
-        return min(tokens, max(job.computed_tokens, self.micro_batch_tokens))
+        return min(tokens, max(job.padded_tokens(self.micro_batch_tokens), self.micro_batch_tokens))

@@ -126,13 +126,13 @@ class Search:
         """Those that were dry-run, up to the cap and to a step's tokens, and one row at least."""
         if self.job.micro_batch_tokens:
             return [self.job.micro_batch_tokens]
-        cap = min(AUTO_MICRO_BATCH_TOKENS["cuda" if self.hardware.gpu else "cpu"], self.job.computed_tokens)
+        cap = min(AUTO_MICRO_BATCH_TOKENS["cuda" if self.hardware.gpu else "cpu"], self.job.tokens_per_step)
         return [n for n in self.shape.layer.sizes if self.job.seq_len <= n <= cap] or [self.job.seq_len]
 
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
         if self.job.groups:
             return [self.job.groups]
-        most = max(1, -(-self.job.computed_tokens // micro_batch_tokens))
+        most = max(1, -(-self.job.padded_tokens(micro_batch_tokens) // micro_batch_tokens))
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def retained_counts(self) -> list[int]:

@@ -23,6 +23,7 @@ class Settings:
     Attributes:
         groups: the micro-batches of a step are cut into so many groups; each streamed weight crosses to the device once per group and
             direction.
+        group_size: with several groups, a group has at most so many micro-batches; a step that has more of them has more groups.
         resident: the first so many blocks (embed, the layers, head) live on the device with their optimizer state, and are updated there.
         sums_on_device: with several groups, the first so many blocks keep their fp32 gradient sums on the device between groups (4 bytes a
             parameter; resident blocks always do), the others' travel.
@@ -38,6 +39,7 @@ class Settings:
     """
 
     groups: int = 1
+    group_size: int | None = None
     resident: int = 0
     sums_on_device: int = 0
     retained: int = 0

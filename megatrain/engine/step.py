@@ -43,7 +43,7 @@ class Passes:
         self.gradients = gradients
         self.boundaries = boundaries
         self.parameters = parameters
-        self.chunk, self.groups = settings.head_chunk, settings.groups
+        self.chunk, self.groups, self.group_size = settings.head_chunk, settings.groups, settings.group_size
         self.fused = settings.compile
         self.first_retained = max(0, len(skeleton.layers) - settings.retained)
         self.seed = seed
@@ -70,7 +70,7 @@ class Passes:
         self.gradients.begin_step()
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
         wanted = [mb for mb in micro_batches if len(mb.targets)]  # one without targets adds nothing, so it is not computed
-        grouped = cut(wanted, self.groups)
+        grouped = cut(wanted, self._group_count(len(wanted)))
         total = torch.zeros((), device=self.device)
         route = [block for _ in grouped for block in self._there_and_back()]
         with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
@@ -84,6 +84,12 @@ class Passes:
                 self._close(self.head, last, on_gradient)
                 self._backward(group, visits, last, on_gradient)
         return total
+
+    def _group_count(self, micro_batches: int) -> int:
+        """Groups of a step: what padding adds to the micro-batches must not make groups larger than memory was planned for."""
+        if self.groups == 1 or self.group_size is None:
+            return self.groups
+        return max(self.groups, -(-micro_batches // self.group_size))
 
     def evaluate(self, batches: Sequence[Batch], loss: Loss) -> torch.Tensor:
         """The summed loss in evaluation mode, a device scalar. One micro-batch after another in one sweep."""

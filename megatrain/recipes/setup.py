@@ -156,6 +156,7 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         clipping=train.max_grad_norm is not None,
         state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
+        rows_vary=config.method == "sft" and train.rows_per_step is None,  # so many whole rows are counted as full ones
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
         head_chunk_tokens=unless_auto(train.head_chunk_tokens),
@@ -218,6 +219,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         device=parts.machine.device,
         settings=Settings(
             groups=choices.groups,
+            group_size=choices.micro_batches(plan.job),
             resident=choices.resident,
             sums_on_device=choices.sums_on_device,
             retained=choices.retained,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_the_same_seed_gives_the_same_bits_twice():
 def test_groups_change_no_bit_where_embeddings_are_not_tied(settings):
     config = tiny_config("mistral-sliding")
     whole, state = run(engine_of(config))
-    grouped, again = run(engine_of(config, settings=Settings(settings.groups, settings.sums_on_device, head_chunk=7)))
+    grouped, again = run(engine_of(config, settings=replace(settings, head_chunk=7)))
     assert grouped.losses == pytest.approx(whole.losses, rel=1e-6)
     assert grouped.norms == whole.norms
     assert differing(state, again) == []
@@ -125,6 +126,18 @@ def test_resident_blocks_take_no_host_memory():
         assert {mixed.store.is_resident(block) for block in range(2, blocks)} == {False}
     with engine_of(config, settings=Settings(resident=ALL)) as whole:
         assert whole.store.nbytes == 0
+
+
+def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_ones(monkeypatch):
+    config = tiny_config("llama")
+    _, state = run(engine_of(config), STEPS[:1])
+    with engine_of(config, settings=Settings(groups=2, group_size=1, head_chunk=7)) as engine:
+        begun: list[int] = []
+        begin = engine._boundaries.begin_group
+        monkeypatch.setattr(engine._boundaries, "begin_group", lambda tokens, layers: (begun.append(len(tokens)), begin(tokens, layers)))
+        engine.train_step(STEPS[0])
+        assert begun == [1, 1, 1]
+        assert differing(state, state_of(engine)) == []
 
 
 @pytest.mark.parametrize("settings", GROUPINGS, ids=str)
