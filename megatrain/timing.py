@@ -76,7 +76,7 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
 
 def micro_batches(choices: Choices, job: Job) -> float:
     """Micro-batches of a group, on average."""
-    return job.tokens_per_step / choices.micro_batch_tokens / choices.groups
+    return job.computed_tokens(choices.micro_batch_tokens) / choices.micro_batch_tokens / choices.groups
 
 
 def _bound(course: Course, phase: str) -> str:
@@ -190,7 +190,7 @@ class _Costs:
         )
 
     def _boundary_bytes(self) -> float:
-        return self.job.tokens_per_step / self.choices.groups * self.shape.hidden_size * self.weight
+        return self.job.computed_tokens(self.choices.micro_batch_tokens) / self.choices.groups * self.shape.hidden_size * self.weight
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

@@ -130,3 +130,15 @@ def test_more_threads_update_faster() -> None:
     few, many = (predict(replace(STREAMED, update_threads=threads), job, QWEN_7B, typical(H200)) for threads in (4, 14))
     assert few.waits["update"] > many.waits["update"] > 0
     assert few.bound_by["forward"] == "update"
+
+
+def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it() -> None:
+    padded, plain = replace(JOB_7B, tokens_per_step=16_384, rows_vary=True), replace(JOB_7B, tokens_per_step=16_384)
+    large, small = (replace(STREAMED, resident=30, micro_batch_tokens=size) for size in (16_384, 2048))
+    seconds = {
+        (job.rows_vary, choices.micro_batch_tokens): predict(choices, job, QWEN_7B, typical(H200)).seconds
+        for job in (padded, plain)
+        for choices in (large, small)
+    }
+    assert seconds[True, 16_384] > 1.2 * seconds[False, 16_384]
+    assert seconds[True, 2048] < seconds[True, 16_384]
