@@ -154,7 +154,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "slow", "mode"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
 def test_without_its_wait_a_delay_changes_the_result(fault, slow, mode):
     expected, state = undelayed(mode, 0.5)
-    with delay(make(mode), [slow], (40_000_000, 40_000_000), (0.02, 0.02)) as engine:
+    with delay(make(mode), [slow], (150_000_000, 150_000_000), (0.1, 0.1)) as engine:
         fault(engine)
         broken = train_engine(engine, STEPS)
         again = state_of(engine)
