@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from megatrain.hardware import MIB, Hardware
+from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -157,7 +157,8 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
         "boundary activations": _offloaded(choices, job, shape),
     }
     slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
-    return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": hardware.library_bytes}
+    libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
+    return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
 
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:

@@ -70,8 +70,12 @@ def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel, made when it is first called and once more for other numbers of rows."""
-    return torch.compile(function)
+    """`function` as one kernel, made when it is first called and once more for other numbers of rows.
+
+    Without trying several forms of the kernel: before it timed one that writes over the logits, it would save them in pinned host RAM, up to
+    4 GiB that are never given back.
+    """
+    return torch.compile(function, options={"triton.autotune_pointwise": False})
 
 
 def pieces(logits: Tensor, fused: bool = False) -> Iterator[slice]:

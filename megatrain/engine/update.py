@@ -6,7 +6,8 @@ Every reader of a block calls `wait_ready`, so no stale weight is ever seen and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -17,14 +18,18 @@ from megatrain.errors import DivergedError
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
+from megatrain.optim.optimizer import UpdateRange
 
-CHUNK_ELEMENTS = 1 << 22  # about 10 ms of one core: long enough to hide Python, short enough to spread a block evenly
+CHUNK_ELEMENTS = 1 << 20  # some 2 ms of one core: long enough to hide Python, short enough to spread a block evenly
 CHUNK_MINIMUM = 1 << 16
+CHUNKS_PER_THREAD = 4
+
+Chunk = tuple[int, int, bool]  # start, stop, whether weights decay
 
 
-def chunks(layout: FlatLayout, threads: int) -> list[tuple[int, int, bool]]:
-    """(start, stop, decay) pieces of a block: each inside one segment, enough of them to keep every thread busy to the end."""
-    size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, round_up(-(-layout.numel // (2 * threads)), 1024)))
+def chunks(layout: FlatLayout, threads: int) -> list[Chunk]:
+    """Pieces of a block: each inside one segment, enough of them to keep every thread busy to the end."""
+    size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, round_up(-(-layout.numel // (CHUNKS_PER_THREAD * threads)), 1024)))
     return [
         (start, min(start + size, segment.stop), segment.decay)
         for segment in layout.segments()
@@ -40,9 +45,46 @@ def diverged(what: str) -> DivergedError:
     )
 
 
+class Spread:
+    """One block's update on the host, by several threads: each takes pieces until none is left. `event` completes with the last thread.
+
+    Args:
+        update: of a range with and without decay.
+        threads: how many will call `work`.
+        failed: is told what stops one of them.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Chunk],
+        update: Mapping[bool, UpdateRange],
+        threads: int,
+        event: Event,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._pieces = iter(pieces)  # shared: taking the next is one bytecode, which no other thread interrupts
+        self._update, self._event, self._failed = update, event, failed
+        self._lock, self._at_work = threading.Lock(), threads
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Update pieces until there are no more, or one failed."""
+        try:
+            for start, stop, decay in self._pieces:
+                self._update[decay](start, stop)
+        except BaseException as error:  # noqa: BLE001  carried to whoever waits for the block
+            self._error = error
+            self._failed(error)
+        with self._lock:
+            self._at_work -= 1
+            last = self._at_work == 0
+        if last:
+            self._event.finish(self._error)
+
+
 class Updater:
     """Applies finished gradients: of resident blocks on the device at once, of the others on the host, one block after another, each
-    spread over a pool of threads.
+    spread over a pool of threads. A thread that finds nothing left of a block goes on with the next.
 
     Args:
         store: its arrays are updated in place.
@@ -56,12 +98,14 @@ class Updater:
         self.compute = compute
         self.lane = Lane("update")
         self.delay: Callable[[int], None] | None = None  # tests inject sleeps here: before each block's update
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-adamw")
         self._chunks = [chunks(layout, threads) for layout in store.layouts]
-        self._done: dict[int, Event] = {}
+        self._done: dict[int, tuple[Event, Event]] = {}  # of each block's last update: that it was begun, that it is done
+        self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
 
-    def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> Event:
+    def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> None:
         """Queue the update of one block; of a resident one behind what the device has been asked to compute.
 
         Args:
@@ -71,38 +115,54 @@ class Updater:
                 blocks nobody knows it that early: whoever learns of it later gives up.
         """
         if self.store.is_resident(gradient.block):
-            self._update_block(gradient, lr, step, grad_scale)
-            event = self._done[gradient.block] = self.compute.record()
-            return event
+            self._update_on_device(gradient, lr, step, grad_scale)
+            done = self.compute.record()
+            self._done[gradient.block] = done, done
+            return
+        done = Event()
 
         def job(_: Event) -> None:
             gradient.landed.synchronize()  # wait: the gradient may still be on its way down
+            if self._failure is not None:
+                raise self._failure
             if check_finite and not torch.isfinite(gradient.square_sum).item():
                 raise diverged(f"the gradient of block {gradient.block}")
             if self.delay is not None:
                 self.delay(gradient.block)
-            self._update_block(gradient, lr, step, grad_scale)
+            self._update_on_host(gradient, lr, step, grad_scale, done)
 
-        self._done[gradient.block] = event = self.lane.submit(job)
-        return event
+        self._done[gradient.block] = self.lane.submit(job), done
 
-    def _update_block(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
-        arrays = {name: self.store.array(name, gradient.block) for name in self.store.arrays if name not in ("grad", "grad_sum")}
-        arrays["grad"] = gradient.values
-
-        def update(piece: tuple[int, int, bool]) -> None:
-            start, stop, decay = piece
+    def _update_on_device(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
+        arrays = self._arrays(gradient)
+        for start, stop, decay in self._ranges(gradient.block):
             views = {name: array[start:stop] for name, array in arrays.items()}
-            weight_decay = self.optimizer.weight_decay if decay else 0.0
-            self.optimizer.update(views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
+            self.optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale)
 
-        if gradient.values.is_cuda:
-            for piece in self._ranges(gradient.block):
-                update(piece)
-        else:
-            list(self._pool.map(update, self._chunks[gradient.block]))
+    def _update_on_host(self, gradient: Gradient, lr: float, step: int, grad_scale: float, done: Event) -> None:
+        """Hand the block out to the threads, behind what they still have to do."""
+        arrays, pieces = self._arrays(gradient), self._chunks[gradient.block]
+        update = {
+            decay: self.optimizer.updating(arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale)
+            for decay in (False, True)
+        }
+        threads = min(self._threads, len(pieces))
+        spread = Spread(pieces, update, threads, done, self._fail)
+        for _ in range(threads):
+            self._pool.submit(spread.work)
 
-    def _ranges(self, block: int) -> list[tuple[int, int, bool]]:
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _arrays(self, gradient: Gradient) -> dict[str, torch.Tensor]:
+        """All that an update of the block reads and writes."""
+        arrays = {name: self.store.array(name, gradient.block) for name in self.store.arrays if name not in ("grad", "grad_sum")}
+        return arrays | {"grad": gradient.values}
+
+    def _weight_decay(self, decay: bool) -> float:
+        return self.optimizer.weight_decay if decay else 0.0
+
+    def _ranges(self, block: int) -> list[Chunk]:
         """A block in as few ranges of equal hyper-parameters as can be: on the device each is one launch."""
         layout = self.store.layouts[block]
         if self.optimizer.weight_decay == 0:
@@ -111,9 +171,10 @@ class Updater:
 
     def wait_ready(self, block: int) -> None:
         """Block the calling thread until the last queued update of `block` is done. Raises what stopped it, if anything did."""
-        event = self._done.get(block)
-        if event is not None:
-            event.synchronize()
+        if block in self._done:
+            begun, done = self._done[block]
+            begun.wait_host()  # raises what stopped the lane: then this block's update never began
+            done.synchronize()
         if self._given_up is not None:
             self.check()
 
@@ -123,7 +184,7 @@ class Updater:
 
     def check(self) -> None:
         """Raise what stopped the updates, if anything did so far."""
-        error = self.lane.error or self._given_up
+        error = self.lane.error or self._failure or self._given_up
         if error is not None:
             raise error
 

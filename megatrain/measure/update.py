@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -22,16 +23,14 @@ ARRAYS = {
 }
 
 
-def apply(optimizer: AdamW, views: dict[str, torch.Tensor]) -> None:
-    """One update; its rate is too small to move anything far, however often it is repeated."""
-    optimizer.update(views, lr=1e-8, weight_decay=0.0, step=1, grad_scale=1.0)
+UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}  # moves nothing far, however often repeated
 
 
 def device_rate(device: torch.device, parameters: int) -> float | None:
     """Parameters/s of AdamW in bfloat16 precision on a GPU; None where its kernel cannot be made."""
     optimizer = AdamW()
     arrays = {name: torch.ones(parameters, dtype=dtype, device=device) for name, dtype in ARRAYS.items()}
-    seconds = Clock(device).seconds_if_possible(lambda: apply(optimizer, arrays))
+    seconds = Clock(device).seconds_if_possible(lambda: optimizer.update(arrays, **UNMOVING))
     return None if seconds is None else parameters / seconds
 
 
@@ -50,11 +49,10 @@ class HostUpdate:
         size = -(-self.parameters // (threads * PIECES_PER_THREAD))
         starts = range(0, self.parameters, size)
 
-        def update(start: int) -> None:
-            apply(self._optimizer, {name: array[start : start + size] for name, array in self._arrays.items()})
-
+        update = self._optimizer.updating(self._arrays, **UNMOVING)
         with ThreadPoolExecutor(threads) as pool:
-            return self.parameters / Clock(torch.device("cpu")).seconds(lambda: list(pool.map(update, starts)))
+            clock = Clock(torch.device("cpu"))
+            return self.parameters / clock.seconds(lambda: list(pool.map(lambda start: update(start, start + size), starts)))
 
     def __enter__(self) -> HostUpdate:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,24 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def without_search_for_documents() -> Iterator[None]:
+    """Keep transformers from looking for packed documents in positions that it counted itself: to see that there are none it waits for the
+    GPU, which then waits for the host, once with every run of the model."""
+    from transformers import masking_utils
+
+    search = "find_packed_sequence_indices"
+    found = getattr(masking_utils, search, None)
+    if found is None:  # a release that does not
+        yield
+        return
+    setattr(masking_utils, search, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, search, found)
 
 
 def choose_attention(config: Any, attention: str) -> str:
@@ -258,7 +276,8 @@ class Skeleton:
         try:
             for recorder in self.recorders:
                 recorder.tape = tape
-            return self.model(use_cache=False, **inputs)
+            with nullcontext() if "position_ids" in inputs else without_search_for_documents():
+                return self.model(use_cache=False, **inputs)
         finally:
             for recorder in self.recorders:
                 recorder.tape = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.optim.optimizer import StateArray
+from megatrain.optim.optimizer import StateArray, UpdateRange
 
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)  # below it eps may round to zero in float32, and zero moments would give 0 / 0
 
@@ -55,9 +55,10 @@ class AdamW:
         `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it; "exp_avg", "exp_avg_sq" float32. A
         float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
-        assert step >= 1, step
-        scalars = self.scalars(lr, weight_decay, step, grad_scale)
-        (self._update_on_gpu if views["weight"].is_cuda else self._update_on_cpu)(views, scalars)
+        if views["weight"].is_cuda:
+            self._update_on_gpu(views, self.scalars(lr, weight_decay, step, grad_scale))
+        else:
+            self.updating(views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale)(0, views["weight"].numel())
 
     def _update_on_gpu(self, views: dict[str, Tensor], scalars: list[np.float32]) -> None:
         from megatrain.optim import cuda_kernels
@@ -69,22 +70,29 @@ class AdamW:
             name = "adamw_split" if views["grad"].dtype == torch.bfloat16 else "adamw_split_of_sums"
         cuda_kernels.launch(name, arrays, scalars)
 
-    def _update_on_cpu(self, views: dict[str, Tensor], scalars: list[np.float32]) -> None:
+    def updating(self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> UpdateRange:
+        """AdamW updates of ranges of CPU `arrays`; the contract is `Optimizer.updating`'s."""
         from megatrain.optim import kernels
 
-        moments = numpy_of(views["exp_avg"], torch.float32), numpy_of(views["exp_avg_sq"], torch.float32)
-        if "remainder" in views:
-            halves = numpy_of(views["weight"], torch.bfloat16), numpy_of(views["remainder"], torch.int16)
-            grad = numpy_of(views["grad"].to(torch.bfloat16), torch.bfloat16)
-            assert len({a.size for a in (*halves, *moments, grad)}) == 1, "slices of unequal length"
-            kernels.adamw_split()(*halves, *moments, grad, *scalars)
+        scalars = self.scalars(lr, weight_decay, step, grad_scale)
+        moments = [numpy_of(arrays[name], torch.float32) for name in ("exp_avg", "exp_avg_sq")]
+        if "remainder" in arrays:
+            kernel, dtype = kernels.adamw_split(), torch.bfloat16
+            weights = [numpy_of(arrays["weight"], dtype), numpy_of(arrays["remainder"], torch.int16)]
         else:
-            weight, grad = numpy_of(views["weight"], torch.float32), numpy_of(views["grad"], torch.float32)
-            assert len({a.size for a in (weight, *moments, grad)}) == 1, "slices of unequal length"
-            kernels.adamw_float32()(weight, *moments, grad, *scalars)
+            kernel, dtype = kernels.adamw_float32(), torch.float32
+            weights = [numpy_of(arrays["weight"], dtype)]
+        ordered = (*weights, *moments, numpy_of(arrays["grad"].to(dtype), dtype))
+        assert len({array.size for array in ordered}) == 1, "slices of unequal length"
+
+        def update(start: int, stop: int) -> None:
+            kernel(*[array[start:stop] for array in ordered], *scalars)  # numpy's slices: torch's would hand the GIL over at each
+
+        return update
 
     def scalars(self, lr: float, weight_decay: float, step: int, grad_scale: float) -> list[np.float32]:
         """The kernels' constants, computed in double: 1 - beta2 taken in float32 would be off by 1e-5."""
+        assert step >= 1, step
         beta1, beta2 = self.betas
         values = (
             grad_scale,

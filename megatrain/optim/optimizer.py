@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -17,8 +18,11 @@ class StateArray:
     dtype: torch.dtype
 
 
+UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for
+
+
 class Optimizer(Protocol):
-    """Store, planner and checkpoint read `state_arrays`; the engine calls `update` on slices of a block, from many threads."""
+    """Store, planner and checkpoint read `state_arrays`; the engine updates ranges of a block, on the host from many threads."""
 
     name: ClassVar[str]
     state_arrays: ClassVar[tuple[StateArray, ...]]
@@ -35,8 +39,15 @@ class Optimizer(Protocol):
     def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
         """Update one flat range in place.
 
-        `views`: equally long, contiguous 1-D CPU slices of "weight", "remainder" (bfloat16 precision only), "grad" and
+        `views`: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision only), "grad" and
         every array of `state_arrays`. `step` counts updates from 1. `grad_scale` multiplies the gradient first (the clip
         factor). An element's result depends on that element alone, so any cut into ranges gives the same bits; a range
-        of zeros stays zero. Releases the GIL.
+        of zeros stays zero.
+        """
+
+    def updating(self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> UpdateRange:
+        """`update` of any range of CPU `arrays`, to be called from many threads at once.
+
+        What ranges have in common is prepared here. A call takes microseconds of Python, in which it keeps the GIL from the thread that
+        drives the device, and then releases it.
         """

@@ -156,13 +156,19 @@ def test_a_gradient_that_is_not_finite_stops_this_update_and_all_later_ones():
 def test_an_error_of_the_optimizer_reaches_whoever_waits(monkeypatch):
     with updater() as made:
 
-        def broken(*_: object, **__: object) -> None:
+        def broken(*_: object) -> None:
             raise ZeroDivisionError("in a thread of the pool")
 
-        monkeypatch.setattr(AdamW, "update", broken)
+        monkeypatch.setattr(AdamW, "updating", lambda *_, **__: broken)
         made.submit(random_gradient(0), lr=0.1, step=1, grad_scale=1.0)
         with pytest.raises(ZeroDivisionError, match="thread of the pool"):
             made.wait_ready(0)
+        monkeypatch.undo()
+        made.submit(random_gradient(1), lr=0.1, step=1, grad_scale=1.0)
+        for again in (lambda: made.wait_ready(1), made.check):  # nothing is updated after it
+            with pytest.raises(ZeroDivisionError, match="thread of the pool"):
+                again()
+        assert torch.all(made.store.array("weight", 1) == 1)
 
 
 # -- staging for updates during backward ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from megatrain.machine import MachineProfile, typical
 from megatrain.measure import compute, disk, measure, profile, update
 from megatrain.measure.clock import Clock
 from megatrain.measure.profile import Sizes
+from megatrain.optim import AdamW
 
 CPU = torch.device("cpu")
 
@@ -90,7 +91,15 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(Clock, "seconds", a_second)
-    monkeypatch.setattr(update, "apply", lambda optimizer, views: [array.zero_() for array in views.values()])
+
+    def zeroing(_: AdamW, arrays: dict[str, torch.Tensor], **__: float) -> Callable[[int, int], None]:
+        def zero(start: int, stop: int) -> None:
+            for array in arrays.values():
+                array[start:stop].zero_()
+
+        return zero
+
+    monkeypatch.setattr(AdamW, "updating", zeroing)
     with update.HostUpdate(1001) as work:
         assert work.rate(threads) == 1001
         assert all(not array.any() for array in work._arrays.values())
