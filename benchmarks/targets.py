@@ -55,8 +55,8 @@ def measured(target: Target, records: Sequence[Record]) -> str:
 
 def reached(target: Target, record: Record, records: Sequence[Record]) -> float | None:
     """The figure that the target is about; None where what it is compared with was not measured."""
-    if target.share_of_step:
-        share = record.result.get("shares", {}).get(target.share_of_step)
+    if target.share:
+        share = record.result.get(target.share)
         return None if share is None else float(share)
     if target.against is None:
         return record.tflops
@@ -65,7 +65,7 @@ def reached(target: Target, record: Record, records: Sequence[Record]) -> float 
 
 
 def _in_words(target: Target, value: float) -> str:
-    if target.share_of_step:
+    if target.share:
         return f"{value:.1%}"
     return f"{value:.2f} x" if target.against else f"{value:.0f} TFLOP/s"
 

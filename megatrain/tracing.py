@@ -6,7 +6,7 @@ import gzip
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,26 @@ def tracing(path: Path, device: torch.device) -> Iterator[Trace]:
         rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def computing_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds for which a GPU computes while `work` runs, by its own clock: kernels on whichever stream count once, transfers do not."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # not the host's side, which would slow it down
+        work()
+        torch.cuda.synchronize(device)
+    kernels = (event for event in profiler.events() or () if event.device_type.name == "CUDA" and not event.name.startswith(tuple(COPIES)))
+    return covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (start, end) spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def claim(path: Path) -> None:

@@ -50,8 +50,8 @@ def test_every_target_is_about_cases_that_exist():
 
 
 def test_targets_show_what_was_measured_and_nothing_else():
-    fp8, half = Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k"), replace(DONE, result={**FIGURES, "shares": {"compute": 0.5}})
-    busy = Target("7.6b-65k", "busy", 0.97, share_of_step="compute")
+    fp8, half = Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k"), replace(DONE, result={**FIGURES, "gpu_busy": 0.5})
+    busy = Target("7.6b-65k", "busy", 0.97, share="gpu_busy")
     assert targets.NOT_YET in targets.measured(TARGETS[0], [])
     assert targets.measured(TARGETS[0], [DONE]).startswith("500 TFLOP/s | 2.00 | - | 2026-01-02, a machine")
     assert targets.measured(TARGETS[0], [FAILED]).startswith("failed: RuntimeError: no / room")

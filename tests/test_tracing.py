@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.streams import Lane
 from megatrain.errors import StorageError
-from megatrain.tracing import claim, rename_rows, tracing
+from megatrain.tracing import claim, covered, rename_rows, tracing
 
 CPU = torch.device("cpu")
 
@@ -69,3 +69,8 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another file for --profile"):
         claim(tmp_path / "file" / "trace.json")
+
+
+def test_what_overlaps_is_covered_once():
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (3, 4)]) == 6

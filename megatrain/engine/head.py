@@ -72,8 +72,8 @@ def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as one kernel, made when it is first called and once more for other numbers of rows.
 
-    Without trying several forms of the kernel: before it timed one that writes over the logits, it would save them in pinned host RAM, up to
-    4 GiB that are never given back.
+    Forms of the kernel are not tried out: to time one that writes over the logits, torch would save these in pinned host RAM, up to 4 GiB
+    that are never given back.
     """
     return torch.compile(function, options={"triton.autotune_pointwise": False})
 

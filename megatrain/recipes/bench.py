@@ -38,7 +38,7 @@ from megatrain.recipes.setup import (
 from megatrain.recipes.shapes import shape_config
 from megatrain.report import bound_in_words
 from megatrain.summary import PredictedBytes, PredictedSeconds
-from megatrain.tracing import claim, tracing
+from megatrain.tracing import claim, computing_seconds, tracing
 
 NOTHING_TO_READ: Any = None  # random tokens need no tokenizer, random weights no files
 
@@ -71,9 +71,10 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
         setup_s = time.perf_counter() - started
         measured = measure(engine, config, plan, steps=steps, warmup=warmup, console=console)
         memory = memory_of(engine.device, meter)  # before the profiler takes its own
+        computing_s = time_computing(engine, config, plan)
         if profile is not None:
             show_timeline(engine, config, plan, profile, console)
-    return result_of(config, plan, parts, measured[warmup:], setup_s=setup_s, memory=memory)
+    return result_of(config, plan, parts, measured[warmup:], setup_s=setup_s, memory=memory, computing_s=computing_s)
 
 
 def prepare_shape(config: Config, layers: int | None) -> Parts:
@@ -111,6 +112,14 @@ def random_batches(config: Config, plan: Plan, vocab_size: int, seed: int) -> Ba
     return [{"input_ids": part, "labels": part} for part in parts]
 
 
+def time_computing(engine: Engine, config: Config, plan: Plan) -> float | None:
+    """Seconds of one step more in which the GPU runs kernels; None on the CPU, which does nothing else."""
+    if engine.device.type != "cuda":
+        return None
+    batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
+    return computing_seconds(lambda: engine.train_step(batches, next_token, config.train.learning_rate), engine.device)
+
+
 def show_timeline(engine: Engine, config: Config, plan: Plan, path: Path, console: Console) -> None:
     """Watch one step more. Raises StorageError."""
     batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
@@ -135,7 +144,14 @@ def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
 
 
 def result_of(
-    config: Config, plan: Plan, parts: Parts, steps: list[BenchStep], *, setup_s: float, memory: dict[str, int | None]
+    config: Config,
+    plan: Plan,
+    parts: Parts,
+    steps: list[BenchStep],
+    *,
+    setup_s: float,
+    memory: dict[str, int | None],
+    computing_s: float | None,
 ) -> BenchResult:
     """Rates are those of the median step."""
     step_s = statistics.median(step.seconds for step in steps)
@@ -153,6 +169,7 @@ def result_of(
         tokens_per_s=tokens / step_s,
         tflops=work.tflops(tokens, step_s),
         mfu=mfu,
+        gpu_busy=None if computing_s is None else computing_s / step_s,
         time=spent,
         host=PredictedBytes(plan.host_bytes, memory["host_bytes"]),
         gpu=PredictedBytes(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),

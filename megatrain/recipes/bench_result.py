@@ -37,6 +37,7 @@ class BenchResult:
     tokens_per_s: float
     tflops: float  # 6 x parameters x tokens / seconds
     mfu: float | None  # None where the device's peak is unknown
+    gpu_busy: float | None  # share of the step in which the GPU runs kernels, by its own clock; None on the CPU
     time: StepTime  # where the seconds of all measured steps went
     host: PredictedBytes
     gpu: PredictedBytes
@@ -75,7 +76,7 @@ class BenchResult:
             ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
             ("step", f"{self.step_s}; {spread}"),
             ("rate", rates if self.mfu is None else f"{rates}, {self.mfu:.0%} of the GPU's peak"),
-            ("time", time_in_words(self.time)),
+            ("time", time_in_words(self.time) + ("" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it")),
             ("planned", phases_in_words(self.plan["timing"])),
             ("host memory", str(self.host)),
         ]

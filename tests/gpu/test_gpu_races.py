@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -105,6 +106,21 @@ def test_the_host_runs_ahead_of_the_gpu():
         before_layers(engine, note)
         engine.train_step(STEPS[1])
         assert sum(unfinished) > len(unfinished) // 2, unfinished
+
+
+def test_a_step_waits_for_the_gpu_at_its_end_alone():
+    """Whoever waits in between lets the GPU run dry: it has nothing queued when the host goes on."""
+    with make("two groups, sums travel") as engine:
+        engine.train_step(STEPS[0])
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                engine.train_step(STEPS[1])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
+    assert len(waits) == 1, waits  # the loss is read
 
 
 def never_wait(*_: object) -> None:

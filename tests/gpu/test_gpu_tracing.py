@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import torch
 
 from megatrain.engine.streams import Lane
-from megatrain.tracing import tracing
+from megatrain.tracing import computing_seconds, tracing
 
 
 def test_streams_have_names(tmp_path):
@@ -29,3 +30,19 @@ def test_streams_have_names(tmp_path):
     assert {"upload", "download", "compute"} <= {name.rpartition(": ")[2] for name in names}
     assert {"megatrain-upload", "megatrain-download"} <= names
     assert "CUDA" in trace.table
+
+
+def test_only_kernels_count_as_computing():
+    """On a GPU that waits for a transfer of 256 MiB, and on one that multiplies all the time."""
+    device = torch.device("cuda", 0)
+    host, there, a = torch.ones(1 << 26).pin_memory(), torch.empty(1 << 26, device=device), torch.ones(8192, 8192, device=device)
+    spent = []
+    for work in (lambda: there.copy_(host), lambda: [a @ a for _ in range(3)]):
+        work()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        spent.append(computing_seconds(work, device) / (time.perf_counter() - started))
+    assert spent[0] < 0.05
+    assert 0.5 < spent[1] < 1.05
