@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatrain.models.work import LayerWork, Pass
 
 # Held to layers of 2B to 14B on an H200 (tests/test_timing.py).
-PRODUCTS_SHARE = 0.91  # of a lone matrix product's rate that a layer's products reach, under the power that a whole step draws
+CPU_PRODUCTS_SHARE = 0.91  # of a lone matrix product's rate that a layer's products reach on a CPU; on an H200 it was all of it
 FP8_SHARE = 0.75  # of a lone fp8 product's rate: its operands are quantised first. Not measured
 # A kernel of a layer costs the host so many bare launches, with the module around it or the compiled graph, which has fewer kernels but
 # guards, and wrappers of autograd's. On an H100's host a compiled layer of 37 kernels took 3.3 ms, forward and backward, a launch 8 us.
@@ -164,7 +164,7 @@ class _Costs:
 
     def _matmul_rate(self, tokens: int) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
-        return PRODUCTS_SHARE * interpolate(rates, tokens)
+        return (1.0 if self.on_gpu else CPU_PRODUCTS_SHARE) * interpolate(rates, tokens)
 
     def _adding(self, numel: int) -> float:
         """Adding a gradient to its fp32 sum: one is read, the other read and written."""

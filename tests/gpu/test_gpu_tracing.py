@@ -44,5 +44,5 @@ def test_only_kernels_count_as_computing():
         work()
         torch.cuda.synchronize()
         spent.append(computing_seconds(work, device) / (time.perf_counter() - started))
-    assert spent[0] < 0.05
-    assert 0.5 < spent[1] < 1.05
+    assert spent[0] < 0.05, spent
+    assert 0.5 < spent[1] < 1.5, spent
