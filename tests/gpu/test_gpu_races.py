@@ -120,7 +120,7 @@ def test_a_step_waits_for_the_gpu_only_when_all_is_computed():
                 engine.train_step(STEPS[1])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [Path(w.filename).name for w in seen if "synchronizing" in str(w.message)]
+    waits = [Path(w.filename).name for w in seen if "called a synchronizing" in str(w.message)]
     assert waits == ["engine.py", "streams.py"]  # the loss is read, then the norm
 
 
