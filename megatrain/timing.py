@@ -108,6 +108,7 @@ class _Costs:
         self.weight = WEIGHT_BYTES[job.precision]
         self.on_gpu = machine.upload > 0
         self.is_fp8 = job.precision == "fp8" and machine.fp8 > 0
+        self.layer_traffic = FP8_TRAFFIC if self.is_fp8 else 1.0
         self.micro_batches = micro_batches(choices, job)
         self.recomputed = len(shape.block_numel) - 2 - choices.retained  # layers, the first ones
         self.host_update_rate = self._host_update_rate()
@@ -123,7 +124,7 @@ class _Costs:
         key = (id(work), self.shape.block_numel[number], retained, number < self.choices.resident)
         if key not in self._known:  # layers are mostly of one kind
             rate, quantising = self._layer_rate(tokens), self._quantising(self.shape.block_numel[number])
-            forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate))
+            forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
             again = self._again(work, tokens) if retained else forward - work.skippable_flops * tokens / rate
             self._known[key] = self._block(number, forward, backward + again)
         return self._known[key]
@@ -145,20 +146,19 @@ class _Costs:
         both = chunks * sum(self._forward_and_backward(self.shape.work.head, chunk, self._matmul_rate(chunk))) + (chunks - 1) * adding
         return self._block(len(self.shape.block_numel) - 1, 0.0, both)
 
-    def _forward_and_backward(self, work: LayerWork, tokens: int, rate: float) -> tuple[float, float]:
-        """Seconds of `tokens` at once, with matrix products at `rate` FLOP/s."""
+    def _forward_and_backward(self, work: LayerWork, tokens: int, rate: float, traffic: float = 1.0) -> tuple[float, float]:
+        """Seconds of `tokens` at once, with matrix products at `rate` FLOP/s and `traffic` times the bytes of bf16 between them."""
         attention = 3 * work.forward.attention_flops * tokens / interpolate(self.machine.attention, self.job.seq_len)
         return (
-            self._pass(work.forward, tokens, rate, attention * ATTENTION_FORWARD_SHARE),
-            self._pass(work.backward, tokens, rate, attention * (1 - ATTENTION_FORWARD_SHARE)),
+            self._pass(work.forward, tokens, rate, traffic, attention * ATTENTION_FORWARD_SHARE),
+            self._pass(work.backward, tokens, rate, traffic, attention * (1 - ATTENTION_FORWARD_SHARE)),
         )
 
-    def _pass(self, work: Pass, tokens: int, rate: float, attention: float) -> float:
+    def _pass(self, work: Pass, tokens: int, rate: float, traffic: float, attention: float) -> float:
         """Seconds of one direction. A GPU computes while the host launches the next kernels; a CPU does one after the other."""
         kind = "compiled" if self.job.compiled else "eager"
         moved, kernels = (work.compiled_bytes, work.compiled_kernels) if self.job.compiled else (work.eager_bytes, work.eager_kernels)
-        moved *= FP8_TRAFFIC if self.is_fp8 else 1.0
-        computing = attention + work.matmul_flops * tokens / rate + moved * tokens / self.machine.memory
+        computing = attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / self.machine.memory
         launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
         return max(computing, launching) if self.on_gpu else computing + launching
 
