@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 import megatrain
-from megatrain.models.fp8 import Fp8Policy, apply_fp8, multiply, quantize
+from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, multiply, quantize
 
 REPEATS, WARMUPS = 20, 3
 CHECKED_ROWS = 2
@@ -41,7 +41,7 @@ POLICIES: dict[str, Fp8Policy | None] = {
     "all fp32 sums": Fp8Policy(output="fp8"),
     "grad_weight in bf16": Fp8Policy(grad_weight="bfloat16"),
     "output alone": Fp8Policy(grad_input="bfloat16", grad_weight="bfloat16"),
-    "k and v in bf16": Fp8Policy(keep=(*Fp8Policy().keep, "*k_proj", "*v_proj")),
+    "attention too": Fp8Policy(keep=ROUTERS),
 }
 
 Records = list[dict[str, Any]]

@@ -30,7 +30,7 @@ from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import Settings
 from megatrain.hardware import update_threads
-from megatrain.models.fp8 import Fp8Policy, apply_fp8
+from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import setup
 
@@ -38,7 +38,8 @@ POLICIES: dict[str, Fp8Policy | None] = {
     "bfloat16": None,
     "float32": None,  # how far bf16 is itself from something better
     "fp8": Fp8Policy(),
-    "fp8-everywhere": Fp8Policy(ends=0),
+    "fp8-attention-too": Fp8Policy(keep=ROUTERS),
+    "fp8-everywhere": Fp8Policy(keep=ROUTERS, ends=0),
     "fp8-fast": Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast"),
     "fp8-grad-weight-bf16": Fp8Policy(grad_weight="bfloat16"),
 }

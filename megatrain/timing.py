@@ -107,8 +107,8 @@ class _Costs:
         self.choices, self.job, self.shape, self.machine = choices, job, shape, machine
         self.weight = WEIGHT_BYTES[job.precision]
         self.on_gpu = machine.upload > 0
-        self.is_fp8 = job.precision == "fp8" and machine.fp8 > 0
-        self.layer_traffic = FP8_TRAFFIC if self.is_fp8 else 1.0
+        self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
+        self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
         self.micro_batches = micro_batches(choices, job)
         self.recomputed = len(shape.block_numel) - 2 - choices.retained  # layers, the first ones
         self.host_update_rate = self._host_update_rate()
@@ -164,11 +164,12 @@ class _Costs:
 
     def _layer_rate(self, tokens: int) -> float:
         """FLOP/s of the layers' products over so many tokens."""
-        return self.machine.fp8 if self.is_fp8 else self._matmul_rate(tokens)
+        rate = self._matmul_rate(tokens)
+        return 1 / (self.fp8_share / self.machine.fp8 + (1 - self.fp8_share) / rate) if self.fp8_share else rate
 
     def _quantising(self, numel: int) -> float:
-        """Finding the fp8 form of a layer's weights, forward or backward. (The first and the last layer stay bf16: that is neglected.)"""
-        return numel * FP8_WEIGHT_BYTES / 2 / self.machine.memory if self.is_fp8 else 0.0
+        """Finding the fp8 form of a layer's weights, forward or backward."""
+        return self.fp8_share * numel * FP8_WEIGHT_BYTES / 2 / self.machine.memory
 
     def _matmul_rate(self, tokens: int) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul

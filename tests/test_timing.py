@@ -85,13 +85,13 @@ CHOSEN = [
     (
         7.26,
         QWEN_7B,
-        replace(JOB_7B, precision="fp8", tokens_per_step=131_072),
+        replace(JOB_7B, precision="fp8", fp8_share=26 / 28, tokens_per_step=131_072),
         replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28),
     ),
     (
         8.43,
         QWEN_7B,
-        replace(JOB_7B, precision="fp8", tokens_per_step=131_072),
+        replace(JOB_7B, precision="fp8", fp8_share=26 / 28, tokens_per_step=131_072),
         replace(RETAINED, micro_batch_tokens=4096, groups=32, resident=30),
     ),
 ]

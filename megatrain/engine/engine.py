@@ -67,6 +67,7 @@ class Engine:
         self._pending: list[Gradient] | None = None
         self._targets = 0
         self._closed = False
+        self._tuning = settings.compile and device.type == "cuda"  # until the first step is over
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
         skeleton.find_skippable()
@@ -186,7 +187,11 @@ class Engine:
         with naming_the_gpu("a step's activations"), fastest_attention(self.device):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
         self._pending = pending
-        return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
+        result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
+        if self._tuning:
+            torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
+            self._tuning = False
+        return result
 
     def step(self, lr: float | None = None) -> float:
         """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.

@@ -7,6 +7,7 @@ carried from step to step. Rows are those that a product sums along: backward qu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -20,6 +21,13 @@ FP8_MAX = torch.finfo(FP8).max  # 448
 SMALLEST_AMAX = 1e-30  # a row of zeros is divided by this; far below any gradient, and its inverse times 448 is still finite in fp32
 ALIGNMENT = 16  # what the kernels ask of the dimension that is summed, and of an output's last
 FIRST_CAPABILITY = (8, 9)  # Ada, before Hopper (9.0) and Blackwell
+
+# Patterns of modules that are better left in bf16.
+ROUTERS = ("*router*", "*gate")  # a small error chooses other experts
+ATTENTION = (
+    "*attn.*",
+    "*attention.*",
+)  # what enters and leaves it: an eighth of a layer's products, if queries are grouped; half of the loss
 
 Product = Literal["bfloat16", "fp8", "fp8_fast", "none"]
 
@@ -42,7 +50,7 @@ class Fp8Policy:
     output: Product = "fp8_fast"
     grad_input: Product = "fp8"
     grad_weight: Product = "fp8"
-    keep: tuple[str, ...] = ("*router*", "*gate")  # these choose experts, and a small error chooses others
+    keep: tuple[str, ...] = (*ROUTERS, *ATTENTION)
     ends: int = 1
 
     def layers(self, count: int) -> range:
@@ -54,6 +62,12 @@ class Fp8Policy:
         if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in self.keep):
             return False
         return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
+
+    def share(self, layers: Sequence[nn.Module]) -> float:
+        """Of all weights of the linear modules in a model's decoder layers, the share whose products it takes."""
+        linear = [(n, name, m) for n, layer in enumerate(layers) for name, m in layer.named_modules() if isinstance(m, nn.Linear)]
+        taken = sum(m.weight.numel() for n, name, m in linear if n in self.layers(len(layers)) and self.takes(name, m))
+        return taken / max(1, sum(m.weight.numel() for _, _, m in linear))
 
 
 def fp8_supported(device: torch.device) -> bool:

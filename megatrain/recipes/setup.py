@@ -24,6 +24,7 @@ from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, keep_heap_small, probe
 from megatrain.machine import MachineProfile
+from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton
@@ -155,6 +156,7 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
         state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
+        fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
         rows_vary=config.method == "sft" and train.rows_per_step is None,  # so many whole rows are counted as full ones
         micro_batch_tokens=micro_batch_tokens(config),

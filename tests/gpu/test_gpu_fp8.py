@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.settings import Settings
-from megatrain.models.fp8 import Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
+from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
 from megatrain.optim import AdamW
 from tests.support import bits, distance, engine_of, full_batches, plain_model, tiny_config, train_engine
 
@@ -48,7 +48,7 @@ class OneLayer(nn.Module):
         super().__init__()
         model: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda")
         self.layer: Any = model.model.layers[0]
-        assert not fp8 or apply_fp8(self.layer, Fp8Policy()) == 7
+        assert not fp8 or apply_fp8(self.layer, Fp8Policy(keep=ROUTERS)) == 7
         self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -99,6 +99,6 @@ def test_an_engine_learns_with_it(compiled):
     )
     with engine:
         for layer in engine.skeleton.layers:
-            apply_fp8(layer, Fp8Policy())
+            apply_fp8(layer, Fp8Policy(keep=ROUTERS))
         losses = train_engine(engine, [full_batches(0)] * 40).losses
     assert losses[-1] < 0.01 * losses[0]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.fp8 import FP8, FP8_MAX, Fp8Linear, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
+from megatrain.models.fp8 import FP8, FP8_MAX, ROUTERS, Fp8Linear, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
 from megatrain.optim import AdamW
 from tests.support import bits, distance, engine_of, full_batches, gradients_of, plain_model, tiny_config, train_engine
 
-ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16")
+ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16", keep=ROUTERS)
+ALL_FP8 = Fp8Policy(keep=ROUTERS, ends=0)
 HALF_STEP = 2.0**-4  # of e4m3: three bits behind the leading one
 BF16_STEP = 2.0**-8
 
@@ -150,13 +151,14 @@ def test_ends_stay_bf16():
 @pytest.mark.parametrize(
     ("name", "module", "taken"),
     [
-        ("self_attn.q_proj", nn.Linear(32, 16), True),
+        ("self_attn.q_proj", nn.Linear(32, 16), False),
+        ("attention.dense", nn.Linear(32, 16), False),
         ("mlp.gate_proj", nn.Linear(32, 16), True),
         ("mlp.gate", nn.Linear(32, 16), False),
         ("mlp.shared_expert_gate", nn.Linear(32, 16), False),
         ("block_sparse_moe.router.layer", nn.Linear(32, 16), False),
-        ("self_attn.q_proj", nn.Linear(24, 16), False),
-        ("self_attn.q_proj", nn.Linear(16, 24), False),
+        ("mlp.up_proj", nn.Linear(24, 16), False),
+        ("mlp.up_proj", nn.Linear(16, 24), False),
         ("norm", nn.LayerNorm(16), False),
         ("proj", type("Scaled", (nn.Linear,), {})(32, 16), False),
     ],
@@ -165,13 +167,19 @@ def test_who_takes_part(name, module, taken):
     assert Fp8Policy().takes(name, module) == taken
 
 
+def test_its_share_of_a_models_products():
+    layers = [nn.ModuleDict({"mlp": nn.Linear(32, 48), "gate": nn.Linear(32, 16)}) for _ in range(4)]
+    assert Fp8Policy().share(layers) == pytest.approx(2 / 4 * 48 / 64)
+    assert ALL_BF16.share([]) == 0
+
+
 @pytest.mark.parametrize(("family", "count"), [("llama", 7), ("qwen3", 7), ("gpt-neox", 4), ("gpt2", 0)])
 def test_parameters_keep_their_names_and_stay_the_same(family, count):
     engine = engine_of(tiny_config(family), precision="bfloat16")
     with engine:
         layer = engine.skeleton.layers[1]
         before = dict(layer.named_parameters())
-        assert apply_fp8(layer, Fp8Policy()) == count
+        assert apply_fp8(layer, ALL_FP8) == count
         assert sum(isinstance(module, Fp8Linear) for module in layer.modules()) == count
         after = dict(layer.named_parameters())
         assert list(before) == list(after) and all(before[name] is after[name] for name in before)
@@ -206,7 +214,7 @@ def test_streamed_layers_without_an_fp8_product_are_bit_for_bit_the_same():
 
 
 def test_gradients_are_near_and_training_ends_where_bf16_ends():
-    with fp8_engine(None) as plain, fp8_engine(Fp8Policy(ends=0)) as ours:
+    with fp8_engine(None) as plain, fp8_engine(ALL_FP8) as ours:
         for engine in (plain, ours):
             engine.forward_backward(full_batches(0))
         expected, found = (torch.cat([g.flatten() for g in gradients_of(engine).values()]) for engine in (plain, ours))
@@ -223,7 +231,7 @@ def test_compilers_can_trace_it():
     config = tiny_config("llama", num_hidden_layers=1)
     model: Any = plain_model(config, dtype=torch.bfloat16)
     layer = model.model.layers[0]
-    assert apply_fp8(layer, Fp8Policy()) == 7
+    assert apply_fp8(layer, ALL_FP8) == 7
     positions = tuple(random(2, 5, 8, seed=seed) for seed in (4, 5))
     x, dy = random(2, 5, 32), random(2, 5, 32, seed=3)
 
