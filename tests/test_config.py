@@ -24,6 +24,7 @@ data:
   format: messages
   train_on: all
   on_bad_row: skip
+  packing: true
   split: train
   text_field: body
 train:

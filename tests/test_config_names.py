@@ -69,6 +69,8 @@ MEANINGS = {
     "completion_only_loss": ("true", "data.train_on", "assistant"),
     "train_on_inputs": ("true", "data.train_on", "all"),
     "torch_compile": ("true", "compile", True),
+    "packing": ("true", "data.packing", True),
+    "sample_packing": ("false", "data.packing", False),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
 }

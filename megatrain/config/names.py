@@ -142,6 +142,8 @@ ALIASES: dict[str, Alias] = {
     "completion_only_loss": Alias(("data", "train_on"), _only_answers),
     "train_on_inputs": Alias(("data", "train_on"), _among((True, "all"), (False, "assistant"))),
     "torch_compile": Alias(("compile",)),
+    "packing": Alias(("data", "packing")),
+    "sample_packing": Alias(("data", "packing")),
     "use_cpu": Alias(("device",), _among((True, "cpu"), (False, "auto"))),
     "no_cuda": Alias(("device",), _among((True, "cpu"), (False, "auto"))),
 }
@@ -161,7 +163,7 @@ _BY_STEPS = "only counting steps is offered"
 _TRACKER = Refusal("experiment trackers are not built yet; metrics.jsonl in the run folder has every step", (None, "none", [], ["none"]))
 _HUB = Refusal("nothing is uploaded; use `megatrain export` and upload the folder")
 _COMPILE = Refusal("`compile: true` compiles the layers, and nothing of how is left to choose; remove it")
-_PACKING = Refusal("steps are cut by real tokens and padding never counts; remove it")
+_PACKING = Refusal("rows share sequences where `data.packing` says so, and steps are cut by real tokens; remove it")
 
 REFUSED: dict[str, Refusal] = {
     "fp16": Refusal(_MIXTURE),
@@ -189,8 +191,6 @@ REFUSED: dict[str, Refusal] = {
     "label_smoothing_factor": Refusal("label smoothing is not built yet; remove it", (0, 0.0, None)),
     "neftune_noise_alpha": Refusal("noise on embeddings is not built yet; remove it", (0, 0.0, None)),
     "group_by_length": Refusal("rows are already sorted by length inside a step; remove it"),
-    "packing": _PACKING,
-    "sample_packing": _PACKING,
     "padding_free": _PACKING,
     "pad_to_sequence_len": _PACKING,
     "eval_strategy": Refusal(f"{_BY_STEPS} (train.eval_every), or no evaluation (data.eval: null)", ("steps", None)),

@@ -1,4 +1,7 @@
-"""Batches in a reproducible order: a seeded shuffle, steps of so many real tokens, micro-batches of so many padded ones."""
+"""Batches in a reproducible order: a seeded shuffle, steps of so many real tokens, micro-batches of so many padded ones.
+
+Micro-batches are padded rows, or sequences of one length that several rows share (`pack_to`). Either way a step has the same rows.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import numpy as np
 
 from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.hashing import permutation
+from megatrain.data.packing import best_fit
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,14 +36,22 @@ class Position:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The rows of one optimizer step. `tokens` are real ones, padding not counted; `epoch` is where the data stands after the step."""
+    """The rows of one optimizer step. `epoch` is where the data stands after the step."""
 
     micro_batches: list[MicroBatch]
-    tokens: int
+    lengths: tuple[int, ...]  # real tokens of each row
     target_tokens: int
-    rows: int
     epoch: float
     after: Position
+
+    @property
+    def tokens(self) -> int:
+        """Real ones: padding is not counted."""
+        return sum(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
 
 
 class Loader:
@@ -48,7 +60,7 @@ class Loader:
     Each epoch is shuffled anew by (seed, epoch). A step takes rows in that order until the next one would exceed `tokens_per_step`
     real tokens (one row at least), or takes `rows_per_step` rows. An epoch's last step is as small as what is left; no step mixes
     epochs. `epochs` may be a fraction; None repeats until `max_steps`. Within a step rows are sorted by length, longest first, and cut
-    into right-padded micro-batches of rows x longest <= `micro_batch_tokens`.
+    into right-padded micro-batches of rows x longest <= `micro_batch_tokens`, or packed into sequences of `pack_to` tokens.
 
     `position()` is a JSON-able dict of where the run stands after the last batch that was handed out; `restore` continues from it
     bit-identically and reads nothing of what was consumed, however many batches were being prepared.
@@ -62,6 +74,7 @@ class Loader:
         micro_batch_tokens: int,
         pad_id: int,
         seed: int,
+        pack_to: int | None = None,
         tokens_per_step: int | None = None,
         rows_per_step: int | None = None,
         epochs: float | None = 1,
@@ -75,6 +88,7 @@ class Loader:
         self._rows_per_step = rows_per_step
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
+        self._pack_to = pack_to
         self._seed = seed
         self._epochs = math.inf if epochs is None else epochs
         self._max_steps = max_steps
@@ -129,10 +143,9 @@ class Loader:
         lengths = self._rows.lengths[chosen]
         after = self._normal(Position(position.step + 1, position.epoch, stop))
         return StepBatch(
-            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id)),
-            tokens=int(lengths.sum()),
+            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id, self._pack_to)),
+            lengths=tuple(lengths.tolist()),
             target_tokens=int(self._rows.target_counts[chosen].sum()),
-            rows=len(chosen),
             epoch=position.epoch + stop / len(self._rows),
             after=after,
         )
@@ -194,13 +207,16 @@ class _EpochOrder:
         return self._order, self._ends
 
 
-def held_out_batches(rows: Rows, micro_batch_tokens: int, pad_id: int, limit: int | None = None) -> Iterator[MicroBatch]:
+def held_out_batches(
+    rows: Rows, micro_batch_tokens: int, pad_id: int, limit: int | None = None, pack_to: int | None = None
+) -> Iterator[MicroBatch]:
     """Micro-batches over all rows once, or over the first `limit`, longest first, always in the same order.
 
     Raises DataError for a row that fits none.
     """
     check_longest(rows, micro_batch_tokens)
-    return micro_batches(rows, np.arange(len(rows) if limit is None else min(limit, len(rows))), micro_batch_tokens, pad_id)
+    chosen = np.arange(len(rows) if limit is None else min(limit, len(rows)))
+    return micro_batches(rows, chosen, micro_batch_tokens, pad_id, pack_to)
 
 
 def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
@@ -213,9 +229,15 @@ def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
         )
 
 
-def micro_batches(rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int) -> Iterator[MicroBatch]:
-    """The chosen rows, longest first, in micro-batches of rows x longest <= micro_batch_tokens."""
+def micro_batches(rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int, pack_to: int | None = None) -> Iterator[MicroBatch]:
+    """The chosen rows, longest first, in micro-batches of rows x longest <= micro_batch_tokens, or of sequences that they share."""
     by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
+    if pack_to is not None:
+        sequences = best_fit(rows.lengths[by_length].tolist(), pack_to)
+        size = max(1, micro_batch_tokens // pack_to)
+        for first in range(0, len(sequences), size):
+            yield collate_packed(rows, [by_length[sequence].tolist() for sequence in sequences[first : first + size]], pack_to, pad_id)
+        return
     start = 0
     while start < len(by_length):
         longest = int(rows.lengths[by_length[start]])
@@ -241,3 +263,25 @@ def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:
     if not attention.all():
         batch["attention_mask"] = torch.from_numpy(attention)
     return batch
+
+
+def collate_packed(rows: Rows, sequences: Sequence[Sequence[int]], seq_len: int, pad_id: int) -> MicroBatch:
+    """input_ids, labels and position_ids, int64 [sequences, seq_len] on the CPU. Every row's positions begin anew, and so do those of the
+    padding behind the last one: that is how models tell rows of a sequence apart."""
+    import torch
+
+    input_ids = np.full((len(sequences), seq_len), pad_id, np.int64)
+    labels = np.full((len(sequences), seq_len), IGNORED, np.int64)
+    positions = np.zeros((len(sequences), seq_len), np.int64)
+    for number, members in enumerate(sequences):
+        start = 0
+        for ids, mask in map(rows.row, members):
+            stop = start + len(ids)
+            input_ids[number, start:stop] = ids
+            labels[number, start:stop] = np.where(mask, ids, IGNORED)
+            labels[number, start] = IGNORED  # the row before would predict it
+            positions[number, start:stop] = np.arange(len(ids))
+            start = stop
+        positions[number, start:] = np.arange(seq_len - start)
+    arrays = {"input_ids": input_ids, "labels": labels, "position_ids": positions}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

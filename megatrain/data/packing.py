@@ -1,8 +1,10 @@
-"""Pre-training rows: documents end to end, cut into blocks of equal length."""
+"""Several in one sequence: for pre-training documents end to end, cut into blocks of equal length; for fine-tuning whole rows."""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,3 +78,23 @@ def pack(documents: TokenRows, seq_len: int) -> PackedRows:
     if not len(documents) or not len(packed):
         raise DataError("the documents hold fewer than two tokens; there is nothing to train on")
     return packed
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Numbers of rows that share a sequence of `capacity` tokens: each row goes where it leaves the least room (best fit).
+
+    Rows that come longest first fill sequences best. No row may be longer than a sequence.
+    """
+    sequences: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, number of the sequence), ascending
+    for number, length in enumerate(lengths):
+        assert length <= capacity, (length, capacity)
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            sequences.append([])
+            left, sequence = capacity, len(sequences) - 1
+        else:
+            left, sequence = room.pop(place)
+        sequences[sequence].append(number)
+        insort(room, (left - length, sequence))
+    return sequences

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.memory.layout import FlatLayout
@@ -46,18 +47,28 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def documents_of(positions: torch.Tensor) -> torch.Tensor:
+    """Which document of its sequence each token belongs to, [batch, tokens]: another one begins where positions do not go on by one."""
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+def none_found(positions: torch.Tensor) -> None:
+    """Of positions that the model itself counted."""
+
+
 @contextmanager
-def without_search_for_documents() -> Iterator[None]:
-    """Keep transformers from looking for packed documents in positions that it counted itself: to see that there are none it waits for the
-    GPU, which then waits for the host, once with every run of the model."""
+def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Have transformers ask `find` for the packed documents in positions. Its own search ends in a question to the GPU whether there are
+    any, for whose answer the GPU stands still, once with every run of the model."""
     from transformers import masking_utils
 
     search = "find_packed_sequence_indices"
     found = getattr(masking_utils, search, None)
-    if found is None:  # a release that does not
+    if found is None:  # a release that does not search
         yield
         return
-    setattr(masking_utils, search, lambda position_ids: None)
+    setattr(masking_utils, search, find)
     try:
         yield
     finally:
@@ -276,7 +287,7 @@ class Skeleton:
         try:
             for recorder in self.recorders:
                 recorder.tape = tape
-            with nullcontext() if "position_ids" in inputs else without_search_for_documents():
+            with documents_known(documents_of if "position_ids" in inputs else none_found):
                 return self.model(use_cache=False, **inputs)
         finally:
             for recorder in self.recorders:
@@ -311,6 +322,19 @@ class Skeleton:
         finally:
             self._again = False
 
+    def separates_documents(self) -> bool:
+        """Whether documents that share a sequence, told apart by positions that begin anew, cannot see each other in any layer.
+
+        Seen in the masks that layers receive. On zeros, which take no memory.
+        """
+        inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+        try:
+            with zeros_outside(self.model, self.layers), torch.no_grad():
+                _, calls = self.embed(inputs)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return False  # a family that takes no positions
+        return all(any(map(separates, pytree.tree_leaves((call.args, call.kwargs)))) for call in calls)
+
     def find_skippable(self) -> None:
         """See what `layer_again` may leave out. Before the layers are compiled, whose graphs it would disturb."""
         with torch.random.fork_rng(devices=[]):
@@ -344,6 +368,14 @@ class Skeleton:
         with zeros_outside(self.model, self.layers), torch.no_grad():
             hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
+
+
+def separates(mask: Any) -> bool:
+    """Whether this is a mask [.., 4, 4] under which the last two tokens do not see the first two, and each sees itself."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or mask.shape[-2:] != (4, 4):
+        return False
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return bool(seen.diagonal(dim1=-2, dim2=-1).all()) and not bool(seen[..., 2:, :2].any())
 
 
 def flat_alias(flat: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ FLAGGED = {
     "train.max_grad_norm": "gradients are clipped otherwise from here on",
     "train.micro_batch_tokens": "sums are rounded in another order from here on",
     "train.groups": "sums are rounded in another order from here on",
+    "data.packing": "rows are summed in another order from here on",
     "train.head_chunk_tokens": "sums are rounded in another order from here on",
     "train.cheap_retention": "compiled layers may round otherwise from here on",
     "train.retained": "compiled layers may round otherwise where they are computed again",
@@ -54,6 +55,7 @@ KEPT_CHOICES = (
     "train.head_chunk_tokens",
     "train.retained",
     "train.cheap_retention",
+    "data.packing",
     "precision",
     "compile",
 )

@@ -18,7 +18,7 @@ from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, choose_compile
+from megatrain.recipes.setup import Parts, choose_compile, packed_to
 from megatrain.recipes.signals import StopRequest
 from megatrain.run_folder import write_text
 from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
@@ -35,6 +35,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "train.head_chunk_tokens": choices.head_chunk_tokens,
         "train.retained": choices.retained,
         "train.cheap_retention": choices.cheap_retention,
+        "data.packing": packed_to(config, parts.skeleton, machine) is not None,
         "memory.resident": choices.resident,
         "memory.offload_activations": choices.offload,
         "precision": machine.precision,

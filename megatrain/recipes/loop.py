@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ class Run:
     loader: Loader
     held_out: Rows | None
     micro_batch_tokens: int  # padded tokens computed at once
+    pack_to: int | None  # tokens of the sequences that rows share, if they do
     sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
     writer: MetricsWriter
     progress: Progress
@@ -142,8 +143,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     run.tokens += batch.tokens
     spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
     run.steady.add(spent)
-    lengths = [int(n) for mb in batch.micro_batches for n in row_lengths(mb)]
-    mfu = run.work.mfu(lengths, seconds, run.gpu_name)
+    mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
     run.advice = advise(run.steady.total, run.facts, mfu)
     metrics = StepMetrics(
         step=run.step,
@@ -179,13 +179,6 @@ def traced(run: Run) -> Iterator[None]:
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
-def row_lengths(micro_batch: MicroBatch) -> Sequence[int]:
-    """Real tokens of each row."""
-    mask = micro_batch.get("attention_mask")
-    rows, width = micro_batch["input_ids"].shape
-    return [width] * rows if mask is None else mask.sum(1).tolist()
-
-
 def watch(run: Run, batch: StepBatch, result: StepResult) -> None:
     """Count steps that were skipped because something was not finite; stop, keeping the batch, when there are too many in a row."""
     if not result.skipped or result.target_tokens == 0:
@@ -214,7 +207,7 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     if run.held_out is None:
         return None
     started = time.perf_counter()
-    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows)
+    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows, run.pack_to)
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None

@@ -32,6 +32,7 @@ from megatrain.recipes.setup import (
     make_loader,
     make_run_plan,
     memory_errors,
+    packed_to,
     prepare,
     quiet_libraries,
     read_rows,
@@ -124,7 +125,8 @@ def get_ready(config: Config) -> Ready:
 
 def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
     """The plan, now that the number of checkpoints is known, and the loader with the micro-batch that it chose."""
-    loader = make_loader(config, parts.model, rows, make_run_plan(config, parts).choices.micro_batch_tokens)
+    pack_to = packed_to(config, parts.skeleton, parts.machine)
+    loader = make_loader(config, parts.model, rows, make_run_plan(config, parts).choices.micro_batch_tokens, pack_to)
     every = config.checkpoint.every
     return make_run_plan(config, parts, 1 if every is None else -(-loader.steps_total() // every)), loader
 
@@ -163,6 +165,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
         loader=loader,
         held_out=ready.held_out,
         micro_batch_tokens=plan.choices.micro_batch_tokens,
+        pack_to=packed_to(config, parts.skeleton, parts.machine),
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
         progress=Progress(console, total_steps=total, first_step=state["step"], log_every=config.train.log_every),

@@ -134,9 +134,9 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     """What the planner knows of the model. Raises ModelError."""
     device, seq_len = machine.device.type, config.train.seq_len
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens(config))
-    compiled = choose_compile(config, skeleton, machine)
+    compiled, packed = choose_compile(config, skeleton, machine), packed_to(config, skeleton, machine) is not None
     # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
-    return shape_of(skeleton, seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
+    return shape_of(skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
 
 
 def make_optimizer(config: Config) -> Optimizer:
@@ -158,7 +158,7 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
-        rows_vary=config.method == "sft" and train.rows_per_step is None,  # so many whole rows are counted as full ones
+        rows_vary=rows_vary(config, parts),
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
         head_chunk_tokens=unless_auto(train.head_chunk_tokens),
@@ -242,12 +242,37 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
     return engine
 
 
+def rows_vary(config: Config, parts: Parts) -> bool:
+    """Whether micro-batches are padded. So many whole rows are counted as full ones."""
+    packed = packed_to(config, parts.skeleton, parts.machine) is not None
+    return config.method == "sft" and config.train.rows_per_step is None and not packed
+
+
+def packed_to(config: Config, skeleton: Skeleton, machine: Machine) -> int | None:
+    """Tokens of the sequences that rows of fine-tuning share; None: every row has its own.
+
+    Raises ConfigError if packing is asked for and the model would let rows see each other.
+    """
+    wanted = config.data.packing
+    if config.method != "sft" or wanted is False or (wanted == "auto" and machine.device.type != "cuda"):
+        return None
+    if skeleton.separates_documents():
+        return config.train.seq_len
+    if wanted is True:
+        raise ConfigError(
+            f"{config.where('data.packing')}: rows of a {skeleton.anatomy.family} model that share a sequence would see each other; "
+            "set data.packing: false"
+        )
+    return None
+
+
 def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool:
     """Whether to compile the layers. `auto`: on a GPU with a compiler at hand, if all rows have one length (each compiles anew)."""
     if config.compile != "auto":
         return config.compile
     compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
-    return compilers and machine.device.type == "cuda" and config.method == "pretrain" and not skeleton.has_dropout
+    one_length = config.method == "pretrain" or packed_to(config, skeleton, machine) is not None
+    return compilers and machine.device.type == "cuda" and one_length and not skeleton.has_dropout
 
 
 def fill(engine: Engine, config: Config) -> None:
@@ -327,12 +352,13 @@ def rows_logger() -> Callable[[int], None]:
     return note
 
 
-def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int) -> Loader:
+def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None) -> Loader:
     train = config.train
     return Loader(
         rows,
         micro_batch_tokens=micro_batch_tokens,
         pad_id=model.pad_id,
+        pack_to=pack_to,
         seed=train.seed,
         tokens_per_step=train.tokens_per_step,
         rows_per_step=train.rows_per_step,

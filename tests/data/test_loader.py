@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
-from megatrain.data.loader import IGNORED, Loader, StepBatch, held_out_batches
+from megatrain.data.loader import IGNORED, Loader, Position, StepBatch, held_out_batches
 from megatrain.errors import DataError
 
 PAD = 0
@@ -205,3 +205,47 @@ def test_an_error_while_preparing_reaches_the_loop():
 
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(loader(Broken(ROWS.lengths))))
+
+
+# -- rows that share sequences --------------------------------------------------------------------------------------------------------
+
+
+def documents(batch: StepBatch) -> dict[int, int]:
+    """Tokens by row number, found again in the sequences of a step, where every row has positions and targets of its own."""
+    found: dict[int, int] = {}
+    for micro in batch.micro_batches:
+        assert set(micro) == {"input_ids", "labels", "position_ids"}
+        for ids, labels, positions in zip(micro["input_ids"], micro["labels"], micro["position_ids"], strict=True):
+            starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+            for start, stop in itertools.pairwise(starts):
+                assert positions[start:stop].tolist() == list(range(stop - start))
+                number = int(ids[start]) - 1
+                if number == PAD - 1:
+                    assert set(labels[start:stop].tolist()) == {IGNORED}
+                    continue
+                assert set(ids[start:stop].tolist()) == {number + 1}
+                targets = [label != IGNORED for label in labels[start:stop].tolist()]
+                assert targets == [place >= max(1, (stop - start) // 2) for place in range(stop - start)]
+                assert number not in found
+                found[number] = stop - start
+    return found
+
+
+def test_a_packed_step_has_the_rows_of_a_padded_one():
+    for padded, packed in zip(loader(), loader(pack_to=32), strict=True):
+        assert documents(packed) == {number: int(ROWS.lengths[number]) for number in row_numbers(padded)}
+        assert (packed.lengths, packed.after) == (padded.lengths, padded.after)
+        assert {micro["input_ids"].shape[1] for micro in packed.micro_batches} == {32}
+        assert all(len(micro["input_ids"]) <= 2 for micro in packed.micro_batches)
+
+
+def test_packed_sequences_are_nearly_full():
+    (batch,) = loader(pack_to=64, micro_batch_tokens=256, tokens_per_step=10**6)
+    room = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
+    assert batch.tokens > 0.95 * room
+    assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (len(batch.micro_batches) - 1)
+
+
+def test_held_out_rows_are_packed_once_each():
+    batches = list(held_out_batches(ROWS, 64, PAD, limit=20, pack_to=32))
+    assert sorted(documents(StepBatch(batches, (), 0, 0.0, Position()))) == list(range(20))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import DataOptions, encode_source, load_data
-from megatrain.data.packing import pack
+from megatrain.data.packing import best_fit, pack
 from megatrain.errors import DataError
 
 WHOLE = DataOptions(seq_len=None, train_on="all")
@@ -60,3 +60,16 @@ def test_no_documents_are_refused(write_jsonl: Callable[..., Path], make_tokeniz
     documents = encode_source(write_jsonl([{"text": "hello"}]), make_tokenizer(), WHOLE, cache)
     with pytest.raises(DataError, match="fewer than two tokens"):
         pack(documents.choose(np.zeros(0, np.int64)), 4)
+
+
+@pytest.mark.parametrize("lengths", [[], [8], [8, 8], [5, 3, 3, 2, 2, 1], [1] * 20, sorted(range(1, 9), reverse=True) * 9])
+def test_rows_share_sequences_and_none_is_split(lengths: list[int]):
+    sequences = best_fit(lengths, 8)
+    assert sorted(number for sequence in sequences for number in sequence) == list(range(len(lengths)))
+    filled = [sum(lengths[number] for number in sequence) for sequence in sequences]
+    assert all(tokens <= 8 for tokens in filled)
+    assert sum(tokens <= 4 for tokens in filled) <= 1, "two half empty ones would have been one"
+
+
+def test_a_row_goes_where_it_leaves_least_room():
+    assert best_fit([6, 5, 3, 2, 2], 8) == [[0, 3], [1, 2], [4]]

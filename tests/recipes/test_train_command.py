@@ -16,6 +16,7 @@ import torch
 import megatrain as mt
 from megatrain.config import load_config
 from megatrain.data.sources import read_text
+from megatrain.models.skeleton import Skeleton
 from megatrain.recipes import loop
 from megatrain.run_folder import checkpoints
 from tests.commands import Command, chat_rows, environment, evaluations_of, metrics_of, steps_of, write_jsonl
@@ -268,3 +269,26 @@ def test_two_runs_in_one_folder_are_refused_by_the_lock(megatrain: Command, proj
     assert megatrain("train", "cfg.yaml", "train.max_steps=2").code == 0
     assert seen[0].returncode == 2
     assert f"error: run: in use by another run (process {os.getpid()})" in seen[0].stderr
+
+
+# -- rows that share sequences ------------------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_train_as_padded_ones_do(megatrain: Command) -> None:
+    losses = {}
+    for packing in ("true", "false", "auto"):
+        done = megatrain("train", "cfg.yaml", f"data.packing={packing}", "precision=float32", f"output=run-{packing}")
+        assert done.code == 0, done.err
+        run = Path(f"run-{packing}")
+        assert load_config(run / "config.resolved.yaml").data.packing is (packing == "true")  # auto: not on a CPU
+        losses[packing] = [row["loss"] for row in steps_of(run)] + [row["eval_loss"] for row in evaluations_of(run)]
+    assert losses["auto"] == losses["false"] != losses["true"]
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)
+
+
+def test_packing_is_refused_where_rows_would_see_each_other(megatrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Skeleton, "separates_documents", lambda _: False)
+    done = megatrain("plan", "cfg.yaml", "sample_packing=true")
+    assert done.code == 2
+    assert "rows of a llama model that share a sequence would see each other; set data.packing: false" in done.err
+    assert megatrain("plan", "cfg.yaml", "data.packing=auto").code == 0
