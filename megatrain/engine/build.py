@@ -20,7 +20,7 @@ from megatrain.models.pretrained import load_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.optim import AdamW, Optimizer
-from megatrain.optim.split import split_master
+from megatrain.optim.split import CHUNK, split_master
 
 
 def choose_device(device: str) -> torch.device:
@@ -123,11 +123,12 @@ def randomize(engine: Engine) -> None:
 
 
 def write_master(engine: Engine, block: int, master: torch.Tensor) -> None:
-    """Set a block's weights from a flat fp32 tensor on any device."""
+    """Set a block's weights from a flat fp32 tensor on any device, piece by piece: on a GPU its halves would need as much again."""
     store = engine.store
     if engine.precision == "float32":
         store.array("weight", block).copy_(master)
         return
-    weight, remainder = split_master(master)
-    store.array("weight", block).copy_(weight)
-    store.array("remainder", block).copy_(remainder)
+    targets = [torch.split(store.array(name, block), CHUNK) for name in ("weight", "remainder")]
+    for piece, *into in zip(torch.split(master, CHUNK), *targets, strict=True):
+        for target, half in zip(into, split_master(piece), strict=True):
+            target.copy_(half)

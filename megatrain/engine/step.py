@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.boundaries import Boundaries
@@ -140,8 +141,9 @@ class Passes:
                 assert mb.hidden is not None
                 self._seed_dropout(block, mb)
                 if keep and index >= self.first_retained:
-                    mb.graphs[index] = self._graph(index, mb, mb.hidden)
-                    mb.hidden = mb.graphs[index][1].detach()
+                    given, output = self._graph(index, mb, mb.hidden)
+                    mb.graphs[index] = given, get_gradient_edge(output)
+                    mb.hidden = output.detach()
                     continue
                 output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
                 if keep:
@@ -218,13 +220,14 @@ class Passes:
             return
         kept = mb.kept.pop()
         self._seed_dropout(block, mb)
-        self._differentiate(block, mb, self._graph(index, mb, self.boundaries.take(kept), again=True))
+        given, output = self._graph(index, mb, self.boundaries.take(kept), again=True)
+        self._differentiate(block, mb, (given, get_gradient_edge(output)))
         self.boundaries.release(kept)
 
-    def _differentiate(self, block: int, mb: MicroBatch, graph: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _differentiate(self, block: int, mb: MicroBatch, graph: tuple[torch.Tensor, GradientEdge]) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        hidden, output = graph
-        grads = torch.autograd.grad(output, [hidden, *self.parameters[block]], mb.grad, allow_unused=True)
+        hidden, root = graph
+        grads = torch.autograd.grad([root], [hidden, *self.parameters[block]], [mb.grad], allow_unused=True)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 

@@ -25,6 +25,7 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
             flat = torch.zeros(block.layout.numel, dtype=torch.float32, device=device)
             draw(skeleton, block, flat)
             write(block.index, flat)
+            del flat  # before the next one is there
 
 
 def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
