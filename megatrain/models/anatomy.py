@@ -81,5 +81,6 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def layout_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatLayout:
-    """Pack parameters, in the given order, into one block's layout."""
-    return FlatLayout.pack((name, tuple(p.shape), decays(name, tuple(p.shape))) for name, p in parameters)
+    """Pack parameters into one block's layout: first those that decay, for the device updates each kind by one launch."""
+    tensors = [(name, tuple(p.shape), decays(name, tuple(p.shape))) for name, p in parameters]
+    return FlatLayout.pack(sorted(tensors, key=lambda tensor: not tensor[2]))

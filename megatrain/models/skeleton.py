@@ -147,6 +147,7 @@ class Skeleton:
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
+        self._training: bool | None = None  # not known yet
         self._again = False  # a layer is being computed again: its graph is used at once
         self._try_head()
 
@@ -237,7 +238,11 @@ class Skeleton:
                         module._buffers[name] = buffer.to(device)
 
     def set_training(self, training: bool) -> None:
-        """Training mode (dropout active) or evaluation mode, for everything including the layers."""
+        """Training mode (dropout active) or evaluation mode, for everything including the layers. Walking through all modules takes
+        milliseconds of every step, so it is done when the mode changes."""
+        if training == self._training:
+            return
+        self._training = training
         for root in (self.model, *self.layers):
             root.train(training)
 

@@ -53,7 +53,15 @@ def test_tied_heads_live_in_embed(family):
         assert [owner for _, owner in shape.tied] == embed[:1]
         assert not any(spec.endswith(("lm_head.weight", "embed_out.weight")) for spec in head)
     else:
-        assert head[-1].split(".")[0] in ("lm_head", "embed_out")
+        assert {name.split(".")[0] for name in head} & {"lm_head", "embed_out"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "falcon-rw"])
+def test_a_block_has_one_segment_of_each_kind(family):
+    shape = Skeleton(tiny_config(family), dtype=torch.float32).anatomy
+    for block in shape.blocks:
+        decays = [segment.decay for segment in block.layout.segments()]
+        assert decays == sorted(set(decays), reverse=True)
 
 
 def test_learned_positions_belong_to_embed_and_the_final_norm_to_the_head():
