@@ -26,6 +26,7 @@ from megatrain.engine.update import Updater, diverged
 from megatrain.errors import MegaTrainError
 from megatrain.losses import Loss, next_token
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.compiled import naming_the_compiler
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
@@ -184,7 +185,7 @@ class Engine:
                 raise _NotFinite
 
         self._passes.step = self.updates + self.skipped
-        with naming_the_gpu("a step's activations"), fastest_attention(self.device):
+        with self._computing("a step's activations"):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
         self._pending = pending
         result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
@@ -192,6 +193,12 @@ class Engine:
             torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
             self._tuning = False
         return result
+
+    @contextmanager
+    def _computing(self, what: str) -> Iterator[None]:
+        """While layers run: with the attention kernels of this device, and with errors that say what is to be done."""
+        with naming_the_gpu(what), naming_the_compiler(), fastest_attention(self.device):
+            yield
 
     def step(self, lr: float | None = None) -> float:
         """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.
@@ -285,7 +292,7 @@ class Engine:
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with naming_the_gpu("an evaluation's activations"), fastest_attention(self.device), torch.no_grad():
+        with self._computing("an evaluation's activations"), torch.no_grad():
             total = float(self._passes.evaluate(micro_batches, loss))
         self._compute.take_stalls()
         return EvalResult(total / targets, round(targets))
@@ -296,7 +303,7 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        with naming_the_gpu("these logits"), fastest_attention(self.device), torch.no_grad():
+        with self._computing("these logits"), torch.no_grad():
             logits = self._passes.logits(input_ids, positions)
         self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
         self._compute.take_stalls()

@@ -8,8 +8,9 @@ kernels are estimates, by a simple rule of fusion.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.errors import ConfigError
 from megatrain.models.footprint import FusedAttention, additive
 from megatrain.models.recorder import LayerCall
 from megatrain.models.work import PRODUCTS, Traffic
@@ -44,6 +46,24 @@ class CompiledLayer:
     backward: Traffic
     cheap_saved_bytes: int  # with cheap retention
     cheap_backward: Traffic
+
+
+@contextmanager
+def naming_the_compiler() -> Iterator[None]:
+    """Turn torch.compile's failure into our error, which says how to do without. Memory that ran out meanwhile stays what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        exceptions: Any = sys.modules.get("torch._dynamo.exc")  # there only once something was compiled
+        if exceptions is None or not isinstance(error, exceptions.TorchDynamoException):
+            raise
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, torch.OutOfMemoryError):
+            raise inner from error
+        reason = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+        raise ConfigError(
+            f"compile: torch.compile could not compile the model's layers on this machine ({reason}); set compile: false"
+        ) from error
 
 
 def inductor_with_cheap_retention(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

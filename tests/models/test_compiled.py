@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen2Config
 
+from megatrain.engine.settings import Settings
+from megatrain.errors import ConfigError
 from megatrain.models.compiled import CompiledLayer, cheap_retention, inductor_with_cheap_retention, trace_compiled
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
-from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
+from tests.support import FAMILIES, MORE_FAMILIES, engine_of, full_batches, tiny_config
 
 ROWS, TOKENS, HIDDEN = 2, 16, 32
 QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
@@ -160,3 +162,15 @@ class Counts(nn.Module):
 
 def test_a_layer_that_depends_on_values_cannot_be_traced() -> None:
     assert trace_alone(Counts()) is None
+
+
+def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_path):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/bin/false"))
+    with (
+        engine_of(tiny_config("llama", hidden_size=48), settings=Settings(compile=True)) as engine,
+        pytest.raises(ConfigError, match=r"compile: torch.compile could not .*No working C\+\+ compiler.*; set compile: false"),
+    ):
+        engine.train_step(full_batches(0))
