@@ -148,6 +148,7 @@ class Skeleton:
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
+        self._separates: bool | None = None
         self._again = False  # a layer is being computed again: its graph is used at once
         self._try_head()
 
@@ -330,8 +331,13 @@ class Skeleton:
     def separates_documents(self) -> bool:
         """Whether documents that share a sequence, told apart by positions that begin anew, cannot see each other in any layer.
 
-        Seen in the masks that layers receive. On zeros, which take no memory.
+        Seen in the masks that layers receive. On zeros, which take no memory; once, before the model is bound to a device.
         """
+        if self._separates is None:
+            self._separates = self._masks_separate_documents()
+        return self._separates
+
+    def _masks_separate_documents(self) -> bool:
         inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0, 1]])}
         try:
             with zeros_outside(self.model, self.layers), torch.no_grad():

@@ -152,3 +152,13 @@ def test_a_dry_call_has_shapes_and_no_data():
     hidden, calls = skeleton.dry_call(2, 40)
     assert (tuple(hidden.shape), hidden.dtype, hidden.is_meta) == ((2, 40, 32), torch.bfloat16, True)
     assert len(calls) == 3
+
+
+def test_whether_documents_are_separated_is_found_once():
+    skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    assert skeleton.separates_documents()
+    skeleton.move_buffers(torch.device("meta"))  # as an engine moves them to its device, where the zeros are not
+    assert skeleton.separates_documents()
+    bound = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    bound.move_buffers(torch.device("meta"))
+    assert not bound.separates_documents()
