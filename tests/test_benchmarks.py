@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import compare, records, roofline, systems, targets, write_page
+from benchmarks import compare, records, roofline, rows, systems, targets, write_page
 from benchmarks.cases import CASES, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.plot import Axes, Series, chart
@@ -183,3 +184,15 @@ def test_a_chart_puts_points_where_the_axes_say():
     assert first == (axes.x(1024), axes.y(0))
     assert second[1] < left[1] == right[1] < first[1]  # up is smaller
     assert second[0] - left[0] == pytest.approx(right[0] - second[0])  # equal ratios, equal distances
+
+
+# -- rows of many lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
+    given = {"model": "tiny", "layers": 1, "tokens": 1024, "seq_len": 128, "steps": 1, "warmup": 1, "overrides": ["device=cpu"]}
+    padded, packed = (rows.measure(argparse.Namespace(**given), name) for name in ("padded", "packed"))
+    assert [step["tokens"] for step in padded["steps"]] == [step["tokens"] for step in packed["steps"]]
+    assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
+    assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
+    assert padded["tokens_per_s"] > 0

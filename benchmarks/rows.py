@@ -1,0 +1,133 @@
+"""Fine-tuning rows of many lengths: padded or sharing sequences, eager or compiled.
+
+    python -m benchmarks.rows --model qwen2.5-7b --tokens 65536 --seq-len 2048 --json out.json
+    python -m benchmarks.rows --model tiny --tokens 2048 --seq-len 256 --variants padded packed device=cpu
+
+Random weights, and rows of random tokens whose lengths are spread like those of instructions with their answers (log-normal, median 150).
+Every variant takes the same rows through the loader, the plan and the engine of `megatrain train`. Rates count real tokens, not padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
+from megatrain.data.loader import Loader
+from megatrain.hardware import GIB
+from megatrain.losses import next_token
+from megatrain.meters import GpuMeter, host_bytes
+from megatrain.recipes.bench import prepare_shape
+from megatrain.recipes.describe import choices_in_words
+from megatrain.recipes.setup import make_engine, make_run_plan, packed_to
+from megatrain.recipes.shapes import bench_config
+
+VARIANTS = {
+    "padded": ("data.packing=false", "compile=false"),
+    "padded-compiled": ("data.packing=false", "compile=true"),
+    "packed": ("data.packing=true", "compile=false"),
+    "packed-compiled": ("data.packing=true", "compile=true"),
+}
+SHORTEST, MEDIAN, SPREAD = 16, 150, 0.8  # tokens; standard deviation of the logarithm
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows of random tokens, the second half of each its targets; the same tokens whenever a row is read."""
+
+    lengths: IndexArray
+    vocabulary: int
+    counts: Counts = field(default_factory=Counts)
+    digest: str = "random"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def target_counts(self) -> IndexArray:
+        return self.lengths - self.lengths // 2
+
+    def row(self, index: int) -> tuple[IdArray, MaskArray]:
+        length = int(self.lengths[index])
+        ids = np.random.default_rng(index).integers(0, self.vocabulary, length, dtype=np.int32)
+        return ids, np.arange(length) >= length // 2
+
+
+def rows_of(tokens: int, seq_len: int, vocabulary: int) -> RandomRows:
+    """Rows of so many tokens together, or a few more."""
+    generator, lengths = np.random.default_rng(0), np.zeros(0, np.int64)
+    while lengths.sum() < tokens:
+        drawn = generator.lognormal(np.log(MEDIAN), SPREAD, 256)
+        lengths = np.concatenate([lengths, np.clip(drawn, SHORTEST, seq_len).astype(np.int64)])
+    return RandomRows(lengths, vocabulary)
+
+
+def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Steps of one variant."""
+    sizes = (f"train.tokens_per_step={args.tokens}", f"train.seq_len={args.seq_len}", f"train.max_steps={args.warmup + args.steps}")
+    config = bench_config(args.model, ["method=sft", *sizes, *VARIANTS[name], *args.overrides])
+    parts = prepare_shape(config, args.layers)
+    plan = make_run_plan(config, parts, checkpoints_written=0)
+    plan.check()
+    pack_to = packed_to(config, parts.skeleton, parts.machine)
+    rows = rows_of(args.tokens * (args.warmup + args.steps + 1), args.seq_len, parts.skeleton.anatomy.vocab_size)
+    size = plan.choices.micro_batch_tokens
+    steps, computed = [], []
+    with make_engine(config, parts, plan) as engine, GpuMeter(engine.device) as meter:
+        loader = Loader(rows, micro_batch_tokens=size, pad_id=0, pack_to=pack_to, seed=0, tokens_per_step=args.tokens, epochs=1)
+        for number, batch in enumerate(loader):
+            if number == args.warmup + args.steps:
+                break
+            started = time.perf_counter()
+            result = engine.train_step(batch.micro_batches, next_token, config.train.learning_rate)
+            steps.append({"seconds": time.perf_counter() - started, "tokens": batch.tokens, "loss": result.loss})
+            computed.append(sum(micro["input_ids"].numel() for micro in batch.micro_batches) / batch.tokens)
+            print(f"{name} step {number}: {steps[-1]['seconds']:.3f} s, {len(batch.micro_batches)} micro-batches", flush=True)
+        memory = {"gpu_peak_bytes": meter.peak_bytes(), "host_bytes": host_bytes()}
+        parameters = engine.anatomy.parameters
+    rate = statistics.median(step["tokens"] / step["seconds"] for step in steps[args.warmup :])
+    figures = {"tokens_per_s": rate, "tflops": 6 * parameters * rate / 1e12, "computed_per_token": statistics.fmean(computed)}
+    return {**figures, "choices": choices_in_words(plan, parts), "plan": plan.to_dict(), "steps": steps, **memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder")
+    parser.add_argument("--layers", type=int, help="another depth than the model's own")
+    parser.add_argument("--tokens", type=int, default=65536, help="real ones, per step")
+    parser.add_argument("--seq-len", type=int, default=2048, help="longest row, and what rows share")
+    parser.add_argument("--steps", type=int, default=6, help="measured")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    results = {}
+    for name in args.variants:
+        results[name] = measure(args, name)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    print(f"\n{'':18}{'tokens/s':>10}{'TFLOP/s':>9}{'computed':>10}{'GPU GiB':>9}{'host GiB':>9}")
+    for name, result in results.items():
+        gpu = result["gpu_peak_bytes"]
+        memory = f"{'-' if gpu is None else f'{gpu / GIB:.1f}':>9}{result['host_bytes'] / GIB:>9.1f}"
+        print(f"{name:18}{result['tokens_per_s']:>10,.0f}{result['tflops']:>9.3g}{result['computed_per_token']:>10.2f}{memory}")
+    if args.json:
+        arguments = {key: value for key, value in vars(args).items() if key != "json"}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"date": date.today().isoformat(), "arguments": arguments, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
