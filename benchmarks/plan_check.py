@@ -124,23 +124,13 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     import torch
 
     from megatrain.engine.build import choose_device, from_config
-    from megatrain.engine.settings import Settings
     from megatrain.meters import GpuMeter, host_bytes
+    from megatrain.recipes.setup import settings_of
 
     where = choose_device(device)
     plan = plan_case(case, where.type)
     choices = plan.choices
-    settings = Settings(
-        groups=choices.groups,
-        resident=choices.resident,
-        sums_on_device=choices.sums_on_device,
-        retained=choices.retained,
-        cheap_retention=choices.cheap_retention,
-        offload=choices.offload,
-        head_chunk=choices.head_chunk_tokens,
-        update_threads=choices.update_threads,
-        compile=case.compiled,
-    )
+    settings = settings_of(plan)
     limit = 1.0 if case.clipping else None
     cuda = where.type == "cuda"
     with (

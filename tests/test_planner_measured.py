@@ -12,13 +12,14 @@ from transformers import LlamaConfig
 
 from megatrain.engine.build import build
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.settings import PRECISIONS, Settings
+from megatrain.engine.settings import PRECISIONS
 from megatrain.hardware import probe
 from megatrain.machine import typical
 from megatrain.models.footprint import LiveBytes
 from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner import Job, Plan, lay_out, make_plan
+from megatrain.recipes.setup import settings_of
 
 ROW = 64
 
@@ -80,17 +81,7 @@ class Case:
 
     def measure(self, plan: Plan) -> tuple[int, int]:
         """(peak bytes where it computes, bytes of the host's arrays) of one training step under `plan`."""
-        choices = plan.choices
-        settings = Settings(
-            groups=choices.groups,
-            resident=choices.resident,
-            sums_on_device=choices.sums_on_device,
-            retained=choices.retained,
-            cheap_retention=choices.cheap_retention,
-            offload=choices.offload,
-            head_chunk=choices.head_chunk_tokens,
-            update_threads=choices.update_threads,
-        )
+        settings = settings_of(plan)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
         batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(self.micro_batch_tokens // ROW)]

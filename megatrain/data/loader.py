@@ -88,7 +88,7 @@ class Loader:
         self._rows_per_step = rows_per_step
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
-        self._pack_to = pack_to
+        self.pack_to = pack_to
         self._seed = seed
         self._epochs = math.inf if epochs is None else epochs
         self._max_steps = max_steps
@@ -143,7 +143,7 @@ class Loader:
         lengths = self._rows.lengths[chosen]
         after = self._normal(Position(position.step + 1, position.epoch, stop))
         return StepBatch(
-            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id, self._pack_to)),
+            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id, self.pack_to)),
             lengths=tuple(lengths.tolist()),
             target_tokens=int(self._rows.target_counts[chosen].sum()),
             epoch=position.epoch + stop / len(self._rows),

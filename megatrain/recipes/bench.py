@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
@@ -26,12 +27,11 @@ from megatrain.recipes.describe import choices_in_words, environment_of, facts_o
 from megatrain.recipes.setup import (
     Model,
     Parts,
+    assemble,
     deterministic,
     find_machine,
     make_engine,
     make_run_plan,
-    make_shape,
-    make_skeleton,
     memory_errors,
     quiet_libraries,
 )
@@ -80,9 +80,8 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
 def prepare_shape(config: Config, layers: int | None) -> Parts:
     """As `prepare`, for a model of which nothing but its configuration is there."""
     keep_heap_small()
-    model, machine = Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None), find_machine(config, may_measure=True)
-    skeleton = make_skeleton(config, model, machine)
-    return Parts(model, machine, skeleton, make_shape(config, skeleton, machine))
+    model = Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None)
+    return assemble(config, model, find_machine(config, may_measure=True))
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------------------
@@ -112,19 +111,24 @@ def random_batches(config: Config, plan: Plan, vocab_size: int, seed: int) -> Ba
     return [{"input_ids": part, "labels": part} for part in parts]
 
 
+def one_more(engine: Engine, config: Config, plan: Plan) -> Callable[[], object]:
+    """Another step, its tokens drawn already."""
+    batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
+    return lambda: engine.train_step(batches, next_token, config.train.learning_rate)
+
+
 def time_computing(engine: Engine, config: Config, plan: Plan) -> float | None:
     """Seconds of one step more in which the GPU runs kernels; None on the CPU, which does nothing else."""
     if engine.device.type != "cuda":
         return None
-    batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
-    return computing_seconds(lambda: engine.train_step(batches, next_token, config.train.learning_rate), engine.device)
+    return computing_seconds(one_more(engine, config, plan), engine.device)
 
 
 def show_timeline(engine: Engine, config: Config, plan: Plan, path: Path, console: Console) -> None:
     """Watch one step more. Raises StorageError."""
-    batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
+    step = one_more(engine, config, plan)
     with tracing(path, engine.device) as trace:
-        engine.train_step(batches, next_token, config.train.learning_rate)
+        step()
     console.print(trace.table, soft_wrap=True, markup=False)
     console.print(f"the timeline of a step is in {path}: open it in ui.perfetto.dev", soft_wrap=True)
 

@@ -18,7 +18,7 @@ from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, choose_compile, packed_to
+from megatrain.recipes.setup import Parts, packed_to
 from megatrain.recipes.signals import StopRequest
 from megatrain.run_folder import write_text
 from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
@@ -39,7 +39,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "memory.resident": choices.resident,
         "memory.offload_activations": choices.offload,
         "precision": machine.precision,
-        "compile": choose_compile(config, parts.skeleton, machine),
+        "compile": plan.job.compiled,
         "device": machine.device.type,
         "threads": choices.update_threads,
     }
@@ -83,7 +83,7 @@ def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) ->
     kept = KEPT_CHOICES if resumed else ()
     return Facts(
         cuda=parts.machine.device.type == "cuda",
-        compiled=choose_compile(config, parts.skeleton, parts.machine),
+        compiled=plan.job.compiled,
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
         layers=layers,

@@ -49,7 +49,6 @@ class Run:
     loader: Loader
     held_out: Rows | None
     micro_batch_tokens: int  # padded tokens computed at once
-    pack_to: int | None  # tokens of the sequences that rows share, if they do
     sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
     writer: MetricsWriter
     progress: Progress
@@ -207,7 +206,7 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     if run.held_out is None:
         return None
     started = time.perf_counter()
-    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows, run.pack_to)
+    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows, run.loader.pack_to)
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None

@@ -165,7 +165,6 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
         loader=loader,
         held_out=ready.held_out,
         micro_batch_tokens=plan.choices.micro_batch_tokens,
-        pack_to=packed_to(config, parts.skeleton, parts.machine),
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
         progress=Progress(console, total_steps=total, first_step=state["step"], log_every=config.train.log_every),

@@ -89,7 +89,11 @@ def prepare(config: Config, *, may_measure: bool = False) -> Parts:
     may_measure: a machine whose rates are not known yet may be measured for some seconds; else they are guessed.
     """
     keep_heap_small()
-    model, machine = read_model(config), find_machine(config, may_measure=may_measure)
+    return assemble(config, read_model(config), find_machine(config, may_measure=may_measure))
+
+
+def assemble(config: Config, model: Model, machine: Machine) -> Parts:
+    """The model taken apart on this machine. Raises ModelError and ConfigError for what cannot run at all."""
     skeleton = make_skeleton(config, model, machine)
     return Parts(model, machine, skeleton, make_shape(config, skeleton, machine))
 
@@ -212,25 +216,13 @@ def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
 
 def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
     """The engine that the plan describes, its weights read or drawn; left zero if `load` is false, for a checkpoint to fill."""
-    choices = plan.choices
     engine = Engine(
         parts.skeleton,
         optimizer=make_optimizer(config),
         precision=parts.machine.precision,
         max_grad_norm=config.train.max_grad_norm,
         device=parts.machine.device,
-        settings=Settings(
-            groups=choices.groups,
-            group_size=choices.micro_batches(plan.job),
-            resident=choices.resident,
-            sums_on_device=choices.sums_on_device,
-            retained=choices.retained,
-            cheap_retention=choices.cheap_retention,
-            offload=choices.offload,
-            head_chunk=choices.head_chunk_tokens,
-            update_threads=choices.update_threads,
-            compile=choose_compile(config, parts.skeleton, parts.machine),
-        ),
+        settings=settings_of(plan),
         seed=config.train.seed,
     )
     try:
@@ -240,6 +232,23 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         engine.close()
         raise
     return engine
+
+
+def settings_of(plan: Plan) -> Settings:
+    """The plan's choices as the engine takes them."""
+    choices = plan.choices
+    return Settings(
+        groups=choices.groups,
+        group_size=choices.micro_batches(plan.job),
+        resident=choices.resident,
+        sums_on_device=choices.sums_on_device,
+        retained=choices.retained,
+        cheap_retention=choices.cheap_retention,
+        offload=choices.offload,
+        head_chunk=choices.head_chunk_tokens,
+        update_threads=choices.update_threads,
+        compile=plan.job.compiled,
+    )
 
 
 def rows_vary(config: Config, parts: Parts) -> bool:
