@@ -164,12 +164,13 @@ def test_a_layer_that_depends_on_values_cannot_be_traced() -> None:
     assert trace_alone(Counts()) is None
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_path):
     from torch._inductor import config as inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/bin/false"))
     with (
+        inductor.patch({"cpp.cxx": (None, "/bin/false")}),
         engine_of(tiny_config("llama", hidden_size=48), settings=Settings(compile=True)) as engine,
         pytest.raises(ConfigError, match=r"compile: torch.compile could not .*No working C\+\+ compiler.*; set compile: false"),
     ):
