@@ -42,7 +42,8 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 # shapes: 27 MiB more with every step of a small model, 35 MiB of a 135M one. A step needs some forty; the second copy gains nothing.
 LIBRARY_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "1"}
 
-UPDATE_THREADS_KEPT_FREE = 2  # one core drives the GPU, one feeds data and copies
+FEWEST_CORES_KEPT_FREE = 2  # by the update: one core drives the GPU, one feeds data and copies
+SHARE_OF_CORES_KEPT_FREE = 1 / 8  # memory is busy with fewer than all, and whoever drives the GPU must not queue for a core
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def physical_cores() -> int:
 
 
 def update_threads(cores: int | None = None) -> int:
-    """How many threads the optimizer update gets: all physical cores but two, at least one."""
-    return max(1, (physical_cores() if cores is None else cores) - UPDATE_THREADS_KEPT_FREE)
+    """How many threads the optimizer update gets: all physical cores but an eighth of them, two at least; one in any case."""
+    cores = physical_cores() if cores is None else cores
+    return max(1, cores - max(FEWEST_CORES_KEPT_FREE, int(cores * SHARE_OF_CORES_KEPT_FREE)))
 
 
 def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

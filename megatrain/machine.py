@@ -22,7 +22,7 @@ from megatrain.hardware import GIB, Hardware, _nvml, bf16_is_fast, update_thread
 
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 
-FORMAT = 1  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 2  # of the measurements: a higher number makes every cached profile stale
 UPDATE_BYTES = 26  # memory traffic of one parameter's AdamW update: weight, remainder, two fp32 moments read and written, gradient read
 
 

@@ -73,8 +73,8 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert probe(tmp_path, "auto").gpu is None
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 14)])
-def test_update_threads_leave_two_cores(cores: int, threads: int) -> None:
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 14), (64, 56)])
+def test_update_threads_leave_some_cores(cores: int, threads: int) -> None:
     assert update_threads(cores) == threads
 
 

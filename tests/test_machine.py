@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import machine
 from megatrain.errors import StorageError
-from megatrain.hardware import GIB, Gpu, Hardware
+from megatrain.hardware import GIB, Gpu, Hardware, update_threads
 from megatrain.machine import GPUS, MachineProfile, cache_file, cache_folder, fingerprint, interpolate, load, processor, save, typical
 
 CPU = Hardware(
@@ -169,7 +169,7 @@ def test_a_guess_is_a_profile_of_the_machine_at_hand(hardware: Hardware, cores: 
     threads = [count for count, _ in guess.update]
     assert threads == sorted(set(threads))
     assert (threads[0], threads[-1]) == (1, cores)
-    assert max(1, cores - 2) in threads
+    assert update_threads(cores) in threads
     assert (guess.upload > 0) == (hardware.gpu is not None)
     positive = {field.name for field in fields(MachineProfile)} - {"fingerprint", "measured_on", "upload", "download", "both", "fp8"}
     assert all(getattr(guess, name) for name in positive)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatrain.models.fp8_kernels import quantize_both
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448
 SMALLEST_AMAX = 1e-30  # a row of zeros is divided by this; far below any gradient, and its inverse times 448 is still finite in fp32
@@ -30,6 +32,8 @@ ATTENTION = (
 )  # what enters and leaves it: an eighth of a layer's products, if queries are grouped; half of the loss
 
 Product = Literal["bfloat16", "fp8", "fp8_fast", "none"]
+IN_FP8: frozenset[Product] = frozenset({"fp8", "fp8_fast"})
+Quantized = tuple[Tensor, Tensor]  # e4m3 [n, k] and fp32 scales [n, 1]
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,16 @@ class LinearProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (x, weight), (dy,) = ctx.saved_tensors, grads
-        dx = multiply(dy, weight.t(), ctx.grad_input) if ctx.needs_input_grad[0] else None
-        dw = multiply(dy.t(), x.t(), ctx.grad_weight) if ctx.needs_input_grad[1] else None
+        dx = dw = None
+        if all(ctx.needs_input_grad[:2]) and {ctx.grad_input, ctx.grad_weight} <= IN_FP8:
+            rows, columns = quantize_both_ways(dy)
+            dx = multiply_fp8(rows, quantize(weight.t()), ctx.grad_input)
+            dw = multiply_fp8(columns, quantize(_aligned(x.t())), ctx.grad_weight)
+        else:
+            if ctx.needs_input_grad[0]:
+                dx = multiply(dy, weight.t(), ctx.grad_input)
+            if ctx.needs_input_grad[1]:
+                dw = multiply(dy.t(), x.t(), ctx.grad_weight)
         return dx, dw, None, None, None
 
 
@@ -133,17 +145,33 @@ def multiply(a: Tensor, b: Tensor, mode: Product) -> Tensor:
         return a.new_empty(len(a), len(b))
     if mode == "bfloat16":
         return a @ b.t()
-    missing = -a.shape[1] % ALIGNMENT
-    if missing:  # only where tokens are summed: other widths are aligned by the policy
-        a, b = functional.pad(a, (0, missing)), functional.pad(b, (0, missing))
-    (a8, a_scales), (b8, b_scales) = quantize(a), quantize(b)
-    if a.device.type == "cpu":  # its kernel takes no scales by rows in some releases; this is the formula
+    return multiply_fp8(quantize(_aligned(a)), quantize(_aligned(b)), mode)
+
+
+def multiply_fp8(a: Quantized, b: Quantized, mode: Product) -> Tensor:
+    """a b^T [m, n] in bf16, of operands [m, k] and [n, k]; k and n are multiples of 16. mode: "fp8" or "fp8_fast"."""
+    (a8, a_scales), (b8, b_scales) = a, b
+    if a8.device.type == "cpu":  # its kernel takes no scales by rows in some releases; this is the formula
         return ((a8.float() @ b8.float().t()) * a_scales * b_scales.t()).bfloat16()
     fast = mode == "fp8_fast"
     return torch._scaled_mm(a8, b8.t(), scale_a=a_scales, scale_b=b_scales.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_both_ways(dy: Tensor) -> tuple[Quantized, Quantized]:
+    """(rows, columns) of a gradient [tokens, out]: itself, and transposed with zeros up to an aligned number of tokens."""
+    if dy.device.type == "cpu":
+        return quantize(dy), quantize(_aligned(dy.t()))
+    straight, row_scales, turned, column_scales = quantize_both(dy, len(dy) + -len(dy) % ALIGNMENT)
+    return (straight, row_scales), (turned, column_scales)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """With zeros after each row, up to an aligned width. Only where tokens are summed: other widths are aligned by the policy."""
+    missing = -rows.shape[1] % ALIGNMENT
+    return functional.pad(rows, (0, missing)) if missing else rows
+
+
+def quantize(rows: Tensor) -> Quantized:
     """(e4m3 [n, k], fp32 scales [n, 1]), whose product is near `rows` [n, k]. The former is contiguous whatever the strides of `rows`.
 
     Plain operations, for torch.compile to fuse with what made `rows`. All of a row that holds an infinity or NaN becomes NaN.

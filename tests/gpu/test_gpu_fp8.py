@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.settings import Settings
-from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
+from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize, quantize_both_ways
 from megatrain.optim import AdamW
 from tests.support import bits, distance, engine_of, full_batches, plain_model, tiny_config, train_engine
 
@@ -32,6 +32,33 @@ def test_quantising_is_the_same_to_the_bit(rows):
     on_gpu, gpu_scales = quantize(rows.cuda())
     assert torch.equal(on_gpu.cpu().view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(bits(gpu_scales.cpu()), bits(scales))
+
+
+def with_one(value: float) -> Tensor:
+    matrix = random(257, 144)
+    matrix[3, 5] = value
+    return matrix
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        random(33, 64),
+        random(300, 272),
+        random(64, 4096).t(),
+        torch.zeros(20, 32).bfloat16(),
+        with_one(float("nan")),
+        with_one(float("inf")),
+    ],
+    ids=["small", "tiles", "transposed", "zeros", "nan", "infinity"],
+)
+def test_rows_and_columns_at_once_are_those_one_by_one(gradient):
+    """All bits, and what is not finite where it would be."""
+    found, expected = quantize_both_ways(gradient.cuda()), quantize_both_ways(gradient)
+    for (values, scales), (wanted, wanted_scales) in zip(found, expected, strict=True):
+        assert torch.equal(values.cpu().float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0))
+        assert torch.equal(scales.cpu().nan_to_num(nan=1e38, posinf=2e38), wanted_scales.nan_to_num(nan=1e38, posinf=2e38))
+        assert values.is_contiguous()
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [("fp8", BF16_STEP), ("fp8_fast", 4 * BF16_STEP)])
