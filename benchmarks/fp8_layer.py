@@ -29,11 +29,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 import megatrain
-from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, multiply, quantize
+from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8, multiply, quantize
 
 REPEATS, WARMUPS = 20, 3
 CHECKED_ROWS = 2
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 POLICIES: dict[str, Fp8Policy | None] = {
     "bfloat16": None,
     "fp8": Fp8Policy(),
@@ -41,7 +41,8 @@ POLICIES: dict[str, Fp8Policy | None] = {
     "all fp32 sums": Fp8Policy(output="fp8"),
     "grad_weight in bf16": Fp8Policy(grad_weight="bfloat16"),
     "output alone": Fp8Policy(grad_input="bfloat16", grad_weight="bfloat16"),
-    "attention too": Fp8Policy(keep=ROUTERS),
+    "attention too": Fp8Policy(keep_output=()),
+    "attention in bf16": Fp8Policy(keep=(*ROUTERS, *ATTENTION)),
 }
 
 Records = list[dict[str, Any]]
@@ -201,7 +202,7 @@ def main() -> None:
     config = layer_config(args.hidden)
     layer = Qwen2DecoderLayer(config, 0).to(device, torch.bfloat16)
     tokens = args.rows[0] * args.seq_len
-    with sdpa_kernel(ATTENTION, set_priority=True):
+    with sdpa_kernel(KERNELS, set_priority=True):
         tables = {
             "products": show("products", products(layer, tokens, device)),
             "quantising": show("quantising", quantising(config, tokens, device, not args.eager)),

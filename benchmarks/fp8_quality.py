@@ -30,7 +30,7 @@ from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import Settings
 from megatrain.hardware import update_threads
-from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8
+from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import setup
 
@@ -38,8 +38,9 @@ POLICIES: dict[str, Fp8Policy | None] = {
     "bfloat16": None,
     "float32": None,  # how far bf16 is itself from something better
     "fp8": Fp8Policy(),
-    "fp8-attention-too": Fp8Policy(keep=ROUTERS),
-    "fp8-everywhere": Fp8Policy(keep=ROUTERS, ends=0),
+    "fp8-attention-in-bf16": Fp8Policy(keep=(*ROUTERS, *ATTENTION)),
+    "fp8-attention-too": Fp8Policy(keep_output=()),
+    "fp8-everywhere": Fp8Policy(keep_output=(), ends=0),
     "fp8-fast": Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast"),
     "fp8-grad-weight-bf16": Fp8Policy(grad_weight="bfloat16"),
 }
@@ -60,8 +61,9 @@ def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, co
     machine = setup.find_machine(config)
     skeleton = setup.make_skeleton(config, model, machine)
     if policy is not None:
-        layers = policy.layers(len(skeleton.layers))
-        print(f"{sum(apply_fp8(skeleton.layers[index], policy) for index in layers)} linear modules of {len(layers)} layers in fp8")
+        count = len(skeleton.layers)
+        taken = sum(apply_fp8(layer, policy.of_layer(index, count)) for index, layer in enumerate(skeleton.layers))
+        print(f"{taken} linear modules of {count} layers in fp8")
     engine = Engine(
         skeleton,
         optimizer=setup.make_optimizer(config),

@@ -109,7 +109,8 @@ class DataOptions(Options):
         default="assistant", description="Loss on the assistant's turns, or on everything."
     )
     packing: v.FlagOrAuto = Field(
-        default=False, description="Rows of sft share sequences of seq_len tokens, unseen by each other; auto: on CUDA, if the model can."
+        default="auto",
+        description="Rows of sft share sequences of seq_len tokens, unseen by each other; auto: on CUDA, up to 4,096, if the model can.",
     )
     on_bad_row: Annotated[_BAD_ROW, choice(_BAD_ROW)] = Field(default="refuse", description="Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = Field(default=None, description="Split of a hub data set, such as train.")

@@ -8,7 +8,7 @@ carried from step to step. Rows are those that a product sums along: backward qu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.models.fp8_kernels import quantize_both
+from megatrain.models.fp8_kernels import quantize_both, quantize_columns
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448
@@ -24,12 +24,9 @@ SMALLEST_AMAX = 1e-30  # a row of zeros is divided by this; far below any gradie
 ALIGNMENT = 16  # what the kernels ask of the dimension that is summed, and of an output's last
 FIRST_CAPABILITY = (8, 9)  # Ada, before Hopper (9.0) and Blackwell
 
-# Patterns of modules that are better left in bf16.
+# Patterns of modules that are better left in bf16, or their outputs.
 ROUTERS = ("*router*", "*gate")  # a small error chooses other experts
-ATTENTION = (
-    "*attn.*",
-    "*attention.*",
-)  # what enters and leaves it: an eighth of a layer's products, if queries are grouped; half of the loss
+ATTENTION = ("*attn.*", "*attention.*")  # an eighth of a layer's products, if queries are grouped; half of the loss
 
 Product = Literal["bfloat16", "fp8", "fp8_fast", "none"]
 IN_FP8: frozenset[Product] = frozenset({"fp8", "fp8_fast"})
@@ -48,30 +45,45 @@ class Fp8Policy:
         grad_input: dx = dy W.
         grad_weight: dW = dy^T x.
         keep: shell patterns of modules' paths inside a decoder layer that stay bf16.
-        ends: so many first and so many last decoder layers stay bf16.
+        keep_output: and of those whose output stays bf16, but not its gradients.
+        ends: of so many first and so many last decoder layers, all outputs stay bf16.
     """
 
     output: Product = "fp8_fast"
     grad_input: Product = "fp8"
     grad_weight: Product = "fp8"
-    keep: tuple[str, ...] = (*ROUTERS, *ATTENTION)
+    keep: tuple[str, ...] = ROUTERS
+    keep_output: tuple[str, ...] = ATTENTION
     ends: int = 1
 
-    def layers(self, count: int) -> range:
-        """Those of `count` decoder layers that `apply_fp8` is meant for."""
-        return range(self.ends, count - self.ends)
+    def of_layer(self, index: int, count: int) -> Fp8Policy:
+        """What it is for layer `index` of `count`."""
+        return self if self.ends <= index < count - self.ends else replace(self, output="bfloat16")
 
-    def takes(self, name: str, module: nn.Module) -> bool:
-        """Whether the module at path `name` of a decoder layer becomes an `Fp8Linear`."""
+    def of_module(self, name: str, module: nn.Module) -> Fp8Policy | None:
+        """What it is for the module at path `name` of a decoder layer; None if that stays as it is."""
         if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in self.keep):
-            return False
-        return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
+            return None
+        if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+            return None
+        return replace(self, output="bfloat16") if any(fnmatchcase(name, pattern) for pattern in self.keep_output) else self
+
+    @property
+    def products_share(self) -> float:
+        """Of a module's three products, the share with fp8 operands."""
+        return sum(mode in IN_FP8 for mode in (self.output, self.grad_input, self.grad_weight)) / 3
 
     def share(self, layers: Sequence[nn.Module]) -> float:
-        """Of all weights of the linear modules in a model's decoder layers, the share whose products it takes."""
-        linear = [(n, name, m) for n, layer in enumerate(layers) for name, m in layer.named_modules() if isinstance(m, nn.Linear)]
-        taken = sum(m.weight.numel() for n, name, m in linear if n in self.layers(len(layers)) and self.takes(name, m))
-        return taken / max(1, sum(m.weight.numel() for _, _, m in linear))
+        """Of the arithmetic of all linear modules in a model's decoder layers, the share in products with fp8 operands."""
+        taken = everything = 0.0
+        for index, layer in enumerate(layers):
+            policy = self.of_layer(index, len(layers))
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    own = policy.of_module(name, module)
+                    taken += own.products_share * module.weight.numel() if own else 0.0
+                    everything += module.weight.numel()
+        return taken / max(1.0, everything)
 
 
 def fp8_supported(device: torch.device) -> bool:
@@ -84,11 +96,11 @@ def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
 
     Parameters and their names stay, so that streamed weights are bound as before.
     """
-    taken = [module for name, module in layer.named_modules() if policy.takes(name, module)]
-    for module in taken:
+    policies = {module: own for name, module in layer.named_modules() if (own := policy.of_module(name, module))}
+    for module, own in policies.items():
         module.__class__ = Fp8Linear
-        module.policy = policy
-    return len(taken)
+        module.policy = own
+    return len(policies)
 
 
 class Fp8Linear(nn.Linear):
@@ -127,10 +139,10 @@ class LinearProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (x, weight), (dy,) = ctx.saved_tensors, grads
         dx = dw = None
-        if all(ctx.needs_input_grad[:2]) and {ctx.grad_input, ctx.grad_weight} <= IN_FP8:
+        if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and {ctx.grad_input, ctx.grad_weight} <= IN_FP8:
             rows, columns = quantize_both_ways(dy)
             dx = multiply_fp8(rows, quantize(weight.t()), ctx.grad_input)
-            dw = multiply_fp8(columns, quantize(_aligned(x.t())), ctx.grad_weight)
+            dw = multiply_fp8(columns, quantized_columns(x), ctx.grad_weight)
         else:
             if ctx.needs_input_grad[0]:
                 dx = multiply(dy, weight.t(), ctx.grad_input)
@@ -145,7 +157,7 @@ def multiply(a: Tensor, b: Tensor, mode: Product) -> Tensor:
         return a.new_empty(len(a), len(b))
     if mode == "bfloat16":
         return a @ b.t()
-    return multiply_fp8(quantize(_aligned(a)), quantize(_aligned(b)), mode)
+    return multiply_fp8(quantize(_padded(a)), quantize(_padded(b)), mode)
 
 
 def multiply_fp8(a: Quantized, b: Quantized, mode: Product) -> Tensor:
@@ -157,17 +169,29 @@ def multiply_fp8(a: Quantized, b: Quantized, mode: Product) -> Tensor:
     return torch._scaled_mm(a8, b8.t(), scale_a=a_scales, scale_b=b_scales.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def quantize_both_ways(dy: Tensor) -> tuple[Quantized, Quantized]:
-    """(rows, columns) of a gradient [tokens, out]: itself, and transposed with zeros up to an aligned number of tokens."""
-    if dy.device.type == "cpu":
-        return quantize(dy), quantize(_aligned(dy.t()))
-    straight, row_scales, turned, column_scales = quantize_both(dy, len(dy) + -len(dy) % ALIGNMENT)
+def quantize_both_ways(values: Tensor) -> tuple[Quantized, Quantized]:
+    """(rows, columns) of [tokens, features]: as they are, and transposed, with zeros up to an aligned number of tokens."""
+    if values.device.type == "cpu":
+        return quantize(values), quantized_columns(values)
+    straight, row_scales, turned, column_scales = quantize_both(values, aligned(len(values)))
     return (straight, row_scales), (turned, column_scales)
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def quantized_columns(values: Tensor) -> Quantized:
+    """Of [tokens, features], transposed, with zeros up to an aligned number of tokens."""
+    if values.device.type == "cpu":
+        return quantize(_padded(values.t()))
+    turned, scales = quantize_columns(values, aligned(len(values)))
+    return turned, scales
+
+
+def aligned(width: int) -> int:
+    return width + -width % ALIGNMENT
+
+
+def _padded(rows: Tensor) -> Tensor:
     """With zeros after each row, up to an aligned width. Only where tokens are summed: other widths are aligned by the policy."""
-    missing = -rows.shape[1] % ALIGNMENT
+    missing = aligned(rows.shape[1]) - rows.shape[1]
     return functional.pad(rows, (0, missing)) if missing else rows
 
 

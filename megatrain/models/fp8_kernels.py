@@ -1,8 +1,8 @@
-"""On CUDA: a gradient's rows and its columns in fp8, by two kernels that each read it once.
+"""On CUDA: the fp8 form of a matrix's columns, and of its rows with them, by two kernels that each read it once.
 
-Backward sums a gradient along its rows for one product and along its columns for the other. A compiler's kernel for both walks down columns
-of a matrix of rows; measured on an H200, that took 2.5 times as long as the memory needs. Here a tile of the matrix is turned over in
-shared memory instead, so that everything is read and written in whole lines.
+Backward sums gradients and activations along their columns. A compiler's kernel for that walks down columns of a matrix of rows;
+measured on an H200, it took 2.5 times as long as the memory needs. Here a tile of the matrix is turned over in shared memory instead, so
+that everything is read and written in whole lines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 from megatrain import cuda
 
 TILE = 128  # rows and columns of the matrix that one block of threads takes
-VECTOR = 8  # bf16 values that a thread loads at once
 
 SOURCE = r"""
 typedef unsigned int word;
@@ -29,24 +28,30 @@ __device__ word larger(word a, word b) {  // of two pairs of 16-bit numbers
 }
 
 // Bits of absolute bfloat16 values are ordered as the values are, NaN above infinity above all others.
-extern "C" __global__ void fp8_maxima(word* of_rows, word* of_columns, const Word4* values, int rows, int columns) {
+template <bool ROWS>
+__device__ void maxima(word* of_rows, word* of_columns, const Word4* values, int rows, int columns) {
     __shared__ word found[ACROSS][TILE / 2];
     int across = (columns + TILE - 1) / TILE, x = threadIdx.x % ACROSS, y = threadIdx.x / ACROSS;
-    int column = (blockIdx.x % across) * TILE + 8 * x, first = (blockIdx.x / across) * TILE;
-    if (first >= rows) return;
+    int column = (blockIdx.x % across) * TILE + 8 * x, first = (blockIdx.x / across) * TILE + y;
+    if (first - y >= rows) return;
+    Word4 loaded[8];
+    for (int i = 0; i < 8; ++i) {
+        int row = first + i * ACROSS;
+        loaded[i] = {{0, 0, 0, 0}};
+        if (row < rows && column < columns) loaded[i] = values[((long long)row * columns + column) / 8];
+    }
     word best[4] = {0, 0, 0, 0};
-    for (int row = first + y; row < first + TILE; row += ACROSS) {
-        Word4 loaded = {{0, 0, 0, 0}};
-        if (row < rows && column < columns) loaded = values[((long long)row * columns + column) / 8];
+    for (int i = 0; i < 8; ++i) {
         word widest = 0;
         for (int k = 0; k < 4; ++k) {
-            word magnitude = loaded.x[k] & 0x7FFF7FFFu;
+            word magnitude = loaded[i].x[k] & 0x7FFF7FFFu;
             best[k] = larger(best[k], magnitude);
             widest = larger(widest, magnitude);
         }
+        if (!ROWS) continue;
         word most = max(widest & 0xFFFFu, widest >> 16);
         for (int distance = ACROSS / 2; distance; distance /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, distance));
-        if (x == 0 && row < rows) atomicMax(&of_rows[row], most << 16);
+        if (x == 0 && first + i * ACROSS < rows) atomicMax(&of_rows[first + i * ACROSS], most << 16);
     }
     for (int k = 0; k < 4; ++k) found[y][4 * x + k] = best[k];
     __syncthreads();
@@ -70,9 +75,9 @@ __device__ word pair(float low, float high) {
 }
 
 // `turned` has columns of `padded` values, a multiple of 16: zeros beyond the rows.
-extern "C" __global__ void fp8_both(Word2* straight, float* row_scales, word* turned, float* column_scales,
-                                    const Word4* values, const float* of_rows, const float* of_columns,
-                                    int rows, int columns, int padded) {
+template <bool ROWS>
+__device__ void quantize(Word2* straight, float* row_scales, Word4* turned, float* column_scales,
+                         const Word4* values, const float* of_rows, const float* of_columns, int rows, int columns, int padded) {
     __shared__ word tile[TILE][TILE / 4 + 1];  // by column; four rows in a word
     int across = (columns + TILE - 1) / TILE, x = threadIdx.x % ACROSS, y = threadIdx.x / ACROSS;
     int left = (blockIdx.x % across) * TILE, first = (blockIdx.x / across) * TILE, column = left + 8 * x;
@@ -95,7 +100,7 @@ extern "C" __global__ void fp8_both(Word2* straight, float* row_scales, word* tu
                 values_of[i][2 * k] = __uint_as_float(loaded.x[k] << 16);
                 values_of[i][2 * k + 1] = __uint_as_float(loaded.x[k] & 0xFFFF0000u);
             }
-            if (!inside) continue;
+            if (!ROWS || !inside) continue;
             float most = of_rows[row], by_row = inverse(most);
             if (column == 0) row_scales[row] = scale(most);
             word pairs[4];
@@ -109,36 +114,87 @@ extern "C" __global__ void fp8_both(Word2* straight, float* row_scales, word* tu
         }
     }
     __syncthreads();
-    int lane = threadIdx.x % 32, row = first + 4 * lane;
-    for (int j = threadIdx.x / 32; j < TILE; j += 8) {
-        if (left + j < columns && row < padded) turned[((long long)(left + j) * padded + row) / 4] = tile[j][lane];
+    int sixteen = threadIdx.x % 8, row = first + 16 * sixteen;
+    for (int j = threadIdx.x / 8; j < TILE; j += 32) {
+        const word* four = &tile[j][4 * sixteen];
+        if (left + j < columns && row < padded) {
+            turned[((long long)(left + j) * padded + row) / 16] = {{four[0], four[1], four[2], four[3]}};
+        }
     }
+}
+
+extern "C" __global__ void fp8_maxima_of_both(word* of_rows, word* of_columns, const Word4* values, int rows, int columns) {
+    maxima<true>(of_rows, of_columns, values, rows, columns);
+}
+
+extern "C" __global__ void fp8_maxima_of_columns(word* of_columns, const Word4* values, int rows, int columns) {
+    maxima<false>(0, of_columns, values, rows, columns);
+}
+
+extern "C" __global__ void fp8_both(Word2* straight, float* row_scales, Word4* turned, float* column_scales,
+                                    const Word4* values, const float* of_rows, const float* of_columns, int rows, int columns, int padded) {
+    quantize<true>(straight, row_scales, turned, column_scales, values, of_rows, of_columns, rows, columns, padded);
+}
+
+extern "C" __global__ void fp8_columns(Word4* turned, float* column_scales, const Word4* values, const float* of_columns,
+                                       int rows, int columns, int padded) {
+    quantize<false>(0, 0, turned, column_scales, values, 0, of_columns, rows, columns, padded);
 }
 """
 
 
+# Each is one op, so that a compiler leaves it whole. `padded` is a multiple of 16 as k is, at least n: zeros follow the columns' n values.
+
+
 @torch.library.custom_op("megatrain::quantize_both", mutates_args=(), device_types="cuda")
 def quantize_both(values: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(e4m3 [n, k], fp32 scales [n, 1], e4m3 [k, padded], fp32 scales [k, 1]) of bf16 `values` [n, k], to the bit as `quantize` finds them.
+    """(e4m3 [n, k], fp32 scales [n, 1], e4m3 [k, padded], fp32 scales [k, 1]) of bf16 `values` [n, k]: the bits of `quantize`."""
+    values, (rows, columns) = _whole_lines(values), values.shape
+    of_rows, of_columns = (_nothing(count, values) for count in values.shape)
+    straight, row_scales, turned, column_scales = written = (*_scaled(values, rows, columns), *_scaled(values, columns, padded))
+    _launch("fp8_maxima_of_both", [of_rows, of_columns, values], rows, columns)
+    _launch("fp8_both", [*written, values, of_rows, of_columns], rows, columns, padded)
+    return straight, row_scales, turned, column_scales
 
-    k is a multiple of 16, and so is `padded`, at least n: zeros follow the columns' n values. One op, so that a compiler leaves it whole.
-    """
+
+@torch.library.custom_op("megatrain::quantize_columns", mutates_args=(), device_types="cuda")
+def quantize_columns(values: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 [k, padded], fp32 scales [k, 1]) of bf16 `values` [n, k]: the bits of `quantize` of its transpose."""
+    values, (rows, columns) = _whole_lines(values), values.shape
+    of_columns = _nothing(columns, values)
+    turned, column_scales = _scaled(values, columns, padded)
+    _launch("fp8_maxima_of_columns", [of_columns, values], rows, columns)
+    _launch("fp8_columns", [turned, column_scales, values, of_columns], rows, columns, padded)
+    return turned, column_scales
+
+
+@quantize_both.register_fake
+def _both_on_meta(values: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = values.shape
+    return *_scaled(values, rows, columns), *_scaled(values, columns, padded)
+
+
+@quantize_columns.register_fake
+def _columns_on_meta(values: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    return _scaled(values, values.shape[1], padded)
+
+
+def _scaled(like: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), like.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _whole_lines(values: Tensor) -> Tensor:
+    """Contiguous, and where vectors can be loaded from."""
     values = values.contiguous()
-    straight, row_scales, turned, column_scales = written = _empty(values, padded)
-    rows, columns = values.shape
-    of_rows, of_columns = (torch.zeros(count, dtype=torch.int32, device=values.device) for count in values.shape)
-    threads = -(-padded // TILE) * -(-columns // TILE) * cuda.THREADS
-    cuda.launch(SOURCE, "fp8_maxima", threads, [of_rows, of_columns, values], [rows, columns])
-    cuda.launch(SOURCE, "fp8_both", threads, [*written, values, of_rows, of_columns], [rows, columns, padded])
-    return straight, row_scales, turned, column_scales
+    return values if values.data_ptr() % 16 == 0 else values.clone()
 
 
-def _empty(values: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = values.shape
-    fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    shapes = ((rows, columns), fp8), ((rows, 1), fp32), ((columns, padded), fp8), ((columns, 1), fp32)
-    straight, row_scales, turned, column_scales = (values.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-    return straight, row_scales, turned, column_scales
+def _nothing(count: int, like: Tensor) -> Tensor:
+    """Bits of so many zeros, for the largest values found so far."""
+    return torch.zeros(count, dtype=torch.int32, device=like.device)
 
 
-quantize_both.register_fake(_empty)
+def _launch(name: str, tensors: list[Tensor], *sizes: int) -> None:
+    """`sizes`: rows and columns, and rows with what pads them."""
+    tiles = -(-max(sizes[0], sizes[-1] if len(sizes) > 2 else 0) // TILE) * -(-sizes[1] // TILE)
+    cuda.launch(SOURCE, name, tiles * cuda.THREADS, tensors, sizes)

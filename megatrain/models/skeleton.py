@@ -253,7 +253,7 @@ class Skeleton:
         Raises:
             ConfigError: it takes none of this model's.
         """
-        taken = sum(apply_fp8(self.layers[index], policy) for index in policy.layers(len(self.layers)))
+        taken = sum(apply_fp8(layer, policy.of_layer(index, len(self.layers))) for index, layer in enumerate(self.layers))
         if taken == 0:
             raise ConfigError(f"precision: fp8 suits no layer of this {type(self.model).__name__}; set precision: bfloat16")
 

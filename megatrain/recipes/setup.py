@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 ROWS_LOGGED_EVERY_S = 10.0
+# Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short rows would cost more than padding.
+AUTO_PACKED_TOKENS = 4096
 
 logger = logging.getLogger("megatrain")
 
@@ -262,11 +264,12 @@ def packed_to(config: Config, skeleton: Skeleton, machine: Machine) -> int | Non
 
     Raises ConfigError if packing is asked for and the model would let rows see each other.
     """
-    wanted = config.data.packing
-    if config.method != "sft" or wanted is False or (wanted == "auto" and machine.device.type != "cuda"):
+    wanted, seq_len = config.data.packing, config.train.seq_len
+    pays = machine.device.type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
+    if config.method != "sft" or wanted is False or (wanted == "auto" and not pays):
         return None
     if skeleton.separates_documents():
-        return config.train.seq_len
+        return seq_len
     if wanted is True:
         raise ConfigError(
             f"{config.where('data.packing')}: rows of a {skeleton.anatomy.family} model that share a sequence would see each other; "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.settings import Settings
-from megatrain.models.fp8 import ROUTERS, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize, quantize_both_ways
+from megatrain.models.fp8 import Fp8Policy, apply_fp8, fp8_supported, multiply, quantize, quantize_both_ways, quantized_columns
 from megatrain.optim import AdamW
 from tests.support import bits, distance, engine_of, full_batches, plain_model, tiny_config, train_engine
 
@@ -59,6 +59,8 @@ def test_rows_and_columns_at_once_are_those_one_by_one(gradient):
         assert torch.equal(values.cpu().float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0))
         assert torch.equal(scales.cpu().nan_to_num(nan=1e38, posinf=2e38), wanted_scales.nan_to_num(nan=1e38, posinf=2e38))
         assert values.is_contiguous()
+    for alone, together in zip(quantized_columns(gradient.cuda()), found[1], strict=True):
+        assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [("fp8", BF16_STEP), ("fp8_fast", 4 * BF16_STEP)])
@@ -75,7 +77,7 @@ class OneLayer(nn.Module):
         super().__init__()
         model: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda")
         self.layer: Any = model.model.layers[0]
-        assert not fp8 or apply_fp8(self.layer, Fp8Policy(keep=ROUTERS)) == 7
+        assert not fp8 or apply_fp8(self.layer, Fp8Policy(keep_output=())) == 7
         self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -126,6 +128,6 @@ def test_an_engine_learns_with_it(compiled):
     )
     with engine:
         for layer in engine.skeleton.layers:
-            apply_fp8(layer, Fp8Policy(keep=ROUTERS))
+            apply_fp8(layer, Fp8Policy(keep_output=()))
         losses = train_engine(engine, [full_batches(0)] * 40).losses
     assert losses[-1] < 0.01 * losses[0]

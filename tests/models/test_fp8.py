@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.fp8 import FP8, FP8_MAX, ROUTERS, Fp8Linear, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
+from megatrain.models.fp8 import FP8, FP8_MAX, Fp8Linear, Fp8Policy, apply_fp8, fp8_supported, multiply, quantize
 from megatrain.optim import AdamW
 from tests.support import bits, distance, engine_of, full_batches, gradients_of, plain_model, tiny_config, train_engine
 
-ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16", keep=ROUTERS)
-ALL_FP8 = Fp8Policy(keep=ROUTERS, ends=0)
+ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16")
+ALL_FP8 = Fp8Policy(keep_output=(), ends=0)
 HALF_STEP = 2.0**-4  # of e4m3: three bits behind the leading one
 BF16_STEP = 2.0**-8
 
@@ -142,35 +142,42 @@ def test_a_frozen_weight_costs_no_gradient():
 # -- which modules ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_ends_stay_bf16():
-    assert list(Fp8Policy().layers(5)) == [1, 2, 3]
-    assert list(Fp8Policy(ends=0).layers(2)) == [0, 1]
-    assert not Fp8Policy(ends=2).layers(3)
+def test_the_ends_outputs_stay_bf16():
+    def outputs(policy: Fp8Policy, count: int) -> list[str]:
+        return [policy.of_layer(index, count).output for index in range(count)]
+
+    assert outputs(Fp8Policy(), 4) == ["bfloat16", "fp8_fast", "fp8_fast", "bfloat16"]
+    assert outputs(Fp8Policy(ends=0), 2) == ["fp8_fast"] * 2
+    assert outputs(Fp8Policy(ends=2), 3) == ["bfloat16"] * 3
+    assert Fp8Policy().of_layer(0, 4).grad_weight == "fp8"
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "taken"),
+    ("name", "module", "output"),
     [
-        ("self_attn.q_proj", nn.Linear(32, 16), False),
-        ("attention.dense", nn.Linear(32, 16), False),
-        ("mlp.gate_proj", nn.Linear(32, 16), True),
-        ("mlp.gate", nn.Linear(32, 16), False),
-        ("mlp.shared_expert_gate", nn.Linear(32, 16), False),
-        ("block_sparse_moe.router.layer", nn.Linear(32, 16), False),
-        ("mlp.up_proj", nn.Linear(24, 16), False),
-        ("mlp.up_proj", nn.Linear(16, 24), False),
-        ("norm", nn.LayerNorm(16), False),
-        ("proj", type("Scaled", (nn.Linear,), {})(32, 16), False),
+        ("self_attn.q_proj", nn.Linear(32, 16), "bfloat16"),
+        ("attention.dense", nn.Linear(32, 16), "bfloat16"),
+        ("mlp.gate_proj", nn.Linear(32, 16), "fp8_fast"),
+        ("mlp.gate", nn.Linear(32, 16), None),
+        ("mlp.shared_expert_gate", nn.Linear(32, 16), None),
+        ("block_sparse_moe.router.layer", nn.Linear(32, 16), None),
+        ("mlp.up_proj", nn.Linear(24, 16), None),
+        ("mlp.up_proj", nn.Linear(16, 24), None),
+        ("norm", nn.LayerNorm(16), None),
+        ("proj", type("Scaled", (nn.Linear,), {})(32, 16), None),
     ],
 )
-def test_who_takes_part(name, module, taken):
-    assert Fp8Policy().takes(name, module) == taken
+def test_who_takes_part(name, module, output):
+    own = Fp8Policy().of_module(name, module)
+    assert (own.output if own else None) == output
+    assert own is None or (own.grad_input, own.grad_weight) == ("fp8", "fp8")
 
 
 def test_its_share_of_a_models_products():
     layers = [nn.ModuleDict({"mlp": nn.Linear(32, 48), "gate": nn.Linear(32, 16)}) for _ in range(4)]
-    assert Fp8Policy().share(layers) == pytest.approx(2 / 4 * 48 / 64)
-    assert ALL_BF16.share([]) == 0
+    assert Fp8Policy().share(layers) == pytest.approx((2 + 2 * 2 / 3) / 4 * 48 / 64)
+    assert ALL_BF16.share(layers) == ALL_FP8.share([]) == 0
+    assert ALL_FP8.share(layers) == pytest.approx(48 / 64)
 
 
 @pytest.mark.parametrize(("family", "count"), [("llama", 7), ("qwen3", 7), ("gpt-neox", 4), ("gpt2", 0)])
@@ -202,8 +209,8 @@ def fp8_engine(policy: Fp8Policy | None):
     config = tiny_config("llama")
     engine = engine_of(config, model=plain_model(config), precision="bfloat16", optimizer=AdamW(lr=3e-3))
     if policy is not None:
-        for index in policy.layers(len(engine.skeleton.layers)):
-            assert apply_fp8(engine.skeleton.layers[index], policy) == 7
+        for layer in engine.skeleton.layers:
+            assert apply_fp8(layer, policy) == 7
     return engine
 
 

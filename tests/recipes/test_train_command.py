@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatrain.config import load_config
 from megatrain.data.sources import read_text
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes import loop
+from megatrain.recipes.setup import find_machine, packed_to
 from megatrain.run_folder import checkpoints
 from tests.commands import Command, chat_rows, environment, evaluations_of, metrics_of, steps_of, write_jsonl
+from tests.support import tiny_config
 
 STEP_KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "epoch", "step_s", "tokens_per_s", "tflops", "mfu", "gpu_peak_bytes",
@@ -284,6 +287,23 @@ def test_packed_rows_train_as_padded_ones_do(megatrain: Command) -> None:
         losses[packing] = [row["loss"] for row in steps_of(run)] + [row["eval_loss"] for row in evaluations_of(run)]
     assert losses["auto"] == losses["false"] != losses["true"]
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "packing", "seq_len", "packed"),
+    [
+        ("llama", None, 2048, True),  # the default is auto
+        ("llama", "auto", 4096, True),
+        ("llama", "auto", 4097, False),
+        ("llama", "true", 4097, True),
+        ("llama", "false", 2048, False),
+        ("opt", "auto", 2048, False),  # its rows would see each other
+    ],
+)
+def test_auto_packs_short_sequences_on_a_gpu(project: Path, family: str, packing: str | None, seq_len: int, packed: bool) -> None:
+    config = load_config("cfg.yaml", [f"train.seq_len={seq_len}", *([f"data.packing={packing}"] if packing else [])])
+    on_gpu = replace(find_machine(config), device=torch.device("cuda"))
+    assert packed_to(config, Skeleton(tiny_config(family)), on_gpu) == (seq_len if packed else None)
 
 
 def test_packing_is_refused_where_rows_would_see_each_other(megatrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
