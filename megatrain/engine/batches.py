@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from megatrain.engine.boundaries import Kept
+from megatrain.engine.graphs import Graph
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE, Targets, find_targets
 from megatrain.models.recorder import LayerCall
@@ -21,8 +21,7 @@ Batch = Mapping[str, torch.Tensor]
 class MicroBatch:
     """A micro-batch in flight.
 
-    `kept[i]` is the input of layer i, for its recomputation; `graphs[i]` are the ends of the graph of a layer i that is retained: its
-    input, a leaf, and the root that its output was (not the output itself: only the layer or head that follows needs that).
+    `kept[i]` is the input of layer i, for its recomputation; `graphs[i]` the graph of a layer i that is retained.
     """
 
     number: int  # in the step, whatever the grouping: dropout seeds depend on it
@@ -30,8 +29,8 @@ class MicroBatch:
     targets: Targets
     calls: list[LayerCall] = field(default_factory=list)
     hidden: torch.Tensor | None = None  # where forward has got to: [batch, tokens, hidden]
-    kept: list[Kept] = field(default_factory=list)
-    graphs: dict[int, tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    graphs: dict[int, Graph] = field(default_factory=dict)
     grad: torch.Tensor | None = None  # of the loss with respect to the layer output that backward has reached
 
     @property

@@ -1,4 +1,7 @@
-"""The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation."""
+"""The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation.
+
+What a retained layer's graph saved may wait in host RAM beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import torch
 
 from megatrain.engine.gradients import Buffer
 from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
 
 TOUCHING_THREADS = 8
 BUFFERS = 2  # on the device, in either direction: one travels while the other is filled or read
+ALIGNMENT = 64  # bytes, of tensors that travel together
 
 
 Kept = Any  # what `Boundaries.park` returns
@@ -23,20 +28,20 @@ Kept = Any  # what `Boundaries.park` returns
 class Boundaries(Protocol):
     """Keeps hidden states [batch, tokens, hidden] of one group of micro-batches at a time."""
 
-    def begin_group(self, tokens: Sequence[int], layers: int) -> None:
-        """Make room for the inputs of `layers` layers, of micro-batches of so many tokens each."""
+    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
+        """Make room for the inputs of `layers` layers and what `graphs` more saved, of micro-batches of so many tokens each."""
 
     def park(self, hidden: torch.Tensor) -> Kept:
         """Keep a boundary. The caller lets go of it."""
 
-    def expect(self, boundaries: Iterable[Kept]) -> None:
-        """All kept boundaries in the order in which they will be taken."""
+    def expect(self, kept: Iterable[Kept]) -> None:
+        """All that is kept, in the order in which it will be taken."""
 
     def take(self, kept: Kept) -> torch.Tensor:
         """The boundary on the device, valid until `release`."""
 
     def release(self, kept: Kept) -> None:
-        """What was computed so far has read the boundary; it is not needed again."""
+        """What was computed so far has read what was taken; it is not needed again."""
 
     def close(self) -> None:
         """Give memory back; no transfer may be under way."""
@@ -45,12 +50,12 @@ class Boundaries(Protocol):
 class OnDevice:
     """Boundaries stay where they are."""
 
-    def begin_group(self, tokens: Sequence[int], layers: int) -> None: ...
+    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None: ...
 
     def park(self, hidden: torch.Tensor) -> Kept:
         return hidden
 
-    def expect(self, boundaries: Iterable[Kept]) -> None: ...
+    def expect(self, kept: Iterable[Kept]) -> None: ...
 
     def take(self, kept: Kept) -> torch.Tensor:
         hidden: torch.Tensor = kept
@@ -61,29 +66,79 @@ class OnDevice:
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Place:
+    """A tensor's in a stretch of bytes: from byte `start` on, as it lay, so that a compiled graph finds the strides that it expects."""
+
+    start: int
+    nbytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
 @dataclass
 class Parked:
-    """A boundary [batch, tokens, hidden] in host RAM, and, once it was asked for, on its way back."""
+    """Tensors in host RAM, and, once they were asked for, on their way back."""
 
-    shape: torch.Size
-    host: torch.Tensor
+    places: tuple[Place, ...]
+    host: torch.Tensor  # uint8
     landed: Event
     buffer: Buffer | None = None
     arrived: Event | None = None
 
 
+class Room:
+    """Host RAM for one kind of what is parked. It is given out from the front on, and all at once is free again."""
+
+    def __init__(self, name: str, pinned: bool) -> None:
+        self.name, self.pinned = name, pinned
+        self._slabs: list[Slab] = []
+        self._slab = self._used = 0
+
+    def begin(self) -> None:
+        self._slab = self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next `nbytes`; more memory, if there was less than was needed."""
+        while self._slab < len(self._slabs) and self._used + nbytes > self._slabs[self._slab].nbytes:
+            self._slab, self._used = self._slab + 1, 0
+        if self._slab == len(self._slabs):
+            self._slabs.append(Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS))
+        self._used += nbytes
+        return self._slabs[self._slab].bytes[self._used - nbytes : self._used]
+
+    def renew(self, nbytes: int) -> None:
+        """So much in one piece, instead of what there was."""
+        self.close()
+        self._slabs = [Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS)] if nbytes else []
+
+    def close(self) -> None:
+        for slab in self._slabs:
+            slab.close()
+        self._slabs = []
+
+
 class Offload:
-    """Boundaries wait in host RAM, and come back in the order in which backward needs them.
+    """What is parked waits in host RAM, and comes back in the order in which backward needs it.
 
     Copies go through a few device buffers, filled and emptied on the computing stream: memory that the computation frees never waits for a
     transfer.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, compute: Compute, download: Lane, fetch: Lane) -> None:
-        self.width, self.dtype = width, dtype
+        self.row = width * dtype.itemsize  # bytes of a token's hidden state
         self.compute, self.download, self.fetch = compute, download, fetch
-        self._slab: Slab | None = None
-        self._used = 0
+        self._boundaries = Room("boundary activations", compute.is_cuda)
+        self._graphs = Room("retained activations", compute.is_cuda)
+        self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._down: list[Buffer] = []
         self._up: list[Buffer] = []
         self._sent = self._asked = 0
@@ -91,49 +146,73 @@ class Offload:
         self._last_up: Event | None = None
         self._expected: deque[Parked] = deque()
 
-    def begin_group(self, tokens: Sequence[int], layers: int) -> None:
-        """Make room: on the device for the largest micro-batch, in host RAM for all. What is there stays, if it is enough."""
-        largest, nbytes = max(tokens) * self.width, sum(tokens) * layers * self.width * self.dtype.itemsize
-        if not self._down or self._down[0].flat.numel() < largest:
-            self._down, self._up = (
-                [Buffer(torch.zeros(largest, dtype=self.dtype, device=self.compute.device), self.compute.record()) for _ in range(BUFFERS)]
-                for _ in range(2)
-            )
-        if self._slab is None or self._slab.nbytes < nbytes:
-            for event in (self._last_down, self._last_up):
-                if event is not None:
-                    event.synchronize()  # wait: transfers of an abandoned step may still use the old one
-            self.close()
-            self._slab = Slab("boundary activations", nbytes, pinned=self.compute.is_cuda, threads=TOUCHING_THREADS)
-        self._used = 0
+    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
+        """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
+        self._make_buffers(max(tokens) * self.row)
+        self._tokens, self._layers = sum(tokens), graphs
+        self._boundaries.begin()
+        self._graphs.begin()
+        self._make_room(self._boundaries, sum(tokens) * layers * self.row)
         self._expected.clear()
+
+    def _make_buffers(self, nbytes: int) -> None:
+        """On the device, each of so many bytes at least."""
+        if self._down and self._down[0].flat.numel() >= nbytes:
+            return
+        self._settle()
+        self._down, self._up = [], []  # first: there may be no room for both
+        self._down, self._up = (
+            [Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=self.compute.device), self.compute.record()) for _ in range(BUFFERS)]
+            for _ in range(2)
+        )
+
+    def _make_room(self, room: Room, nbytes: int) -> None:
+        if room.nbytes < nbytes:
+            self._settle()
+            room.renew(nbytes)
+
+    def _settle(self) -> None:
+        """Wait for all transfers, an abandoned step's too."""
+        for event in (self._last_down, self._last_up):
+            if event is not None:
+                event.synchronize()
 
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
-        host = self._take(hidden.numel())
+        place = Place(0, hidden.nbytes, hidden.shape, hidden.stride(), hidden.dtype)
+        return self._send([hidden], [place], hidden.nbytes, self._boundaries)
+
+    def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
+        """Send what a graph of so many tokens saved, dense tensors. The first one of a group shows how much room all will need."""
+        places, nbytes = [], 0
+        for tensor in tensors:
+            places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.stride(), tensor.dtype))
+            nbytes += round_up(tensor.nbytes, ALIGNMENT)
+        self._make_buffers(nbytes)
+        if self._layers:
+            self._make_room(self._graphs, round_up(nbytes * self._tokens // tokens, ALIGNMENT) * self._layers)
+            self._layers = 0
+        return self._send(tensors, places, nbytes, self._graphs)
+
+    def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room) -> Parked:
+        host = room.take(nbytes)
         buffer = self._down[self._sent % BUFFERS]
         self._sent += 1
-        self.compute.wait(buffer.free, "download")  # wait: an earlier boundary still leaves this buffer
-        staged = buffer.flat[: hidden.numel()]
-        staged.view(hidden.shape).copy_(hidden)
-        ready = self.compute.record()
+        self.compute.wait(buffer.free, "download")  # wait: what was sent before still leaves this buffer
+        for tensor, place in zip(tensors, places, strict=True):
+            place.view(buffer.flat).copy_(tensor)
+        staged, ready = buffer.flat[:nbytes], self.compute.record()
 
         def job(_: Event) -> None:
-            self.download.wait(ready)  # wait: the boundary must be in the buffer
+            self.download.wait(ready)  # wait: all must be in the buffer
             host.copy_(staged, non_blocking=True)
 
         buffer.free = self._last_down = landed = self.download.submit(job)
-        return Parked(hidden.shape, host, landed)
+        return Parked(tuple(places), host, landed)
 
-    def _take(self, elements: int) -> torch.Tensor:
-        assert self._slab is not None
-        whole = self._slab.bytes[: self._slab.nbytes].view(self.dtype)
-        self._used += elements
-        return whole[self._used - elements : self._used]
-
-    def expect(self, boundaries: Iterable[Parked]) -> None:
-        """The parked boundaries in the order in which they will be taken; the first start on their way back now."""
-        self._expected = deque(boundaries)
+    def expect(self, kept: Iterable[Parked]) -> None:
+        """What is parked, in the order in which it will be taken; the first start on their way back now."""
+        self._expected = deque(kept)
         for _ in range(BUFFERS):
             self._ask()
 
@@ -147,25 +226,29 @@ class Offload:
         target = buffer.flat[: host.numel()]
 
         def job(_: Event) -> None:
-            self.fetch.wait(free)  # wait: the computation may still read the boundary that this buffer held
-            self.fetch.wait(landed)  # wait: this boundary may still be on its way down
+            self.fetch.wait(free)  # wait: the computation may still read what this buffer held
+            self.fetch.wait(landed)  # wait: this may still be on its way down
             target.copy_(host, non_blocking=True)
 
         parked.arrived = self._last_up = self.fetch.submit(job)
 
     def take(self, parked: Parked) -> torch.Tensor:
-        """The boundary, on the device: valid until `release`. Boundaries are taken in the order that `expect` was told."""
+        """A boundary, on the device: valid until `release`."""
+        (hidden,) = self.take_all(parked)
+        return hidden
+
+    def take_all(self, parked: Parked) -> list[torch.Tensor]:
+        """What was parked, on the device: valid until `release`. All is taken in the order that `expect` was told."""
         assert parked.buffer is not None, "taken out of order"
         self.compute.wait(parked.arrived, "upload")
-        return parked.buffer.flat[: parked.host.numel()].view(parked.shape)
+        return [place.view(parked.buffer.flat) for place in parked.places]
 
     def release(self, parked: Parked) -> None:
-        """What was computed so far has read the boundary; the next one may come into its place."""
+        """What was computed so far has read it; the next one may come into its place."""
         assert parked.buffer is not None
         parked.buffer.free = self.compute.record()
         self._ask()
 
     def close(self) -> None:
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
+        self._boundaries.close()
+        self._graphs.close()

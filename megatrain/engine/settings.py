@@ -28,6 +28,7 @@ class Settings:
         sums_on_device: with several groups, the first so many blocks keep their fp32 gradient sums on the device between groups (4 bytes a
             parameter; resident blocks always do), the others' travel.
         retained: the last so many layers keep their graphs from forward to backward; the others are computed again in backward.
+        retained_on_host: of those others so many, evenly spread, send their graphs to host RAM instead; their boundaries too.
         offload: boundary activations wait in host RAM between forward and backward.
         head_chunk: targets whose logits exist at a time.
         update_threads: host threads that run the optimizer.
@@ -35,7 +36,8 @@ class Settings:
         cheap_retention: with `compile`, retained layers keep only what matrix products and attention need; what lies between is computed
             again in backward.
 
-    Raises ConfigError for a number out of range, and for cheap retention of layers that are not compiled.
+    Raises ConfigError for a number out of range, for cheap retention of layers that are not compiled, and for graphs in host RAM without
+    `offload`.
     """
 
     groups: int = 1
@@ -43,6 +45,7 @@ class Settings:
     resident: int = 0
     sums_on_device: int = 0
     retained: int = 0
+    retained_on_host: int = 0
     offload: bool = False
     head_chunk: int = 2048
     update_threads: int = 2
@@ -50,13 +53,17 @@ class Settings:
     cheap_retention: bool = False
 
     def __post_init__(self) -> None:
-        smallest = {"groups": 1, "head_chunk": 1, "update_threads": 1, "resident": 0, "sums_on_device": 0, "retained": 0}
-        for name, least in smallest.items():
+        ones, zeros = ("groups", "head_chunk", "update_threads"), ("resident", "sums_on_device", "retained", "retained_on_host")
+        for name, least in {**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
         if self.cheap_retention and not self.compile:
             raise ConfigError("cheap_retention: only compiled layers can keep less than their graphs; set compile: true as well")
+        if self.retained_on_host and not self.offload:
+            raise ConfigError(
+                "retained_on_host: graphs wait in host RAM beside boundary activations; set offload_activations: true as well"
+            )
 
 
 ALL = 1 << 30  # for `resident`, `sums_on_device` and `retained`: every block or layer there is

@@ -7,17 +7,19 @@ from contextlib import closing, contextmanager
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
-from megatrain.engine.boundaries import Boundaries
+from megatrain.engine.boundaries import Boundaries, Offload
 from megatrain.engine.gradients import Gradient, Gradients
+from megatrain.engine.graphs import Graph, SavedTensors
 from megatrain.engine.head import loss_and_gradients, loss_sum
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.settings import Settings
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Loss
 from megatrain.models.skeleton import Skeleton
+from megatrain.retention import graphs_of_layers
 
 
 class Passes:
@@ -46,7 +48,7 @@ class Passes:
         self.parameters = parameters
         self.chunk, self.groups, self.group_size = settings.head_chunk, settings.groups, settings.group_size
         self.fused = settings.compile
-        self.first_retained = max(0, len(skeleton.layers) - settings.retained)
+        self.graphs_of = graphs_of_layers(len(skeleton.layers), settings.retained, settings.retained_on_host)
         self.seed = seed
         self.device = streamer.compute.device
         self.step = 0  # of dropout seeds
@@ -77,7 +79,7 @@ class Passes:
         with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
-                self.boundaries.begin_group([mb.tokens for mb in group], self.first_retained)
+                self.boundaries.begin_group([mb.tokens for mb in group], self.graphs_of.count("nowhere"), self.graphs_of.count("host"))
                 self._forward(group, visits)
                 total += self._turn(group, loss, scale, visits)
                 if last:
@@ -140,27 +142,33 @@ class Passes:
             for mb in group:
                 assert mb.hidden is not None
                 self._seed_dropout(block, mb)
-                if keep and index >= self.first_retained:
-                    given, output = self._graph(index, mb, mb.hidden)
-                    mb.graphs[index] = given, get_gradient_edge(output)
-                    mb.hidden = output.detach()
+                if keep and self.graphs_of[index] != "nowhere":
+                    mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
                 output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
                 if keep:
-                    mb.kept.append(self.boundaries.park(mb.hidden))
+                    mb.kept[index] = self.boundaries.park(mb.hidden)
                 mb.hidden = output
 
-    def _graph(self, index: int, mb: MicroBatch, given: torch.Tensor, *, again: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer for gradients, for the first time or for nothing else: (input, output)."""
-        hidden = given.detach().requires_grad_()
-        run = self.skeleton.layer_again if again else self.skeleton.layer
-        with torch.enable_grad():
-            return hidden, run(index, hidden, mb.calls[index])
+    def _retain(self, index: int, block: int, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Run a layer whose graph stays until backward, on the device or in host RAM; returns its output."""
+        call, saved = mb.calls[index], None
+        if self.graphs_of[index] == "host":
+            assert isinstance(self.boundaries, Offload)
+            given = [
+                self.streamer.flat(block),
+                *(leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)),
+            ]
+            saved = SavedTensors(self.boundaries, {tensor.untyped_storage().data_ptr() for tensor in given})
+        graph = mb.graphs[index] = Graph(lambda hidden: self.skeleton.layer(index, hidden, call), hidden, saved)
+        if saved:
+            mb.kept[index] = saved.parked
+        return graph.take_output()
 
     def _turn(self, group: Sequence[MicroBatch], loss: Loss, scale: float, visits: Iterator[int]) -> torch.Tensor:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
         assert next(visits) == self.head
-        self.boundaries.expect(mb.kept[index] for index in reversed(range(self.first_retained)) for mb in group)
+        self.boundaries.expect(mb.kept[index] for index in reversed(range(len(self.graphs_of))) for mb in group if index in mb.kept)
         parameters, sums = self._of_head()
 
         def add(grads: list[torch.Tensor | None]) -> None:
@@ -215,19 +223,19 @@ class Passes:
         self._close(self.embed, last, on_gradient)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
-        if index >= self.first_retained:
+        kept = mb.kept.pop(index, None)
+        if self.graphs_of[index] != "nowhere":
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
-        kept = mb.kept.pop()
         self._seed_dropout(block, mb)
-        given, output = self._graph(index, mb, self.boundaries.take(kept), again=True)
-        self._differentiate(block, mb, (given, get_gradient_edge(output)))
+        call = mb.calls[index]
+        self._differentiate(block, mb, Graph(lambda hidden: self.skeleton.layer_again(index, hidden, call), self.boundaries.take(kept)))
         self.boundaries.release(kept)
 
-    def _differentiate(self, block: int, mb: MicroBatch, graph: tuple[torch.Tensor, GradientEdge]) -> None:
+    def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        hidden, root = graph
-        grads = torch.autograd.grad([root], [hidden, *self.parameters[block]], [mb.grad], allow_unused=True)
+        graph.output = None
+        grads = graph.gradients(self.parameters[block], mb.grad)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 

@@ -22,17 +22,18 @@ HEATING_S = 0.5
 
 
 class Device:
-    """Times what training does on `device`. Tensors are drawn by a generator of its own: a run's random numbers stay as they are."""
+    """Times what training does on the clock's device. Tensors come from a generator of its own: a run's random numbers stay as they are."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._clock = Clock(device)
-        self._generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, clock: Clock) -> None:
+        self.device = clock.device
+        self._clock = clock
+        self._generator = torch.Generator(self.device).manual_seed(0)
 
     def matmul(self, sizes: Sequence[int], dtype: torch.dtype) -> Rates:
         """(tokens, FLOP/s) of [tokens, 4096] x [4096, 14336]."""
         weight = self._random((WIDE, WIDTH), dtype)
-        self._heat(self._random((max(sizes), WIDTH), dtype), weight)
+        if dtype == torch.bfloat16:  # float32 products draw less power
+            self._heat(self._random((max(sizes), WIDTH), dtype), weight)
 
         def rate(tokens: int) -> float:
             rows = self._random((tokens, WIDTH), dtype)

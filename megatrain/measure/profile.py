@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from megatrain.errors import OutOfMemory
-from megatrain.hardware import Hardware, update_threads
+from megatrain.hardware import Hardware, bf16_is_fast, update_threads
 from megatrain.machine import UPDATE_BYTES, MachineProfile, fingerprint, interpolate, thread_counts, typical
 from megatrain.measure import disk, update
+from megatrain.measure.clock import Clock
 from megatrain.measure.compute import Device
 from megatrain.measure.transfers import Link
 
@@ -55,6 +57,10 @@ class Subject:
     @property
     def sizes(self) -> Sizes:
         return SIZES[self.device.type, self.quick]
+
+    def clock(self, device: torch.device) -> Clock:
+        """A quick one takes no more samples than a median needs."""
+        return Clock(device, budget_s=0.0) if self.quick else Clock(device)
 
 
 def measure(hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False) -> MachineProfile:
@@ -100,40 +106,47 @@ def _links_and_update(subject: Subject) -> Figures:
     """PCIe, the host's update, and the update while PCIe is busy."""
     cores = subject.hardware.physical_cores
     chosen = update_threads(cores)
-    with ExitStack() as stack:
-        work = stack.enter_context(update.HostUpdate(update.PARAMETERS))
+    clock, host_clock = subject.clock(subject.device), subject.clock(torch.device("cpu"))
+    with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
+        preparing = aside.submit(update.HostUpdate, update.PARAMETERS, cores)
+        link = stack.enter_context(Link(subject.device)) if subject.device.type == "cuda" else None  # meanwhile: pinning takes as long
+        work = stack.enter_context(preparing.result())
         counts = [chosen] if subject.quick else thread_counts(cores)
-        rates = tuple((threads, work.rate(threads)) for threads in counts)
-        if subject.device.type != "cuda":
+        rates = tuple((threads, work.rate(threads, host_clock)) for threads in counts)
+        if link is None:
             return {"update": rates, "update_busy": interpolate(rates, chosen), "device_update": rates[-1][1]}
-        link = stack.enter_context(Link(subject.device))
-        figures = link.rates()
+        figures = link.rates(clock)
         with link.busy():
-            return {**figures, "update": rates, "update_busy": work.rate(chosen)}
+            return {**figures, "update": rates, "update_busy": work.rate(chosen, host_clock)}
 
 
 def _products(subject: Subject) -> Figures:
-    device, tokens = Device(subject.device), subject.sizes.tokens
-    return {"matmul": device.matmul(tokens, torch.bfloat16), "matmul_fp32": device.matmul(tokens, torch.float32)}
+    """In both precisions; a quick one only in that which runs choose by themselves."""
+    device, dtypes = Device(subject.clock(subject.device)), {"matmul": torch.bfloat16, "matmul_fp32": torch.float32}
+    if subject.quick:
+        del dtypes["matmul_fp32" if bf16_is_fast(subject.device.type) else "matmul"]
+    return {field: device.matmul(subject.sizes.tokens, dtype) for field, dtype in dtypes.items()}
 
 
 def _attention(subject: Subject) -> Figures:
     sizes = subject.sizes
-    return {"attention": Device(subject.device).attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
+    return {"attention": Device(subject.clock(subject.device)).attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
 
 
 def _memory(subject: Subject) -> Figures:
     """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
-    device = Device(subject.device)
+    clock = subject.clock(subject.device)
+    device = Device(clock)
     memory = device.memory(subject.sizes.memory_bytes)
     figures = {"memory": memory, "launch": device.launch()}
     if subject.device.type != "cuda":
         return figures
-    return figures | {"device_update": update.device_rate(subject.device, update.PARAMETERS) or memory / UPDATE_BYTES}
+    measured = None if subject.quick else update.device_rate(clock, update.PARAMETERS)  # a quick one compiles no kernel for 2%
+    return figures | {"device_update": measured or memory / UPDATE_BYTES}
 
 
 def _fp8(subject: Subject) -> Figures:
-    return {"fp8": Device(subject.device).fp8()}
+    return {"fp8": Device(subject.clock(subject.device)).fp8()}
 
 
 def _disk(subject: Subject) -> Figures:

@@ -27,9 +27,8 @@ class Link:
         self._device = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in self._host]
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]  # type: ignore[no-untyped-call]
 
-    def rates(self) -> dict[str, float]:
+    def rates(self, clock: Clock) -> dict[str, float]:
         """Bytes/s: `upload` and `download` alone, `both` their sum at once."""
-        clock = Clock(self.device)
         return {
             "upload": PIECE_BYTES / clock.seconds(self.up),
             "download": PIECE_BYTES / clock.seconds(self.down),

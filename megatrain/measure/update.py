@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,10 @@ from megatrain.memory.slab import Slab
 from megatrain.optim import AdamW
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
-PIECES_PER_THREAD = 4  # so that no thread is idle for long at the end
+PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
+PASSES = 4  # of many threads over the arrays in a timed call, with no wait in between: waking them and waiting for the last count a quarter
+TOUCH_BYTES = 16 << 20  # that a thread touches at a time
+TOUCH_VALUE = 60  # of every byte: bfloat16 and float32 numbers of 0.011 each
 ARRAYS = {
     "weight": torch.bfloat16,
     "remainder": torch.int16,
@@ -26,38 +30,55 @@ ARRAYS = {
 UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}  # moves nothing far, however often repeated
 
 
-def device_rate(device: torch.device, parameters: int) -> float | None:
+def device_rate(clock: Clock, parameters: int) -> float | None:
     """Parameters/s of AdamW in bfloat16 precision on a GPU; None where its kernel cannot be made."""
     optimizer = AdamW()
-    arrays = {name: torch.ones(parameters, dtype=dtype, device=device) for name, dtype in ARRAYS.items()}
-    seconds = Clock(device).seconds_if_possible(lambda: optimizer.update(arrays, **UNMOVING))
+    arrays = {name: torch.ones(parameters, dtype=dtype, device=clock.device) for name, dtype in ARRAYS.items()}
+    seconds = clock.seconds_if_possible(lambda: optimizer.update(arrays, **UNMOVING))
     return None if seconds is None else parameters / seconds
 
 
 class HostUpdate:
-    """AdamW in bfloat16 precision over `parameters` parameters in host RAM. Use as a context manager."""
+    """AdamW in bfloat16 precision over `parameters` parameters in host RAM. Use as a context manager.
 
-    def __init__(self, parameters: int) -> None:
+    Args:
+        threads: that touch the memory first, while the caller's loads or compiles the kernel.
+    """
+
+    def __init__(self, parameters: int, threads: int) -> None:
         self.parameters = parameters
-        self._optimizer = AdamW()
-        self._optimizer.compile()
-        self._slabs = {name: Slab(name, parameters * dtype.itemsize, pinned=False, threads=1) for name, dtype in ARRAYS.items()}
-        self._arrays = {name: slab.bytes.view(ARRAYS[name])[:parameters].fill_(1) for name, slab in self._slabs.items()}
-
-    def rate(self, threads: int) -> float:
-        """Parameters/s on so many threads."""
-        size = -(-self.parameters // (threads * PIECES_PER_THREAD))
-        starts = range(0, self.parameters, size)
-
-        update = self._optimizer.updating(self._arrays, **UNMOVING)
+        self._slabs = {name: Slab(name, parameters * dtype.itemsize, pinned=False, threads=threads) for name, dtype in ARRAYS.items()}
+        self._arrays = {name: slab.bytes.view(ARRAYS[name])[:parameters] for name, slab in self._slabs.items()}
         with ThreadPoolExecutor(threads) as pool:
-            clock = Clock(torch.device("cpu"))
-            return self.parameters / clock.seconds(lambda: list(pool.map(lambda start: update(start, start + size), starts)))
+            for slab in self._slabs.values():
+                touch(slab, pool)
+            self._update = AdamW().updating(self._arrays, **UNMOVING)
+
+    def rate(self, threads: int, clock: Clock) -> float:
+        """Parameters/s on so many threads, each of which takes pieces until none is left, as in training."""
+        size = -(-self.parameters // (threads * PIECES_PER_THREAD))
+        passes = min(PASSES, threads)
+        starts = passes * [*range(0, self.parameters, size)]
+
+        def take(pieces: Iterator[int]) -> None:
+            for start in pieces:
+                self._update(start, start + size)
+
+        with ThreadPoolExecutor(threads) as pool:
+            return passes * self.parameters / clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))
 
     def __enter__(self) -> HostUpdate:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        del self._update  # it holds views
         self._arrays.clear()
         for slab in self._slabs.values():
             slab.close()
+
+
+def touch(slab: Slab, pool: ThreadPoolExecutor) -> None:
+    """Have the pool write to every page. By numpy: torch would start a team of threads in each of the pool's."""
+    pages = slab.bytes.numpy()
+    for start in range(0, slab.nbytes, TOUCH_BYTES):
+        pool.submit(pages[start : start + TOUCH_BYTES].fill, TOUCH_VALUE)

@@ -133,7 +133,7 @@ def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_on
     _, state = run(engine_of(config), STEPS[:1])
     with engine_of(config, settings=Settings(groups=2, group_size=1, head_chunk=7)) as engine:
         begun: list[int] = []
-        monkeypatch.setattr(engine._boundaries, "begin_group", lambda tokens, layers: begun.append(len(tokens)))
+        monkeypatch.setattr(engine._boundaries, "begin_group", lambda tokens, *_: begun.append(len(tokens)))
         engine.train_step(STEPS[0])
         assert begun == [1, 1, 1]
         assert differing(state, state_of(engine)) == []

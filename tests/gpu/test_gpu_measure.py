@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatrain.flops import peak_tflops
-from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, MIB, probe
-from megatrain.machine import MachineProfile
+from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, MIB, bf16_is_fast, probe
+from megatrain.machine import MachineProfile, interpolate
 from megatrain.measure import measure
 from megatrain.measure.checks import check, pcie_link
 
@@ -21,6 +21,22 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
     torch.cuda.empty_cache()
     HELD_BEFORE[:] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return measure(probe(folder, "cuda"), GPU, folder, str)
+
+
+@pytest.fixture(scope="module")
+def quick(profile: MachineProfile, tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
+    folder = tmp_path_factory.mktemp("quick")
+    return measure(probe(folder, "cuda"), GPU, folder, str, quick=True)
+
+
+@pytest.mark.parametrize("field", ["upload", "download", "both", "memory", "device_update"])
+def test_a_quick_one_finds_the_same(profile: MachineProfile, quick: MachineProfile, field: str) -> None:
+    assert getattr(quick, field) == pytest.approx(getattr(profile, field), rel=0.2)
+
+
+def test_a_quick_one_measures_the_products_that_runs_choose(profile: MachineProfile, quick: MachineProfile) -> None:
+    field = "matmul" if bf16_is_fast("cuda") else "matmul_fp32"
+    assert getattr(quick, field)[-1] == (8192, pytest.approx(interpolate(getattr(profile, field), 8192), rel=0.2))
 
 
 def test_both_ways_carry_more_than_one_and_less_than_two(profile: MachineProfile) -> None:

@@ -57,6 +57,17 @@ def test_a_quick_one_leaves_the_rest_to_the_guess(tmp_path: Path) -> None:
     assert not differing(found, typical(hardware)) & {"disk_write", "disk_read"}
 
 
+@pytest.mark.parametrize(("fast", "measured", "guessed"), [(True, "matmul", "matmul_fp32"), (False, "matmul_fp32", "matmul")])
+def test_a_quick_one_multiplies_in_the_precision_that_runs_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, measured: str, guessed: str
+) -> None:
+    monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
+    hardware = probe(tmp_path, "cpu")
+    found = differing(measure(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
+    assert measured in found
+    assert guessed not in found
+
+
 def test_a_quick_one_begins_nothing_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "QUICK_S", 0.0)
     hardware, noted = probe(tmp_path, "cpu"), list[str]()
@@ -80,7 +91,7 @@ def test_random_numbers_of_the_run_stay_as_they_are(tmp_path: Path) -> None:
 def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clock, "seconds", a_second)
     monkeypatch.setattr(compute, "HEADS", 3)
-    device = compute.Device(CPU)
+    device = compute.Device(Clock(CPU))
     assert device.matmul([5], torch.float32) == ((5, 2 * 5 * 64 * 128),)
     step = Work(parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),))
     assert device.attention([4, 8], 16, torch.float32) == ((4, step.flops([4] * 4)), (8, step.flops([8] * 2)))
@@ -88,18 +99,29 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch: pytest.MonkeyP
     assert device.fp8() == 0.0
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "passes"), [(1, 1), (3, 3), (9, update.PASSES)])
+def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch: pytest.MonkeyPatch, threads: int, passes: int) -> None:
     monkeypatch.setattr(Clock, "seconds", a_second)
+    pieces: list[tuple[int, int]] = []
+    monkeypatch.setattr(AdamW, "updating", lambda *_, **__: lambda start, stop: pieces.append((start, stop)))
+    with update.HostUpdate(1001, threads=2) as work:
+        assert work.rate(threads, Clock(CPU)) == passes * 1001
+    times = torch.zeros(1001)
+    for start, stop in pieces:
+        times[start:stop] += 1
+    assert (times == passes).all()
 
-    def zeroing(_: AdamW, arrays: dict[str, torch.Tensor], **__: float) -> Callable[[int, int], None]:
-        def zero(start: int, stop: int) -> None:
-            for array in arrays.values():
-                array[start:stop].zero_()
 
-        return zero
+def test_every_page_of_the_update_is_written_to_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "TOUCH_BYTES", 1 << 10)
+    with update.HostUpdate(1 << 20, threads=3) as work:
+        assert all((array.view(torch.uint8) == update.TOUCH_VALUE).all() for array in work._arrays.values())
 
-    monkeypatch.setattr(AdamW, "updating", zeroing)
-    with update.HostUpdate(1001) as work:
-        assert work.rate(threads) == 1001
-        assert all(not array.any() for array in work._arrays.values())
+
+def test_repeated_updates_keep_ordinary_numbers() -> None:
+    """Infinite and denormal ones would take another time."""
+    with update.HostUpdate(1 << 10, threads=1) as work:
+        for _ in range(1000):
+            work._update(0, 1 << 10)
+        numbers = torch.cat([array.float() for name, array in work._arrays.items() if name != "remainder"])
+    assert 1e-6 < numbers.min() < numbers.max() < 1.0

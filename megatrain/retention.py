@@ -1,0 +1,21 @@
+"""Which layers keep their graphs from forward to backward, and where."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+Where = Literal["device", "host", "nowhere"]  # of a layer's graph; with none it is computed again in backward
+
+
+@lru_cache(maxsize=256)
+def graphs_of_layers(layers: int, retained: int, on_host: int) -> tuple[Where, ...]:
+    """Of each layer: the last `retained` keep their graphs on the device, of the others `on_host` send them to host RAM.
+
+    Those are spread evenly: a graph takes longer to leave than its layer to compute, and layers between them send less.
+    """
+    others = layers - min(retained, layers)
+    sent = min(on_host, others)
+    spread: list[Where] = ["host" if (i + 1) * sent // others > i * sent // others else "nowhere" for i in range(others)]
+    staying: list[Where] = ["device"] * (layers - others)
+    return (*spread, *staying)

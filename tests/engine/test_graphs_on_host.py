@@ -1,0 +1,141 @@
+"""Graphs of retained layers that wait in host RAM: what they are, that they change no bit, and that they leave the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.boundaries import Offload
+from megatrain.engine.graphs import Graph, SavedTensors
+from megatrain.engine.settings import ALL, Settings
+from megatrain.errors import ConfigError, ModelError
+from megatrain.retention import graphs_of_layers
+from tests.support import differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+
+STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
+HALF = Settings(offload=True, retained=1, retained_on_host=1, head_chunk=7)
+
+
+def run(family: str, settings: Settings, precision: str = "bfloat16", steps: Any = STEPS, **changes: Any):
+    with engine_of(tiny_config(family, **changes), precision=precision, settings=settings) as engine:
+        return train_engine(engine, steps), state_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("layers", "retained", "on_host", "expected"),
+    [
+        (6, 0, 0, "......"),
+        (6, 2, 0, "....dd"),
+        (6, 0, 3, ".h.h.h"),
+        (6, 2, 2, ".h.hdd"),
+        (6, 2, 4, "hhhhdd"),
+        (6, ALL, ALL, "dddddd"),
+        (3, 1, ALL, "hhd"),
+    ],
+)
+def test_they_are_spread_over_the_layers_that_the_device_does_not_keep(layers: int, retained: int, on_host: int, expected: str) -> None:
+    letters = {"device": "d", "host": "h", "nowhere": "."}
+    assert "".join(letters[where] for where in graphs_of_layers(layers, retained, on_host)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "settings"),
+    [
+        ("llama", "bfloat16", HALF),
+        ("llama", "float32", replace(HALF, retained=0, retained_on_host=ALL)),
+        ("gemma2", "float32", replace(HALF, groups=2)),
+        ("gpt2", "bfloat16", replace(HALF, resident=2)),
+        ("gpt-neox", "bfloat16", HALF),
+        ("mixtral", "bfloat16", replace(HALF, retained_on_host=2)),
+    ],
+)
+def test_they_change_no_bit(family: str, precision: str, settings: Settings) -> None:
+    trace, state = run(family, settings, precision)
+    kept, again = run(family, replace(settings, retained=ALL, retained_on_host=0), precision)
+    assert (kept.losses, kept.norms) == (trace.losses, trace.norms)
+    assert differing(again, state) == []
+
+
+def test_padded_rows_and_steps_of_other_sizes_find_room() -> None:
+    steps = [micro_batches(0), full_batches(1, [(2, 16)] * 3), full_batches(2, [(3, 20)]), full_batches(3, [(1, 4)])]
+    settings = replace(HALF, retained=0, retained_on_host=2)
+    trace, state = run("llama", settings, steps=steps)
+    kept, again = run("llama", replace(settings, retained=ALL, retained_on_host=0), steps=steps)
+    assert kept.norms == trace.norms
+    assert differing(again, state) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("cheap", [False, True], ids=["whole", "cheap"])
+def test_compiled_graphs_travel_too(cheap: bool) -> None:
+    settings = replace(HALF, compile=True, cheap_retention=cheap)
+    trace, state = run("llama", settings)
+    kept, again = run("llama", replace(settings, retained=ALL, retained_on_host=0))
+    assert kept.norms == trace.norms
+    assert differing(again, state) == []
+    torch._dynamo.reset()
+
+
+def test_nothing_of_the_graph_but_weights_and_masks_stays_on_the_device() -> None:
+    """All that is saved goes through the keeper, the layer's input with it, and nothing twice."""
+    settings = replace(HALF, retained=0, retained_on_host=ALL)
+    with engine_of(tiny_config("llama"), settings=settings) as engine:
+        keeper = engine._boundaries
+        assert isinstance(keeper, Offload)
+        sent: list[int] = []
+        park_all = keeper.park_all
+
+        def note(tensors: Any, tokens: int) -> Any:
+            addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+            sent.append(sum(tensor.nbytes for tensor in tensors))
+            weights = {engine._streamer.flat(block.index).untyped_storage().data_ptr() for block in engine.anatomy.blocks}
+            assert weights.isdisjoint(addresses)
+            return park_all(tensors, tokens)
+
+        keeper.park_all = note  # type: ignore[method-assign]
+        train_engine(engine, [full_batches(0, [(2, 16)])])
+    hidden = 2 * 16 * 32 * 4
+    assert len(sent) == len(engine.skeleton.layers)
+    assert min(sent) > 5 * hidden
+
+
+def test_a_layer_that_writes_over_its_input_is_refused() -> None:
+    with pytest.raises(ModelError, match="a layer writes over its input; its graph cannot be kept: set train.retained: 0"):
+        Graph(lambda hidden: hidden.mul_(2.0) + 1.0, torch.ones(1, 2, 3))
+
+
+def test_a_graph_lets_go_of_its_input() -> None:
+    class Keeper:
+        compute = type("Compute", (), {"device": torch.device("cpu")})
+        tensors: list[torch.Tensor]
+
+        def park_all(self, tensors: list[torch.Tensor], tokens: int) -> str:
+            assert tokens == 2
+            self.tensors = [tensor.clone() for tensor in tensors]
+            return "parked"
+
+        def take_all(self, parked: str) -> list[torch.Tensor]:
+            return self.tensors
+
+        def release(self, parked: str) -> None:
+            self.tensors = []
+
+    keeper: Any = Keeper()
+    weight, hidden = torch.full((3,), 2.0, requires_grad=True), torch.arange(6.0).view(1, 2, 3)
+    graph = Graph(lambda given: (given * weight) ** 2, hidden, SavedTensors(keeper, {weight.untyped_storage().data_ptr()}))
+    expected = 8 * hidden
+    output = graph.take_output()
+    hidden.zero_()  # nobody reads it any more
+    output.zero_()
+    grad_hidden, grad_weight = graph.gradients([weight], torch.ones(1, 2, 3))
+    assert grad_hidden is not None and torch.equal(grad_hidden, expected)
+    assert grad_weight is not None and torch.equal(grad_weight, (expected / 2 * expected / 8).sum((0, 1)))
+    assert keeper.tensors == []
+
+
+def test_they_wait_beside_offloaded_boundaries() -> None:
+    with pytest.raises(ConfigError, match="retained_on_host: graphs wait in host RAM beside boundary activations"):
+        Settings(retained_on_host=1)
