@@ -30,7 +30,7 @@ class Target:
     share: str | None = None  # a share of the step in `megatrain bench --json`
 
 
-STREAMED_ONLY = ("memory.resident=0", "train.retained=0", "memory.offload_activations=true")
+STREAMED_ONLY = ("memory.resident=0", "train.retained=0", "memory.offload_activations=true", "memory.retained_on_host=0")
 
 CASES: Mapping[str, Case] = {
     case.name: case

@@ -32,6 +32,7 @@ PLACING = {
     "train.retained": "retained",
     "train.cheap_retention": "cheap_retention",
     "memory.offload_activations": "offload",
+    "memory.retained_on_host": "retained_on_host",
 }
 CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}

@@ -22,7 +22,7 @@ LAYER_SLOTS = 2  # one computes while the other is filled
 TRAVELLING_SUMS = 2  # of gradient sums that wait on the host between groups, one is added to while another leaves
 GRADIENT_STAGES = 2  # one is copied to the host while the other is filled
 HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is used by the update
-TRAVELLING_BOUNDARIES = 4  # of offloaded micro-batches' boundaries two are on their way down and two on their way up
+TRAVELLING_BOUNDARIES = 5  # of offloaded micro-batches' boundaries three are on their way down and two on their way up
 
 # What torch's caching allocator reserves and does not use: it grows with the working set, where tensors of many sizes come and go.
 # H200 with expandable segments: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
@@ -93,6 +93,12 @@ def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
     return shape.retained_bytes(tokens, choices.retained, compiled=job.compiled, cheap=cheap)
 
 
+def graph_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """What one layer's graph holds for one micro-batch beyond its input and its output, on average."""
+    layers, tokens, cheap = len(shape.block_numel) - 2, choices.micro_batch_tokens, choices.cheap_retention
+    return shape.retained_bytes(tokens, layers, compiled=job.compiled, cheap=cheap) // max(1, layers)
+
+
 def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware) -> int:
     """A chunk's working set and hidden states, the gradient of the chunk before, and the micro-batch's gradient that the chunks fill.
 
@@ -133,14 +139,22 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM."""
     layers = len(shape.block_numel) - 2
     row = shape.hidden_size * WEIGHT_BYTES[job.precision]
-    travelling = TRAVELLING_BOUNDARIES * choices.micro_batch_tokens * row if choices.offload else 0
-    return choices.group_tokens(job) * row * (layers + 1) - _offloaded(choices, job, shape) + travelling
+    travelling = choices.micro_batch_tokens * row + (graph_bytes(choices, job, shape) if choices.retained_on_host else 0)
+    on_their_way = TRAVELLING_BOUNDARIES * travelling if choices.offload else 0
+    return choices.group_tokens(job) * row * (layers + 1) - _offloaded(choices, job, shape) + on_their_way
 
 
 def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """Bytes of a group's boundary activations in host RAM: inputs of the recomputed layers, for a retained layer's graph holds its own."""
-    recomputed = len(shape.block_numel) - 2 - choices.retained
-    return choices.group_tokens(job) * shape.hidden_size * WEIGHT_BYTES[job.precision] * recomputed if choices.offload else 0
+    """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs, which hold their inputs, stay."""
+    layers = len(shape.block_numel) - 2 - choices.retained
+    return choices.group_tokens(job) * shape.hidden_size * WEIGHT_BYTES[job.precision] * layers if choices.offload else 0
+
+
+def _graphs_on_host(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of a group's graphs in host RAM, less the inputs, which are boundaries."""
+    if not choices.retained_on_host:
+        return 0
+    return choices.retained_on_host * graph_bytes(choices, job, shape) * choices.group_tokens(job) // choices.micro_batch_tokens
 
 
 def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
@@ -155,6 +169,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
         "gradient staging": 0 if job.clipping else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
         "gradient sums": (sum(sizes) - _numel(sizes, choices.sums_on_device)) * SUM_BYTES if choices.groups > 1 else 0,
         "boundary activations": _offloaded(choices, job, shape),
+        "retained activations": _graphs_on_host(choices, job, shape),
     }
     slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
     libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)

@@ -25,6 +25,7 @@ class Job:
     retained: int | None = None
     cheap_retention: bool | None = None
     offload: bool | None = None
+    retained_on_host: int | None = None
     update_threads: int | None = None
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     checkpoints_kept: int = 2
@@ -61,6 +62,7 @@ class Choices:
     offload: bool  # boundary activations wait in host RAM
     head_chunk_tokens: int
     update_threads: int
+    retained_on_host: int = 0  # of the layers that are not retained so many, evenly spread, send their graphs to host RAM
 
     def micro_batches(self, job: Job) -> int:
         """Micro-batches of the largest group."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 SMALLEST_HEAD_CHUNK_TOKENS = 256
 RETAINED_STEPS = 8  # so many numbers of retained layers are tried first, and those between two of them where it pays
+ON_HOST_STEPS = 4  # and of those that wait in host RAM
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
 # What speed may not use up, of each tier: the plan is right to 3%, and rows of many lengths leave fragments
 SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
@@ -62,6 +63,7 @@ class Search:
             found = search.fastest_of(search.coarse())
             if found is not None:
                 found = search.fastest_of([found, *search.more_or_less_retained(found)]) or found
+                found = search.fastest_of([found, *search.more_or_less_on_host(found)]) or found
                 return search.fastest_of([found, *search.larger_head_chunks(found)]) or found
         return min(self.lean(), key=self.shortage)
 
@@ -81,9 +83,9 @@ class Search:
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
         return min(tied, key=self.complexity, default=None)
 
-    def complexity(self, choices: Choices) -> tuple[int, bool, bool, int]:
+    def complexity(self, choices: Choices) -> tuple[int, bool, bool, bool, int]:
         """What speaks against choices that are equally fast."""
-        return choices.groups, choices.offload, choices.cheap_retention, self.bytes(choices)
+        return choices.groups, choices.offload, choices.retained_on_host > 0, choices.cheap_retention, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -111,12 +113,21 @@ class Search:
                 if retained != found.retained:
                     yield from self.placed(found.micro_batch_tokens, found.groups, retained, found.head_chunk_tokens)
 
+    def more_or_less_on_host(self, found: Choices) -> Iterator[Choices]:
+        """Numbers of graphs in host RAM that `coarse` left out next to the one found."""
+        if self.job.retained_on_host is None and found.retained_on_host:
+            step = -(-(self.layers - found.retained) // ON_HOST_STEPS)
+            most = min(self.layers - found.retained, found.retained_on_host + step - 1)
+            for count in range(max(0, found.retained_on_host - step + 1), most + 1):
+                if count != found.retained_on_host:
+                    yield self.filled(replace(found, retained_on_host=count))
+
     def larger_head_chunks(self, found: Choices) -> Iterator[Choices]:
         """Larger ones run faster, and take room from other things."""
         sizes = () if self.job.head_chunk_tokens else self.shape.head.sizes
         for chunk in sizes:
             if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
-                yield from self.placed(found.micro_batch_tokens, found.groups, found.retained, chunk)
+                yield self.filled(replace(found, head_chunk_tokens=chunk))
 
     @property
     def layers(self) -> int:
@@ -140,24 +151,37 @@ class Search:
             return [min(self.job.retained, self.layers)]
         return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
 
-    def cheap_retentions(self, retained: int) -> list[bool]:
+    def cheap_retentions(self) -> list[bool]:
         """Only compiled layers can keep less than their graphs."""
         if self.job.cheap_retention is not None:
             return [self.job.cheap_retention]
-        return [False, True] if self.job.compiled and retained else [False]
+        return [False, True] if self.job.compiled else [False]
 
     def offloads(self) -> list[bool]:
         if self.job.offload is not None:
             return [self.job.offload]
         return [False, True] if self.hardware.gpu else [False]  # on the CPU they would only be copied
 
+    def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
+        """Numbers of graphs in host RAM. With several groups there is more room on the device, and less time to send them."""
+        if self.job.retained_on_host is not None:
+            asked = min(self.job.retained_on_host, self.layers - retained)
+            return [asked] if offload or not self.job.retained_on_host else []
+        if not offload or groups > 1 or cheap != self.cheap_retentions()[-1]:  # sent or not, the smaller form
+            return [0]
+        others = self.layers - retained
+        return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
+
     def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Choices]:
         """Where blocks, sums and boundaries may live."""
         threads = self.job.update_threads or update_threads(self.hardware.physical_cores)
         blocks = len(self.shape.block_numel)
-        for cheap, offload in product(self.cheap_retentions(retained), self.offloads()):
-            for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
-                yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads))
+        for cheap, offload in product(self.cheap_retentions(), self.offloads()):
+            for sent in self.on_host(groups, retained, cheap, offload):
+                if cheap and not retained and not sent and self.job.cheap_retention is None:
+                    continue  # there is no graph to keep less of
+                for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
+                    yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent))
 
     def filled(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.hardware import GIB, MIB
-from megatrain.planner import TIER_WORDS, Plan
+from megatrain.planner import TIER_WORDS, Choices, Plan
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -33,7 +33,7 @@ def _choices(plan: Plan) -> Table:
         "micro-batch": f"{choices.micro_batch_tokens:,} tokens",
         "groups": str(choices.groups),
         "resident": f"{choices.resident} blocks",
-        "retained": f"{choices.retained} layers{', cheaply' if choices.cheap_retention else ''}",
+        "retained": _retained(choices),
         "gradient sums": "a block" if choices.groups == 1 else f"{choices.sums_on_device} blocks",
         "boundaries": "offloaded" if choices.offload else "kept",
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
@@ -46,6 +46,11 @@ def _choices(plan: Plan) -> Table:
     for name, why in plan.reasons:
         table.add_row(name, chosen[name], why)
     return table
+
+
+def _retained(choices: Choices) -> str:
+    on_host = f", {choices.retained_on_host} in host RAM" if choices.retained_on_host else ""
+    return f"{choices.retained} layers{on_host}{', cheaply' if choices.cheap_retention else ''}"
 
 
 def _step(plan: Plan) -> Table:

@@ -56,12 +56,15 @@ def _resident(choices: Choices, shape: ModelShape, hardware: Hardware) -> str:
 
 def _retained(choices: Choices, shape: ModelShape) -> str:
     layers = len(shape.block_numel) - 2
+    others = "recomputed"
+    if choices.retained_on_host:
+        others = f"{'recomputed, or ' if choices.retained + choices.retained_on_host < layers else ''}kept in host RAM"
     if choices.retained == 0:
-        return f"all {layers} layers are recomputed from their inputs"
+        return f"all {layers} layers are {others}"
     what = "what products and attention need" if choices.cheap_retention else "the graphs"
     if choices.retained >= layers:
         return f"{what} of all {layers} layers are kept"
-    return f"{what} of the last {choices.retained} of {layers} layers are kept; the others are recomputed"
+    return f"{what} of the last {choices.retained} of {layers} layers are kept; the others are {others}"
 
 
 def _sums(choices: Choices, shape: ModelShape) -> str:

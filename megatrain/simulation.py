@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+LEAVING, COMING = 3, 2  # of what one micro-batch leaves behind in a layer, on its way to the host and back
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
 SIMULATED_GROUPS = 4  # the first, two in the middle, and the last; further ones take as long as the second in the middle
 PHASES = ("update", "forward", "head", "backward")
@@ -124,6 +125,8 @@ class _Play:
         self.staging_free = [0.0, 0.0]
         self.travelling_free = [0.0, 0.0]
         self.turn = 0
+        self.leaving = LEAVING * max(block.boundary_down for block in blocks) / max(1.0, dials.micro_batches)
+        self.coming = COMING * max(block.boundary_up for block in blocks) / max(1.0, dials.micro_batches)
 
     def step(self) -> Course:
         """Play a whole step: from the moment the norm of the one before is known to that moment."""
@@ -179,12 +182,12 @@ class _Play:
             self._compute(phase, gap)
 
     def _forward(self, block: int) -> None:
-        """What leaves for the host must make room for what follows: two micro-batches' boundaries can be on their way at a time."""
+        """What leaves for the host must make room for what follows: so much can be on its way at a time."""
         tasks, begin = self.blocks[block], self.compute
         self._compute("forward", tasks.forward)
         if tasks.boundary_down:
             self.download = max(self.download, begin + tasks.forward / self.dials.micro_batches) + tasks.boundary_down
-            self._wait("forward", self.download - 2 * tasks.boundary_down / self.dials.micro_batches, "download")
+            self._wait("forward", self.download - self.leaving, "download")
 
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
         """The first micro-batch needs no sums yet, and the last one its boundary."""
@@ -197,7 +200,7 @@ class _Play:
         if travels and first:
             self._wait(phase, self.travelling_free[self.turn], "download")
         if tasks.boundary_up:
-            self.fetch = max(self.fetch, self.compute - 2 * tasks.boundary_up / self.dials.micro_batches) + tasks.boundary_up
+            self.fetch = max(self.fetch, self.compute - self.coming) + tasks.boundary_up
         self._compute(phase, each)
         self._wait(phase, arriving, "upload")
         self._compute(phase, tasks.backward - each)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from megatrain import simulation
 from megatrain.machine import UPDATE_BYTES, MachineProfile, interpolate
-from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, state_bytes_per_parameter
+from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, graph_bytes, state_bytes_per_parameter
 from megatrain.planner_job import Choices, Job
+from megatrain.retention import Where, graphs_of_layers
 from megatrain.simulation import BlockTasks, Course, Dials
 
 if TYPE_CHECKING:
@@ -110,23 +111,25 @@ class _Costs:
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
         self.micro_batches = micro_batches(choices, job)
-        self.recomputed = len(shape.block_numel) - 2 - choices.retained  # layers, the first ones
+        self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
         self.host_update_rate = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         self.up, self.down = self._transfer_rates()
-        self._known: dict[tuple[int, int, bool, bool], BlockTasks] = {}
+        self._known: dict[tuple[int, int, Where, bool], BlockTasks] = {}
 
     # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
 
     def layer(self, number: int) -> BlockTasks:
         """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
-        work, tokens, retained = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, number > self.recomputed
-        key = (id(work), self.shape.block_numel[number], retained, number < self.choices.resident)
+        work, tokens, graph = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, self.graphs[number - 1]
+        key = (id(work), self.shape.block_numel[number], graph, number < self.choices.resident)
         if key not in self._known:  # layers are mostly of one kind
             rate, quantising = self._layer_rate(tokens), self._quantising(self.shape.block_numel[number])
             forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
-            again = self._again(work, tokens) if retained else forward - work.skippable_flops * tokens / rate
-            self._known[key] = self._block(number, forward, backward + again)
+            again = forward - work.skippable_flops * tokens / rate if graph == "nowhere" else self._again(work, tokens)
+            kept = self._kept_bytes(graph)
+            gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
+            self._known[key] = self._block(number, forward + gathering, backward + again, kept if self.choices.offload else 0.0)
         return self._known[key]
 
     def _again(self, work: LayerWork, tokens: int) -> float:
@@ -181,12 +184,12 @@ class _Costs:
 
     # -- all of a block --------------------------------------------------------------------------------------------------------
 
-    def _block(self, number: int, forward: float, backward: float) -> BlockTasks:
-        """The tasks of a block whose computation takes so long for one micro-batch."""
+    def _block(self, number: int, forward: float, backward: float, offloaded: float = 0.0) -> BlockTasks:
+        """The tasks of a block whose computation takes so long for one micro-batch, of which so many bytes go to the host and return."""
         numel, dials = self.shape.block_numel[number], self.choices
         backward += self._adding(numel)
         streamed, resident = (0, numel) if number < dials.resident else (numel, 0)
-        boundaries = self._boundary_bytes() if dials.offload and 0 < number <= self.recomputed else 0.0
+        offloaded *= self.micro_batches
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.micro_batches * backward,
@@ -195,14 +198,16 @@ class _Costs:
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
             sum_down=numel * SUM_BYTES / self.down,
-            boundary_down=boundaries / self.down,
-            boundary_up=boundaries / self.up,
+            boundary_down=offloaded / self.down,
+            boundary_up=offloaded / self.up,
             host_update=streamed / self.host_update_rate,
             device_update=resident / self.device_update_rate,
         )
 
-    def _boundary_bytes(self) -> float:
-        return self.job.computed_tokens(self.choices.micro_batch_tokens) / self.choices.groups * self.shape.hidden_size * self.weight
+    def _kept_bytes(self, graph: Where) -> float:
+        """What may be sent away of one micro-batch in a layer: its input, and what its graph saved."""
+        boundary = self.choices.micro_batch_tokens * self.shape.hidden_size * self.weight
+        return {"device": 0, "nowhere": boundary, "host": boundary + graph_bytes(self.choices, self.job, self.shape)}[graph]
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

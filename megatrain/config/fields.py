@@ -217,7 +217,16 @@ class MemoryOptions(Options):
         default="auto", description="The first so many blocks (embedding, layers, head) stay on the GPU with their optimizer state."
     )
     offload_activations: v.FlagOrAuto = Field(default="auto", description="Layers' inputs wait in host RAM between forward and backward.")
+    retained_on_host: _NumberOrAuto = Field(
+        default="auto", description="Of the layers that train.retained leaves out, so many send what their backward needs to host RAM."
+    )
     nvme: Annotated[None, BeforeValidator(_no_nvme)] = Field(default=None, description=f"Folder for a third tier: {NOT_BUILT}.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.offload_activations is False and self.retained_on_host not in ("auto", 0):
+            raise wrong("what is sent to host RAM includes layers' inputs; set offload_activations: true as well", key="retained_on_host")
+        return self
 
 
 @dataclass(frozen=True)

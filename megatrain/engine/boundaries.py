@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from megatrain.engine.gradients import Buffer
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
 
 TOUCHING_THREADS = 8
-BUFFERS = 2  # on the device, in either direction: one travels while the other is filled or read
+COMING = 2  # of the largest, on the device: one arrives while the other is read
+LEAVING = 3  # and on its way to the host: a graph takes longer to leave than the next micro-batch to compute
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
 
@@ -87,8 +88,43 @@ class Parked:
     places: tuple[Place, ...]
     host: torch.Tensor  # uint8
     landed: Event
-    buffer: Buffer | None = None
+    stretch: Stretch | None = None
     arrived: Event | None = None
+
+
+@dataclass
+class Stretch:
+    """A part of a ring, and the event after which it may be overwritten; None while that is not known."""
+
+    start: int
+    flat: torch.Tensor
+    free: Event | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.flat.numel()
+
+
+class Ring:
+    """Device memory given out from the front to the end and then again, freed in the same order."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat  # uint8
+        self._given: deque[Stretch] = deque()
+
+    def take(self, nbytes: int) -> tuple[Stretch, Event | None] | None:
+        """The next `nbytes`, and the event after which they are free; None if somebody still uses some of them."""
+        start = self._given[-1].stop if self._given else 0
+        if start + nbytes > self.flat.numel():
+            start = 0
+        reused = [number for number, old in enumerate(self._given) if old.start < start + nbytes and start < old.stop]
+        older = [self._given[number] for number in range(reused[-1] + 1 if reused else 0)]
+        if any(old.free is None for old in older):
+            return None
+        for _ in older:
+            self._given.popleft()
+        self._given.append(Stretch(start, self.flat[start : start + nbytes]))
+        return self._given[-1], older[-1].free if older else None
 
 
 class Room:
@@ -129,7 +165,7 @@ class Room:
 class Offload:
     """What is parked waits in host RAM, and comes back in the order in which backward needs it.
 
-    Copies go through a few device buffers, filled and emptied on the computing stream: memory that the computation frees never waits for a
+    Copies go through rings of device memory, filled and read on the computing stream: memory that the computation frees never waits for a
     transfer.
     """
 
@@ -139,32 +175,29 @@ class Offload:
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
-        self._down: list[Buffer] = []
-        self._up: list[Buffer] = []
-        self._sent = self._asked = 0
+        self._largest = 0
+        self._down, self._up = (Ring(torch.empty(0, dtype=torch.uint8, device=compute.device)) for _ in range(2))
         self._last_down: Event | None = None
         self._last_up: Event | None = None
         self._expected: deque[Parked] = deque()
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
         """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
-        self._make_buffers(max(tokens) * self.row)
+        self._make_rings(max(tokens) * self.row)
         self._tokens, self._layers = sum(tokens), graphs
         self._boundaries.begin()
         self._graphs.begin()
         self._make_room(self._boundaries, sum(tokens) * layers * self.row)
         self._expected.clear()
 
-    def _make_buffers(self, nbytes: int) -> None:
-        """On the device, each of so many bytes at least."""
-        if self._down and self._down[0].flat.numel() >= nbytes:
+    def _make_rings(self, largest: int) -> None:
+        """On the device, for pieces of so many bytes."""
+        if self._largest >= largest:
             return
         self._settle()
-        self._down, self._up = [], []  # first: there may be no room for both
-        self._down, self._up = (
-            [Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=self.compute.device), self.compute.record()) for _ in range(BUFFERS)]
-            for _ in range(2)
-        )
+        self._largest, device = round_up(largest, ALIGNMENT), self.compute.device
+        self._down, self._up = (Ring(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(2))  # there may be no room for both
+        self._down, self._up = (Ring(torch.zeros(count * self._largest, dtype=torch.uint8, device=device)) for count in (LEAVING, COMING))
 
     def _make_room(self, room: Room, nbytes: int) -> None:
         if room.nbytes < nbytes:
@@ -188,7 +221,7 @@ class Offload:
         for tensor in tensors:
             places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.stride(), tensor.dtype))
             nbytes += round_up(tensor.nbytes, ALIGNMENT)
-        self._make_buffers(nbytes)
+        self._make_rings(nbytes)
         if self._layers:
             self._make_room(self._graphs, round_up(nbytes * self._tokens // tokens, ALIGNMENT) * self._layers)
             self._layers = 0
@@ -196,41 +229,37 @@ class Offload:
 
     def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room) -> Parked:
         host = room.take(nbytes)
-        buffer = self._down[self._sent % BUFFERS]
-        self._sent += 1
-        self.compute.wait(buffer.free, "download")  # wait: what was sent before still leaves this buffer
+        given = self._down.take(nbytes)
+        assert given is not None, "every stretch has its event once its download is queued"
+        stretch, free = given
+        self.compute.wait(free, "download")  # wait: what was sent before still leaves this stretch
         for tensor, place in zip(tensors, places, strict=True):
-            place.view(buffer.flat).copy_(tensor)
-        staged, ready = buffer.flat[:nbytes], self.compute.record()
+            place.view(stretch.flat).copy_(tensor)
+        ready = self.compute.record()
 
         def job(_: Event) -> None:
-            self.download.wait(ready)  # wait: all must be in the buffer
-            host.copy_(staged, non_blocking=True)
+            self.download.wait(ready)  # wait: all must be in the ring
+            host.copy_(stretch.flat, non_blocking=True)
 
-        buffer.free = self._last_down = landed = self.download.submit(job)
+        stretch.free = self._last_down = landed = self.download.submit(job)
         return Parked(tuple(places), host, landed)
 
     def expect(self, kept: Iterable[Parked]) -> None:
         """What is parked, in the order in which it will be taken; the first start on their way back now."""
         self._expected = deque(kept)
-        for _ in range(BUFFERS):
-            self._ask()
+        self._ask()
 
     def _ask(self) -> None:
-        if not self._expected:
-            return
-        parked = self._expected.popleft()
-        buffer = parked.buffer = self._up[self._asked % BUFFERS]
-        self._asked += 1
-        free, landed, host = buffer.free, parked.landed, parked.host
-        target = buffer.flat[: host.numel()]
+        """Fetch what comes next, as far as there is room."""
+        while self._expected and (given := self._up.take(self._expected[0].host.numel())):
+            parked, (stretch, free) = self._expected.popleft(), given
+            parked.stretch = stretch
+            parked.arrived = self._last_up = self.fetch.submit(partial(self._bring, parked.host, parked.landed, stretch.flat, free))
 
-        def job(_: Event) -> None:
-            self.fetch.wait(free)  # wait: the computation may still read what this buffer held
-            self.fetch.wait(landed)  # wait: this may still be on its way down
-            target.copy_(host, non_blocking=True)
-
-        parked.arrived = self._last_up = self.fetch.submit(job)
+    def _bring(self, host: torch.Tensor, landed: Event, target: torch.Tensor, free: Event | None, _: Event) -> None:
+        self.fetch.wait(free)  # wait: the computation may still read what lay there
+        self.fetch.wait(landed)  # wait: this may still be on its way down
+        target.copy_(host, non_blocking=True)
 
     def take(self, parked: Parked) -> torch.Tensor:
         """A boundary, on the device: valid until `release`."""
@@ -239,14 +268,14 @@ class Offload:
 
     def take_all(self, parked: Parked) -> list[torch.Tensor]:
         """What was parked, on the device: valid until `release`. All is taken in the order that `expect` was told."""
-        assert parked.buffer is not None, "taken out of order"
+        assert parked.stretch is not None, "taken out of order"
         self.compute.wait(parked.arrived, "upload")
-        return [place.view(parked.buffer.flat) for place in parked.places]
+        return [place.view(parked.stretch.flat) for place in parked.places]
 
     def release(self, parked: Parked) -> None:
         """What was computed so far has read it; the next one may come into its place."""
-        assert parked.buffer is not None
-        parked.buffer.free = self.compute.record()
+        assert parked.stretch is not None
+        parked.stretch.free = self.compute.record()
         self._ask()
 
     def close(self) -> None:

@@ -15,11 +15,12 @@ from megatrain.errors import ModelError
 
 
 class Beginning(torch.autograd.Function):
-    """Hidden states as the first node of a graph, which unlike a leaf does not hold on to them."""
+    """Hidden states as the first node of a graph, which unlike a leaf does not hold on to them; with a version counter of their own."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
-        return hidden.detach()
+        alias = torch.empty(0, dtype=hidden.dtype, device=hidden.device)
+        return alias.set_(hidden.untyped_storage(), hidden.storage_offset(), hidden.shape, hidden.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
@@ -36,12 +37,12 @@ class Graph:
 
     def __init__(self, run: Callable[[Tensor], Tensor], hidden: Tensor, saved: SavedTensors | None = None) -> None:
         self._saved = saved
-        version = hidden._version
         with torch.enable_grad(), saved.caught() if saved else nullcontext():
             given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
+            version = given._version
             output = run(given)
-        if hidden._version != version:  # another graph may have saved it; of a leaf, PyTorch itself would refuse
-            raise ModelError("a layer writes over its input; its graph cannot be kept: set train.retained: 0")
+        if given._version != version:  # another graph may have saved it, or it is to be kept; of a leaf, PyTorch itself would refuse
+            raise ModelError("a layer writes over its input, which its gradients need; this model cannot be streamed")
         if saved:
             saved.leave(hidden.shape[0] * hidden.shape[1])
         self._ends = get_gradient_edge(given), get_gradient_edge(output)

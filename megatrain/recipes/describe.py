@@ -38,6 +38,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "data.packing": packed_to(config, parts.skeleton, machine) is not None,
         "memory.resident": choices.resident,
         "memory.offload_activations": choices.offload,
+        "memory.retained_on_host": choices.retained_on_host,
         "precision": machine.precision,
         "compile": plan.job.compiled,
         "device": machine.device.type,
@@ -63,10 +64,11 @@ def environment_of(parts: Parts) -> dict[str, Any]:
 def choices_in_words(plan: Plan, parts: Parts) -> str:
     """What the plan decided, as a line."""
     choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
+    on_host = f"{choices.retained_on_host} more in host RAM, " if choices.retained_on_host else ""
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
-        f"{choices.retained} of {blocks - 2} layers retained, {'activations offloaded, ' if choices.offload else ''}"
+        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}"
         f"{choices.update_threads} update thread(s)"
     )
 
@@ -87,7 +89,7 @@ def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) ->
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
         layers=layers,
-        recomputed=layers - choices.retained,
+        recomputed=layers - choices.retained - choices.retained_on_host,
         streams=choices.resident < len(parts.shape.block_numel),
         update_threads=choices.update_threads,
         idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),

@@ -103,7 +103,7 @@ def test_nothing_of_the_graph_but_weights_and_masks_stays_on_the_device() -> Non
 
 
 def test_a_layer_that_writes_over_its_input_is_refused() -> None:
-    with pytest.raises(ModelError, match="a layer writes over its input; its graph cannot be kept: set train.retained: 0"):
+    with pytest.raises(ModelError, match="a layer writes over its input, which its gradients need; this model cannot be streamed"):
         Graph(lambda hidden: hidden.mul_(2.0) + 1.0, torch.ones(1, 2, 3))
 
 

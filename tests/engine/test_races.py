@@ -20,6 +20,7 @@ MODES = {
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
     "boundaries offloaded": Settings(groups=2, offload=True),
+    "graphs on the host": Settings(offload=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
 SLOW = [*((lane,) for lane in LANES), LANES]
@@ -136,6 +137,8 @@ FAULTS = [
     Fault(uploads_ignore_other_lanes, ("download",), "two groups, sums travel"),
     Fault(fetches_ignore_other_lanes, ("download",), "boundaries offloaded"),
     Fault(uploads_may_lag, ("fetch",), "boundaries offloaded"),
+    Fault(fetches_ignore_other_lanes, ("download",), "graphs on the host"),
+    Fault(uploads_may_lag, ("fetch",), "graphs on the host"),
     Fault(downloads_may_lag, ("download",), "boundaries offloaded"),
     Fault(staging_is_taken_at_once, ("update",), clip=None),
 ]
