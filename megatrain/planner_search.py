@@ -167,7 +167,7 @@ class Search:
         if self.job.retained_on_host is not None:
             asked = min(self.job.retained_on_host, self.layers - retained)
             return [asked] if offload or not self.job.retained_on_host else []
-        if not offload or groups > 1 or cheap != self.cheap_retentions()[-1]:  # sent or not, the smaller form
+        if not self.hardware.gpu or not offload or groups > 1 or cheap != self.cheap_retentions()[-1]:  # sent or not, the smaller form
             return [0]
         others = self.layers - retained
         return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})

@@ -61,7 +61,8 @@ memory:
   gpu: 70GiB
   host: 512 MB
   resident: auto
-  offload_activations: false
+  offload_activations: true
+  retained_on_host: 1
   nvme: null
 precision: float32
 attention: sdpa
@@ -215,7 +216,11 @@ def test_steps_alone_decide_the_length(write):
         (["seq_len=1"], "command line: seq_len: did you mean train.seq_len?"),
         (["optimizer.lr=1"], "command line: optimizer.lr: did you mean train.learning_rate?"),
         (["train.keep=1"], "command line: train.keep: did you mean checkpoint.keep?"),
-        (["memory.zzz=1"], "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, nvme"),
+        (["memory.offload_activations=false", "memory.retained_on_host=2"], "memory.retained_on_host: what is sent to host RAM includes"),
+        (
+            ["memory.zzz=1"],
+            "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, nvme",
+        ),
     ],
 )
 def test_contradictions_are_refused_on_the_command_line(write, overrides, reason):

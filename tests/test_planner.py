@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatrain import timing
 from megatrain.errors import PlanError
-from megatrain.hardware import COMPILER_BYTES, GIB, Hardware
+from megatrain.hardware import COMPILER_BYTES, GIB, Gpu, Hardware
 from megatrain.machine import typical
 from megatrain.models.shape import ModelShape
 from megatrain.planner import Choices, Job, Plan, make_plan
@@ -120,6 +120,19 @@ def test_cheap_retention_where_whole_graphs_would_leave_layers_to_recompute() ->
     assert not plan_of(replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8).choices.cheap_retention  # there is room for all
 
 
+def test_graphs_wait_in_host_RAM_where_the_device_has_no_room_for_them() -> None:
+    """A 7B model with 64k tokens in 80 GiB: the bus idles in forward, and what it carries need not be computed again."""
+    hardware = replace(H200_LARGE_HOST, gpu=Gpu("NVIDIA H200", 80 * GIB, 79 * GIB, (9, 0)))
+    job = replace(JOB_7B, groups=1)
+    sent, recomputed = plan_of(job, hardware=hardware), plan_of(replace(job, retained_on_host=0), hardware=hardware)
+    assert 0 < sent.choices.retained_on_host <= 28 - sent.choices.retained
+    assert sent.choices.offload and sent.fits
+    assert sent.timing.seconds < 0.95 * recomputed.timing.seconds
+    assert sent.host["retained activations"] > 0
+    assert " more in host RAM" not in dict(recomputed.reasons)["retained"]
+    assert plan_of(replace(job, retained_on_host=99, retained=20), hardware=hardware).choices.retained_on_host == 8
+
+
 def test_groups_cut_the_boundaries_where_one_does_not_fit() -> None:
     small = with_gpu(replace(H200, host_available_bytes=200 * GIB), 16 * GIB)
     assert not plan_of(replace(JOB_7B, groups=1, offload=False), hardware=small).fits
@@ -154,7 +167,7 @@ def test_few_steps_are_played_to_find_the_shortest(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(timing, "predict", predict)
     plan_of(replace(JOB_7B, tokens_per_step=2**20), with_depth(QWEN_7B, 80), H200_LARGE_HOST)
-    assert len(played) == len(set(played)) + 2 < 120  # what was found is played again beside its neighbours
+    assert len(set(played)) + 2 <= len(played) <= len(set(played)) + 3 < 120  # what was found is played again beside its neighbours
 
 
 def test_the_prediction_in_the_plan_is_of_its_choices() -> None:
@@ -264,7 +277,7 @@ def test_the_plan_can_be_read(hardware: Hardware) -> None:
 
 
 def test_reasons_name_what_was_asked_and_what_was_found() -> None:
-    reasons = dict(plan_of(replace(JOB_7B, groups=1, retained=2)).reasons)
+    reasons = dict(plan_of(replace(JOB_7B, groups=1, retained=2, retained_on_host=0, cheap_retention=False)).reasons)
     assert reasons["groups"].startswith("as asked: ")
     assert reasons["retained"] == "as asked: the graphs of the last 2 of 28 layers are kept; the others are recomputed"
     assert reasons["resident"].startswith("the first ")

@@ -10,7 +10,7 @@ from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_
 from megatrain.models.shape import ModelShape
 from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, head_bytes, host_bytes
 from megatrain.planner_job import Choices, Job
-from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_depth, with_gpu
+from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
 HUGE = 2**21
 ALL_STREAMED = Choices(
@@ -98,7 +98,7 @@ def test_a_tied_embedding_stays_for_the_head() -> None:
 def test_boundaries_wait_on_the_device_or_in_host_RAM() -> None:
     assert device(TWO_GROUPS)["boundary activations"] == 32 * 10 * 2 * 3
     offloaded = replace(ALL_STREAMED, offload=True)
-    assert device(offloaded)["boundary activations"] == 64 * 10 * 2 + 4 * 16 * 10 * 2  # what backward carries, and four on their way
+    assert device(offloaded)["boundary activations"] == 64 * 10 * 2 + 5 * 16 * 10 * 2  # what backward carries, and five on their way
     assert host_bytes(offloaded, TINY_JOB, TINY, LAPTOP)["boundary activations"] == HUGE  # of 64 x 10 x 2 x 2 bytes
     assert "boundary activations" not in host_bytes(ALL_STREAMED, TINY_JOB, TINY, LAPTOP)
 
@@ -108,7 +108,19 @@ def test_retained_layers_keep_their_graphs_and_their_inputs() -> None:
     assert table["retained activations"] == 2 * TINY.retained_bytes(16, 2, compiled=False)  # of two micro-batches
     assert table["boundary activations"] == 32 * 10 * 2 * 3
     one = device(replace(TWO_GROUPS, retained=1, offload=True))["boundary activations"]
-    assert one == 32 * 10 * 2 * 2 + 4 * 16 * 10 * 2
+    assert one == 32 * 10 * 2 * 2 + 5 * 16 * 10 * 2
+
+
+def test_graphs_in_host_RAM_take_their_inputs_along() -> None:
+    sent = replace(ALL_STREAMED, offload=True, retained=1, retained_on_host=1)
+    graph = TINY.retained_bytes(16, 2) // 2
+    assert device(sent)["boundary activations"] == 64 * 10 * 2 * 2 + 5 * (16 * 10 * 2 + graph)  # one layer's stays, five are on their way
+    assert device(sent)["retained activations"] == 4 * TINY.retained_bytes(16, 1)
+    large = replace(TINY, retained=(line(0), line(HUGE), line(2 * HUGE)))
+    host = host_bytes(sent, TINY_JOB, large, LAPTOP)
+    assert host["retained activations"] == 4 * large.retained_bytes(16, 1)
+    assert host["boundary activations"] == HUGE
+    assert "retained activations" not in host_bytes(ALL_STREAMED, TINY_JOB, large, LAPTOP)
 
 
 def test_padding_is_part_of_the_boundaries() -> None:

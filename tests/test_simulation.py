@@ -107,6 +107,18 @@ def test_offloaded_boundaries_cost_only_where_the_bus_is_slower_than_the_layer()
     assert course.waits["backward"]["upload"] > 6 * LAYERS
 
 
+def test_what_a_few_layers_send_away_leaves_while_the_others_compute() -> None:
+    def every(count: int) -> list[BlockTasks]:
+        return [
+            replace(block, boundary_down=1.3 * block.forward, boundary_up=1.3 * block.forward) if number % count == 1 else block
+            for number, block in enumerate(COMPUTING)
+        ]
+
+    micro_batches = replace(ONE_GROUP, micro_batches=8)
+    assert overlapped(every(2), micro_batches).seconds == pytest.approx(overlapped(COMPUTING, micro_batches).seconds)
+    assert overlapped(every(1), micro_batches).seconds > overlapped(COMPUTING, micro_batches).seconds
+
+
 def test_without_clipping_the_update_runs_during_backward() -> None:
     blocks = [replace(block, host_update=2.5, download=0.1) for block in COMPUTING]
     clipped, unclipped = (overlapped(blocks, replace(ONE_GROUP, clipping=clipping)) for clipping in (True, False))

@@ -46,6 +46,7 @@ class Graph:
         if saved:
             saved.leave(hidden.shape[0] * hidden.shape[1])
         self._ends = get_gradient_edge(given), get_gradient_edge(output)
+        self._hidden = None if saved else hidden  # the plan reckons with it, though not every graph saves it
         self.output: Tensor | None = output.detach()
 
     def take_output(self) -> Tensor:
