@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 SMALLEST_HEAD_CHUNK_TOKENS = 256
 RETAINED_STEPS = 8  # so many numbers of retained layers are tried first, and those between two of them where it pays
-ON_HOST_STEPS = 4  # and of those that wait in host RAM
+ON_HOST_STEPS = 8  # and of those that wait in host RAM
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
 # What speed may not use up, of each tier: the plan is right to 3%, and rows of many lengths leave fragments
 SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB

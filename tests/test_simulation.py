@@ -110,7 +110,7 @@ def test_offloaded_boundaries_cost_only_where_the_bus_is_slower_than_the_layer()
 def test_what_a_few_layers_send_away_leaves_while_the_others_compute() -> None:
     def every(count: int) -> list[BlockTasks]:
         return [
-            replace(block, boundary_down=1.3 * block.forward, boundary_up=1.3 * block.forward) if number % count == 1 else block
+            replace(block, boundary_down=1.3 * block.forward, boundary_up=1.3 * block.forward) if number % count == 0 else block
             for number, block in enumerate(COMPUTING)
         ]
 

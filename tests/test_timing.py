@@ -76,23 +76,18 @@ THAT_DAY = replace(
     launch=6.42e-6,
 )
 RETAINED = replace(STREAMED, retained=28, cheap_retention=True, sums_on_device=30)
-# Seconds of steps that the planner had chosen for: benchmarks/results/2026-11-21-h200. The last two are the GPU's alone, with fp8 products.
+# Seconds of steps that the planner had chosen for: benchmarks/results/2026-11-21-h200.
 CHOSEN = [
     (4.853, QWEN_7B, JOB_7B, replace(RETAINED, micro_batch_tokens=8192, groups=8, resident=28)),
     (1.225, QWEN_7B, replace(JOB_7B, tokens_per_step=16_384), replace(RETAINED, resident=24, head_chunk_tokens=8192)),
     (0.306, QWEN_1B8, replace(JOB_7B, tokens_per_step=16_384), replace(STREAMED, retained=28, resident=30)),
     (0.530, QWEN_1B8, replace(JOB_7B, tokens_per_step=16_384), replace(STREAMED, micro_batch_tokens=8192, resident=6, offload=True)),
+    (9.62, QWEN_7B, replace(JOB_7B, tokens_per_step=131_072), replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28)),
     (
-        7.26,
+        7.35,
         QWEN_7B,
-        replace(JOB_7B, precision="fp8", fp8_share=26 / 28, tokens_per_step=131_072),
+        replace(JOB_7B, precision="fp8", fp8_share=0.937, tokens_per_step=131_072),
         replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28),
-    ),
-    (
-        8.43,
-        QWEN_7B,
-        replace(JOB_7B, precision="fp8", fp8_share=26 / 28, tokens_per_step=131_072),
-        replace(RETAINED, micro_batch_tokens=4096, groups=32, resident=30),
     ),
 ]
 

@@ -294,9 +294,11 @@ def fill(engine: Engine, config: Config) -> None:
     if config.model.init == "random":
         logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
         randomize(engine)
-        return
-    logger.info(f"reading {engine.anatomy.parameters:,} weights from {config.model.source}")
-    load_weights(engine.anatomy, engine.store, resolve_source(config.model.source, config.model.revision))
+    else:
+        logger.info(f"reading {engine.anatomy.parameters:,} weights from {config.model.source}")
+        load_weights(engine.anatomy, engine.store, resolve_source(config.model.source, config.model.revision))
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()  # what that took on the GPU
 
 
 @contextmanager
