@@ -30,8 +30,8 @@ FP8_TRAFFIC = 1.45
 # A kernel of a layer costs the host so many bare launches, with the module around it or the compiled graph, which has fewer kernels but
 # guards, and wrappers of autograd's. On an H100's host a compiled layer of 37 kernels took 3.3 ms, forward and backward, a launch 8 us.
 LAUNCHES_PER_KERNEL = {"eager": 3.5, "compiled": 10.0}
-# Of the bus's rate, for what leaves in forward while the host updates in the same memory: a 14.8B model's step waited 0.29 s for the graphs of
-# ten layers.
+# Of the bus's rate, for what leaves in forward while the host updates in the same memory: a 14.8B model's step waited 0.29 s for the
+# graphs of ten layers.
 BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two products a pair forward, five backward
 WORTH_NAMING = 0.05  # a phase is bound by what it waits for if it waits this share of its time
