@@ -39,6 +39,12 @@ def float_bits(value: Any) -> int:
     return bits
 
 
+def signed(number: int) -> int:
+    """The lowest 32 bits of `number`, as a signed integer has them."""
+    low = number & 0xFFFFFFFF
+    return low - (1 << 32) if low >= 1 << 31 else low
+
+
 def vectors(tensors: Sequence[Tensor], elements: int) -> int | None:
     """How many vectors of `elements` the equally long contiguous tensors hold; None if they are not aligned to whole vectors."""
     numel = tensors[0].numel()

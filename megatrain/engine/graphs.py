@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatrain.engine.boundaries import Offload, Parked
 from megatrain.errors import ModelError
+from megatrain.models.recorder import LayerCall
 
 
 class Beginning(torch.autograd.Function):
@@ -31,16 +32,23 @@ class Graph:
     """Made by running a layer. Of its output only the root stays: the values are needed by whoever comes next.
 
     Args:
-        run: hidden states -> output, both [batch, tokens, hidden].
+        run: (index of a layer, hidden states, call) -> output; hidden states and output [batch, tokens, hidden].
         saved: catches what the graph saves; None leaves that in its place.
     """
 
-    def __init__(self, run: Callable[[Tensor], Tensor], hidden: Tensor, saved: SavedTensors | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[[int, Tensor, LayerCall], Tensor],
+        index: int,
+        hidden: Tensor,
+        call: LayerCall,
+        saved: SavedTensors | None = None,
+    ) -> None:
         self._saved = saved
         with torch.enable_grad(), saved.caught() if saved else nullcontext():
             given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
             version = given._version
-            output = run(given)
+            output = run(index, given, call)
         if given._version != version:  # another graph may have saved it, or it is to be kept; of a leaf, PyTorch itself would refuse
             raise ModelError("a layer writes over its input, which its gradients need; this model cannot be streamed")
         if saved:

@@ -160,7 +160,7 @@ class Passes:
                 *(leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)),
             ]
             saved = SavedTensors(self.boundaries, {tensor.untyped_storage().data_ptr() for tensor in given})
-        graph = mb.graphs[index] = Graph(lambda hidden: self.skeleton.layer(index, hidden, call), hidden, saved)
+        graph = mb.graphs[index] = Graph(self.skeleton.layer, index, hidden, call, saved)
         if saved:
             mb.kept[index] = saved.parked
         return graph.take_output()
@@ -228,8 +228,7 @@ class Passes:
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         self._seed_dropout(block, mb)
-        call = mb.calls[index]
-        self._differentiate(block, mb, Graph(lambda hidden: self.skeleton.layer_again(index, hidden, call), self.boundaries.take(kept)))
+        self._differentiate(block, mb, Graph(self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index]))
         self.boundaries.release(kept)
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:

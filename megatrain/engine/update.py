@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import torch
 
@@ -101,6 +102,7 @@ class Updater:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-adamw")
         self._chunks = [chunks(layout, threads) for layout in store.layouts]
+        self._first = [0, *accumulate(layout.numel for layout in store.layouts)]  # number of each block's first element in the model
         self._done: dict[int, tuple[Event, Event]] = {}  # of each block's last update: that it was begun, that it is done
         self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
@@ -137,13 +139,16 @@ class Updater:
         arrays = self._arrays(gradient)
         for start, stop, decay in self._ranges(gradient.block):
             views = {name: array[start:stop] for name, array in arrays.items()}
-            self.optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale)
+            first = self._first[gradient.block] + start
+            self.optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
 
     def _update_on_host(self, gradient: Gradient, lr: float, step: int, grad_scale: float, done: Event) -> None:
         """Hand the block out to the threads, behind what they still have to do."""
-        arrays, pieces = self._arrays(gradient), self._chunks[gradient.block]
+        arrays, pieces, first = self._arrays(gradient), self._chunks[gradient.block], self._first[gradient.block]
         update = {
-            decay: self.optimizer.updating(arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale)
+            decay: self.optimizer.updating(
+                arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first
+            )
             for decay in (False, True)
         }
         threads = min(self._threads, len(pieces))

@@ -1,7 +1,7 @@
 """Optimizers that update flat ranges of host arrays, the exact split of the master weight, and learning-rate schedules.
 
-To add an optimizer: one file with a frozen dataclass that keeps the contract of `optimizer.Optimizer` (its hyper-parameters,
-`name`, `state_arrays`, `compile`, `update`), and one row here. Store, planner, checkpoint and the parity test read the rest from it.
+To add an optimizer: one file with a frozen dataclass that keeps the contract of `optimizer.Optimizer` (its hyper-parameters, `name`,
+`state_arrays`, `compile`, `update`, `updating`), and one row here. Store, planner, checkpoint and the parity test read the rest from it.
 """
 
 from megatrain.optim.adamw import AdamW

@@ -23,5 +23,5 @@ class Frozen:
     def compile(self) -> None:
         """Nothing to prepare."""
 
-    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
+    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
         raise AssertionError("an engine made for reading was asked to train")

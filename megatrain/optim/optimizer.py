@@ -25,7 +25,9 @@ class Optimizer(Protocol):
     """Store, planner and checkpoint read `state_arrays`; the engine updates ranges of a block, on the host from many threads."""
 
     name: ClassVar[str]
-    state_arrays: ClassVar[tuple[StateArray, ...]]
+
+    @property
+    def state_arrays(self) -> tuple[StateArray, ...]: ...
 
     @property
     def lr(self) -> float: ...
@@ -36,16 +38,18 @@ class Optimizer(Protocol):
     def compile(self) -> None:
         """Prepare whatever the first `update` would otherwise pay for."""
 
-    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
+    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
         """Update one flat range in place.
 
         `views`: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision only), "grad" and
         every array of `state_arrays`. `step` counts updates from 1. `grad_scale` multiplies the gradient first (the clip
-        factor). An element's result depends on that element alone, so any cut into ranges gives the same bits; a range
-        of zeros stays zero.
+        factor). `first` is the number of the range's first element in the whole model. An element's result depends on that
+        element and its number alone, so any cut into ranges gives the same bits; a range of zeros stays zero.
         """
 
-    def updating(self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float) -> UpdateRange:
+    def updating(
+        self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0
+    ) -> UpdateRange:
         """`update` of any range of CPU `arrays`, to be called from many threads at once.
 
         What ranges have in common is prepared here. A call takes microseconds of Python, in which it keeps the GIL from the thread that

@@ -20,6 +20,7 @@ REFUSED = {
     "method": "the rows would be other rows",
     "precision": "the arrays are kept in that precision",
     "optimizer.name": "the state is that optimizer's",
+    "optimizer.moments": "the state is kept in that type",
     "train.seed": "the order of the rows follows from it",
     "output": "a run stays in its folder, which may be moved as a whole",
 }

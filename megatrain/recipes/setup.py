@@ -147,7 +147,8 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
 
 def make_optimizer(config: Config) -> Optimizer:
     options = config.optimizer
-    return OPTIMIZERS[options.name](lr=config.train.learning_rate, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+    chosen = {key: value for key, value in options if key != "name"}
+    return OPTIMIZERS[options.name](lr=config.train.learning_rate, **chosen)
 
 
 # -- plan ---------------------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from megatrain.engine.boundaries import Offload
 from megatrain.engine.graphs import Graph, SavedTensors
 from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, ModelError
+from megatrain.models.recorder import LayerCall
 from megatrain.retention import graphs_of_layers
 from tests.support import differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
 
+NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
 HALF = Settings(offload=True, retained=1, retained_on_host=1, head_chunk=7)
 
@@ -104,7 +106,7 @@ def test_nothing_of_the_graph_but_weights_and_masks_stays_on_the_device() -> Non
 
 def test_a_layer_that_writes_over_its_input_is_refused() -> None:
     with pytest.raises(ModelError, match="a layer writes over its input, which its gradients need; this model cannot be streamed"):
-        Graph(lambda hidden: hidden.mul_(2.0) + 1.0, torch.ones(1, 2, 3))
+        Graph(lambda index, hidden, call: hidden.mul_(2.0) + 1.0, 0, torch.ones(1, 2, 3), NO_CALL)
 
 
 def test_a_graph_lets_go_of_its_input() -> None:
@@ -125,7 +127,8 @@ def test_a_graph_lets_go_of_its_input() -> None:
 
     keeper: Any = Keeper()
     weight, hidden = torch.full((3,), 2.0, requires_grad=True), torch.arange(6.0).view(1, 2, 3)
-    graph = Graph(lambda given: (given * weight) ** 2, hidden, SavedTensors(keeper, {weight.untyped_storage().data_ptr()}))
+    saved = SavedTensors(keeper, {weight.untyped_storage().data_ptr()})
+    graph = Graph(lambda index, given, call: (given * weight) ** 2, 0, hidden, NO_CALL, saved)
     expected = 8 * hidden
     output = graph.take_output()
     hidden.zero_()  # nobody reads it any more

@@ -15,16 +15,18 @@ def on_cuda(views: Views) -> Views:
     return {name: view.cuda() for name, view in views.items()}
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("precision", "grad"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
-def test_the_update_has_the_bits_of_the_host_s(precision, grad):
-    optimizer = AdamW()
+def test_the_update_has_the_bits_of_the_host_s(precision, grad, moments):
+    optimizer = AdamW(moments=moments)
     host = random_views(precision, NUMEL)
+    host |= {name: host[name].to(getattr(torch, moments)) for name in ("exp_avg", "exp_avg_sq")}
     device = on_cuda(host)
     for step in range(1, 6):
         host["grad"] = random_grad(grad, NUMEL, step)
         device["grad"] = host["grad"].cuda()
         for views in (host, device):
-            optimizer.update(views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37)
+            optimizer.update(views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37, first=(1 << 32) - 100)
     assert_same_bits({name: view.cpu() for name, view in device.items()}, host)
 
 

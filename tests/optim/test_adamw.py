@@ -210,7 +210,7 @@ def test_padding_stays_zero_and_the_gradient_is_only_read(name, precision):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_declares_what_the_store_needs(name):
-    optimizer = OPTIMIZERS[name]
+    optimizer = OPTIMIZERS[name]()
     assert optimizer.name == name
     names = [state.name for state in optimizer.state_arrays]
     assert len(set(names)) == len(names)

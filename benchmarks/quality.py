@@ -1,7 +1,7 @@
-"""What fp8 products cost in loss: the same model on the same rows, trained step by step in bf16 and in fp8.
+"""What smaller numbers cost in loss: the same model on the same rows, trained step by step with each variant.
 
-    python benchmarks/fp8_quality.py --json out.json train.max_steps=100
-    python benchmarks/fp8_quality.py --variants bfloat16 fp8 fp8-everywhere --config my.yaml device=cuda
+    python benchmarks/quality.py --json out.json train.max_steps=100
+    python benchmarks/quality.py --variants bfloat16 bf16-moments --config my.yaml device=cuda
 
 The config is that of `make demo` unless another is named, and any key can be set after it. Every variant starts from the same weights and
 sees the same batches. Prints how far mean training loss, held-out loss before and after, and any single step's loss are from the first
@@ -15,7 +15,7 @@ import json
 import platform
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,32 @@ from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import setup
 
-POLICIES: dict[str, Fp8Policy | None] = {
-    "bfloat16": None,
-    "float32": None,  # how far bf16 is itself from something better
-    "fp8": Fp8Policy(),
-    "fp8-attention-in-bf16": Fp8Policy(keep=(*ROUTERS, *ATTENTION)),
-    "fp8-attention-too": Fp8Policy(keep_output=()),
-    "fp8-everywhere": Fp8Policy(keep_output=(), ends=0),
-    "fp8-fast": Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast"),
-    "fp8-grad-weight-bf16": Fp8Policy(grad_weight="bfloat16"),
+
+@dataclass(frozen=True)
+class Variant:
+    """What is different: keys of the config, or fp8 products by a policy."""
+
+    overrides: dict[str, object] = field(default_factory=dict)
+    policy: Fp8Policy | None = None
+
+
+VARIANTS = {
+    "bfloat16": Variant(),
+    "float32": Variant({"precision": "float32"}),  # how far bf16 is itself from something better
+    "bf16-moments": Variant({"optimizer.moments": "bfloat16"}),
+    "fp8": Variant(policy=Fp8Policy()),
+    "fp8-attention-in-bf16": Variant(policy=Fp8Policy(keep=(*ROUTERS, *ATTENTION))),
+    "fp8-attention-too": Variant(policy=Fp8Policy(keep_output=())),
+    "fp8-everywhere": Variant(policy=Fp8Policy(keep_output=(), ends=0)),
+    "fp8-fast": Variant(policy=Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast")),
+    "fp8-grad-weight-bf16": Variant(policy=Fp8Policy(grad_weight="bfloat16")),
 }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("examples/demo/config.yaml"))
-    parser.add_argument("--variants", nargs="+", choices=POLICIES, default=["bfloat16", "fp8"], help="the first is compared with")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bfloat16", "fp8"], help="the first is compared with")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     parser.add_argument("--json", type=Path)
@@ -79,13 +89,13 @@ def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, co
 
 def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows, held_out: Rows, name: str) -> dict[str, Any]:
     """Losses of all steps and of the held-out rows before and after, of one variant."""
-    if name == "float32":
-        config = config.with_values({"precision": name})
+    variant = VARIANTS[name]
+    config = config.with_values(variant.overrides)
     steps = config.train.max_steps
     assert steps is not None
     warmup = warmup_steps(config.train.warmup, steps)
     losses, norms, seconds = [], [], []
-    with make_engine(config, model, POLICIES[name], args.compile) as engine:
+    with make_engine(config, model, variant.policy, args.compile) as engine:
 
         def evaluate() -> float:
             return engine.evaluate(list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))).loss
@@ -100,11 +110,16 @@ def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Ro
             seconds.append(time.perf_counter() - started)
             print(f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s", flush=True)
         after = evaluate()
-    policy = POLICIES[name]
     return {
-        "policy": policy and asdict(policy), "losses": losses, "grad_norms": norms, "mean_loss": statistics.fmean(losses),
-        "held_out_before": before, "held_out_after": after, "seconds_per_step": statistics.median(seconds),
-    }  # fmt: skip
+        "overrides": variant.overrides,
+        "policy": variant.policy and asdict(variant.policy),
+        "losses": losses,
+        "grad_norms": norms,
+        "mean_loss": statistics.fmean(losses),
+        "held_out_before": before,
+        "held_out_after": after,
+        "seconds_per_step": statistics.median(seconds),
+    }
 
 
 def compare(results: dict[str, dict[str, Any]]) -> None:
