@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import PlanError
@@ -193,17 +194,19 @@ def _smaller_memory(job: Job) -> Iterator[tuple[str, Job]]:
             auto: dict[str, Any] = dict.fromkeys(dials.values())
             job = replace(job, **auto)
             yield " and ".join(f"{key}: auto" for key in asked), job
+    in_bfloat16 = tuple((name, min(size, 2)) for name, size in job.state_bytes)
     fewer_tokens = [max(job.seq_len, job.tokens_per_step // divisor) for divisor in (2, 4, 8)]
     for unclipped in (False, True) if job.clipping else (False,):
-        for precision in dict.fromkeys((job.precision, "bfloat16")):
+        for state, precision in product(dict.fromkeys((job.state_bytes, in_bfloat16)), dict.fromkeys((job.precision, "bfloat16"))):
             for tokens in dict.fromkeys((job.tokens_per_step, *fewer_tokens)):
                 words = {
                     f"train.tokens_per_step: {tokens}": tokens != job.tokens_per_step,
                     f"precision: {precision}": precision != job.precision,
+                    "optimizer.moments: bfloat16": state != job.state_bytes,
                     "train.max_grad_norm: null": unclipped,
                 }
                 if any(words.values()):
-                    milder = replace(job, tokens_per_step=tokens, precision=precision)
+                    milder = replace(job, tokens_per_step=tokens, precision=precision, state_bytes=state)
                     yield (
                         " and ".join(word for word, used in words.items() if used),
                         replace(milder, clipping=job.clipping and not unclipped),

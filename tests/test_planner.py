@@ -210,10 +210,11 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
     ("job", "hardware", "fix"),
     [
         (JOB_7B, with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB), "set train.tokens_per_step: 16384"),
+        (JOB_7B, with_gpu(replace(H200, host_available_bytes=85 * GIB), 25 * GIB), "set optimizer.moments: bfloat16"),
         (
             JOB_7B,
-            with_gpu(replace(H200, host_available_bytes=85 * GIB), 25 * GIB),
-            "set train.tokens_per_step: 32768 and train.max_grad_norm: null",
+            with_gpu(replace(H200, host_available_bytes=54 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16 and train.max_grad_norm: null",
         ),
         (replace(JOB_7B, precision="float32"), with_gpu(replace(H200, host_available_bytes=95 * GIB), 30 * GIB), "set precision: bfloat16"),
         (
