@@ -126,6 +126,11 @@ class Ring:
         self._given.append(Stretch(start, self.flat[start : start + nbytes]))
         return self._given[-1], older[-1].free if older else None
 
+    def give_back(self, event: Event) -> None:
+        """Nobody will use what was given out after `event`."""
+        for stretch in self._given:
+            stretch.free = stretch.free or event
+
 
 class Room:
     """Host RAM for one kind of what is parked. It is given out from the front on, and all at once is free again."""
@@ -184,6 +189,7 @@ class Offload:
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
         """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
         self._make_rings(max(tokens) * self.row)
+        self._up.give_back(self.compute.record())  # what an abandoned step had asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._boundaries.begin()
         self._graphs.begin()

@@ -139,6 +139,27 @@ def test_a_graph_lets_go_of_its_input() -> None:
     assert keeper.tensors == []
 
 
+@pytest.mark.parametrize("settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"])
+@pytest.mark.parametrize("when", range(1, 6))
+def test_a_step_that_was_abandoned_leaves_room_for_the_next(when: int, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever backward stopped: what had been asked for is nobody's any more."""
+    trace, state = run("llama", settings)
+    with engine_of(tiny_config("llama"), precision="bfloat16", settings=settings) as engine:
+        passes = engine._passes
+        differentiate, calls = passes._differentiate, iter(range(1, 100))
+
+        def fail_once(*args: Any) -> None:
+            if next(calls) == when:
+                raise RuntimeError("abandoned")
+            differentiate(*args)
+
+        monkeypatch.setattr(passes, "_differentiate", fail_once)
+        with pytest.raises(RuntimeError, match="abandoned"):
+            engine.train_step(STEPS[2])
+        assert train_engine(engine, STEPS).norms == trace.norms
+        assert differing(state_of(engine), state) == []
+
+
 def test_they_wait_beside_offloaded_boundaries() -> None:
     with pytest.raises(ConfigError, match="retained_on_host: graphs wait in host RAM beside boundary activations"):
         Settings(retained_on_host=1)
