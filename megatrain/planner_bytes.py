@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
 from megatrain.planner_job import Choices, Job
+from megatrain.retention import COMING, LEAVING, graphs_of_layers
 
 if TYPE_CHECKING:
     from megatrain.models.shape import ModelShape
@@ -22,7 +23,6 @@ LAYER_SLOTS = 2  # one computes while the other is filled
 TRAVELLING_SUMS = 2  # of gradient sums that wait on the host between groups, one is added to while another leaves
 GRADIENT_STAGES = 2  # one is copied to the host while the other is filled
 HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is used by the update
-TRAVELLING_BOUNDARIES = 5  # of offloaded micro-batches' boundaries three are on their way down and two on their way up
 
 # What torch's caching allocator reserves and does not use: it grows with the working set, where tensors of many sizes come and go.
 # H200 with expandable segments: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
@@ -93,10 +93,12 @@ def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
     return shape.retained_bytes(tokens, choices.retained, compiled=job.compiled, cheap=cheap)
 
 
-def graph_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """What one layer's graph holds for one micro-batch beyond its input and its output, on average."""
+def graph_bytes(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, ...]:
+    """What the graphs of the layers that send theirs to host RAM hold for one micro-batch, each beyond its input and its output."""
     layers, tokens, cheap = len(shape.block_numel) - 2, choices.micro_batch_tokens, choices.cheap_retention
-    return shape.retained_bytes(tokens, layers, compiled=job.compiled, cheap=cheap) // max(1, layers)
+    of_last = [shape.retained_bytes(tokens, count, compiled=job.compiled, cheap=cheap) for count in range(layers + 1)]
+    graphs = graphs_of_layers(layers, choices.retained, choices.retained_on_host)
+    return tuple(of_last[layers - i] - of_last[layers - i - 1] for i, where in enumerate(graphs) if where == "host")
 
 
 def head_bytes(chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware) -> int:
@@ -139,8 +141,8 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM."""
     layers = len(shape.block_numel) - 2
     row = shape.hidden_size * WEIGHT_BYTES[job.precision]
-    travelling = choices.micro_batch_tokens * row + (graph_bytes(choices, job, shape) if choices.retained_on_host else 0)
-    on_their_way = TRAVELLING_BOUNDARIES * travelling if choices.offload else 0
+    travelling = choices.micro_batch_tokens * row + (max(graph_bytes(choices, job, shape)) if choices.retained_on_host else 0)
+    on_their_way = (LEAVING + COMING) * travelling if choices.offload else 0
     return choices.group_tokens(job) * row * (layers + 1) - _offloaded(choices, job, shape) + on_their_way
 
 
@@ -154,7 +156,7 @@ def _graphs_on_host(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of a group's graphs in host RAM, less the inputs, which are boundaries."""
     if not choices.retained_on_host:
         return 0
-    return choices.retained_on_host * graph_bytes(choices, job, shape) * choices.group_tokens(job) // choices.micro_batch_tokens
+    return sum(graph_bytes(choices, job, shape)) * choices.group_tokens(job) // choices.micro_batch_tokens
 
 
 def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:

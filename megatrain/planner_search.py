@@ -158,15 +158,15 @@ class Search:
         return [False, True] if self.job.compiled else [False]
 
     def offloads(self) -> list[bool]:
-        if self.job.offload is not None:
-            return [self.job.offload]
+        if self.job.offload is not None or self.job.retained_on_host:
+            return [bool(self.job.offload or self.job.retained_on_host)]
         return [False, True] if self.hardware.gpu else [False]  # on the CPU they would only be copied
 
     def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
         """Numbers of graphs in host RAM. With several groups there is more room on the device, and less time to send them."""
         if self.job.retained_on_host is not None:
             asked = min(self.job.retained_on_host, self.layers - retained)
-            return [asked] if offload or not self.job.retained_on_host else []
+            return [asked] if offload or not asked else []
         if not self.hardware.gpu or not offload or groups > 1 or cheap != self.cheap_retentions()[-1]:  # sent or not, the smaller form
             return [0]
         others = self.layers - retained

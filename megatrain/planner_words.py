@@ -32,7 +32,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "gradient sums": _sums(choices, shape),
         "boundaries": "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed",
         "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
-        "update threads": "seven eighths of the physical cores, less two of few",
+        "update threads": "all physical cores but an eighth, or but two of few",
         "working set": f"decided by: {max(sets, key=lambda name: sets[name])}",
     }
     return tuple((name, found[name] if asked.get(name) is None else f"as asked: {found[name]}") for name in found)

@@ -1,9 +1,13 @@
-"""Which layers keep their graphs from forward to backward, and where."""
+"""Which layers keep their graphs from forward to backward, and where, and how much of what goes to host RAM is on its way."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Literal
+
+# Of the largest that one micro-batch leaves behind in a layer, so much is on its way to the host and back, in rings of device memory: one
+# arrives while the other is read, and a graph takes longer to leave than the next micro-batch to compute.
+LEAVING, COMING = 3, 2
 
 Where = Literal["device", "host", "nowhere"]  # of a layer's graph; with none it is computed again in backward
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LEAVING, COMING = 3, 2  # of what one micro-batch leaves behind in a layer, on its way to the host and back
+from megatrain.retention import COMING, LEAVING
+
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
 SIMULATED_GROUPS = 4  # the first, two in the middle, and the last; further ones take as long as the second in the middle
 PHASES = ("update", "forward", "head", "backward")

@@ -114,25 +114,26 @@ class _Costs:
         self.on_gpu = machine.upload > 0
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
+        self.sent = graph_bytes(choices, job, shape) if choices.retained_on_host else ()
         self.micro_batches = micro_batches(choices, job)
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
-        self.all_resident = choices.resident >= len(shape.block_numel)
+        self.beside_update = job.clipping and choices.groups == 1 and choices.resident < len(shape.block_numel)
         self.host_update_rate = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         self.up, self.down = self._transfer_rates()
-        self._known: dict[tuple[int, int, Where, bool], BlockTasks] = {}
+        self._known: dict[tuple[int, int, Where, float, bool], BlockTasks] = {}
 
     # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
 
     def layer(self, number: int) -> BlockTasks:
         """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
         work, tokens, graph = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, self.graphs[number - 1]
-        key = (id(work), self.shape.block_numel[number], graph, number < self.choices.resident)
+        kept = self._kept_bytes(graph, number)
+        key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident)
         if key not in self._known:  # layers are mostly of one kind
             rate, quantising = self._layer_rate(tokens), self._quantising(self.shape.block_numel[number])
             forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
             again = forward - work.skippable_flops * tokens / rate if graph == "nowhere" else self._again(work, tokens)
-            kept = self._kept_bytes(graph)
             gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
             self._known[key] = self._block(number, forward + gathering, backward + again, kept if self.choices.offload else 0.0)
         return self._known[key]
@@ -203,16 +204,18 @@ class _Costs:
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
             sum_down=numel * SUM_BYTES / self.down,
-            boundary_down=offloaded / (self.down if self.all_resident else BESIDE_UPDATE * self.down),
+            boundary_down=offloaded / (BESIDE_UPDATE * self.down if self.beside_update else self.down),
             boundary_up=offloaded / self.up,
             host_update=streamed / self.host_update_rate,
             device_update=resident / self.device_update_rate,
         )
 
-    def _kept_bytes(self, graph: Where) -> float:
+    def _kept_bytes(self, graph: Where, number: int) -> float:
         """What may be sent away of one micro-batch in a layer: its input, and what its graph saved."""
         boundary = self.choices.micro_batch_tokens * self.shape.hidden_size * self.weight
-        return {"device": 0, "nowhere": boundary, "host": boundary + graph_bytes(self.choices, self.job, self.shape)}[graph]
+        if graph == "host":
+            return boundary + self.sent[self.graphs[: number - 1].count("host")]
+        return boundary if graph == "nowhere" else 0.0
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,12 @@ def test_cheap_retention_where_whole_graphs_would_leave_layers_to_recompute() ->
     assert not plan_of(replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8).choices.cheap_retention  # there is room for all
 
 
+def test_graphs_in_host_RAM_as_asked_on_a_CPU_and_where_none_is_left_to_send() -> None:
+    asked = replace(TINY_JOB, retained_on_host=1)
+    assert plan_of(replace(asked, retained=0), TINY, LAPTOP).choices.retained_on_host == 1
+    assert plan_of(replace(asked, retained=2), TINY, LAPTOP).choices.retained_on_host == 0
+
+
 def test_graphs_wait_in_host_RAM_where_the_device_has_no_room_for_them() -> None:
     """A model twice as deep as 7B's: the bus idles in forward, and what it carries need not be computed again."""
     shape, hardware, job = with_depth(QWEN_7B, 56), H200_LARGE_HOST, replace(JOB_7B, groups=1)

@@ -16,10 +16,9 @@ import torch
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
+from megatrain.retention import COMING, LEAVING
 
 TOUCHING_THREADS = 8
-COMING = 2  # of the largest, on the device: one arrives while the other is read
-LEAVING = 3  # and on its way to the host: a graph takes longer to leave than the next micro-batch to compute
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
 
@@ -69,16 +68,15 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor's in a stretch of bytes: from byte `start` on, as it lay, so that a compiled graph finds the strides that it expects."""
+    """Where in a stretch of bytes a contiguous tensor lies."""
 
     start: int
     nbytes: int
     shape: torch.Size
-    stride: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.start : self.start + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+        return flat[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass
@@ -114,7 +112,7 @@ class Ring:
 
     def take(self, nbytes: int) -> tuple[Stretch, Event | None] | None:
         """The next `nbytes`, and the event after which they are free; None if somebody still uses some of them."""
-        start = self._given[-1].stop if self._given else 0
+        start = round_up(self._given[-1].stop, ALIGNMENT) if self._given else 0
         if start + nbytes > self.flat.numel():
             start = 0
         reused = [number for number, old in enumerate(self._given) if old.start < start + nbytes and start < old.stop]
@@ -180,8 +178,8 @@ class Offload:
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
-        self._largest = 0
-        self._down, self._up = (Ring(torch.empty(0, dtype=torch.uint8, device=compute.device)) for _ in range(2))
+        self._largest = 0  # piece that the rings were made for
+        self._drop_rings()
         self._last_down: Event | None = None
         self._last_up: Event | None = None
         self._expected: deque[Parked] = deque()
@@ -201,9 +199,15 @@ class Offload:
         if self._largest >= largest:
             return
         self._settle()
-        self._largest, device = round_up(largest, ALIGNMENT), self.compute.device
-        self._down, self._up = (Ring(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(2))  # there may be no room for both
-        self._down, self._up = (Ring(torch.zeros(count * self._largest, dtype=torch.uint8, device=device)) for count in (LEAVING, COMING))
+        self._drop_rings()  # first: there may be no room for both
+        nbytes, device = round_up(largest, ALIGNMENT), self.compute.device
+        self._down, self._up = (Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=device)) for count in (LEAVING, COMING))
+        self._largest, made = nbytes, self.compute.record()
+        self.fetch.submit(lambda _: self.fetch.wait(made))  # wait: zeros must be there before what is fetched
+
+    def _drop_rings(self) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.compute.device)
+        self._down, self._up, self._largest = Ring(nothing), Ring(nothing), 0
 
     def _make_room(self, room: Room, nbytes: int) -> None:
         if room.nbytes < nbytes:
@@ -218,14 +222,14 @@ class Offload:
 
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
-        place = Place(0, hidden.nbytes, hidden.shape, hidden.stride(), hidden.dtype)
+        place = Place(0, hidden.nbytes, hidden.shape, hidden.dtype)
         return self._send([hidden], [place], hidden.nbytes, self._boundaries)
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
-        """Send what a graph of so many tokens saved, dense tensors. The first one of a group shows how much room all will need."""
+        """Send what a graph of so many tokens saved, contiguous. The first one of a group shows how much room all will need."""
         places, nbytes = [], 0
         for tensor in tensors:
-            places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.stride(), tensor.dtype))
+            places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
             nbytes += round_up(tensor.nbytes, ALIGNMENT)
         self._make_rings(nbytes)
         if self._layers:
@@ -287,3 +291,4 @@ class Offload:
     def close(self) -> None:
         self._boundaries.close()
         self._graphs.close()
+        self._drop_rings()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatrain.engine.boundaries import Offload, Parked
 from megatrain.errors import ModelError
@@ -28,51 +29,58 @@ class Beginning(torch.autograd.Function):
         raise AssertionError("gradients end here")
 
 
+@dataclass
 class Graph:
-    """Made by running a layer. Of its output only the root stays: the values are needed by whoever comes next.
+    """The ends of a layer's graph: what its input began with, and the root that its output was."""
 
-    Args:
-        run: (index of a layer, hidden states, call) -> output; hidden states and output [batch, tokens, hidden].
-        saved: catches what the graph saves; None leaves that in its place.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[int, Tensor, LayerCall], Tensor],
-        index: int,
-        hidden: Tensor,
-        call: LayerCall,
-        saved: SavedTensors | None = None,
-    ) -> None:
-        self._saved = saved
-        with torch.enable_grad(), saved.caught() if saved else nullcontext():
-            given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
-            version = given._version
-            output = run(index, given, call)
-        if given._version != version:  # another graph may have saved it, or it is to be kept; of a leaf, PyTorch itself would refuse
-            raise ModelError("a layer writes over its input, which its gradients need; this model cannot be streamed")
-        if saved:
-            saved.leave(hidden.shape[0] * hidden.shape[1])
-        self._ends = get_gradient_edge(given), get_gradient_edge(output)
-        self._hidden = None if saved else hidden  # the plan reckons with it, though not every graph saves it
-        self.output: Tensor | None = output.detach()
-
-    def take_output(self) -> Tensor:
-        """The layer's output, once: the graph lets go of it."""
-        output, self.output = self.output, None
-        assert output is not None
-        return output
+    given: GradientEdge
+    root: GradientEdge
+    hidden: Tensor | None  # its input, if that stays on the device: not every graph saves it, but the plan reckons with it
+    saved: SavedTensors | None
 
     def gradients(self, parameters: Collection[Tensor], grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Of the hidden states and of `parameters`, where `grad` is the output's. Once: the graph is spent."""
-        given, output = self._ends
-        wanted: list[Any] = [given, *parameters]  # torch's annotation knows no mixture of both
-        with self._saved or nullcontext():
-            return torch.autograd.grad([output], wanted, [grad], allow_unused=True)
+        wanted: list[Any] = [self.given, *parameters]  # torch's annotation knows no mixture of both
+        with self.saved or nullcontext():
+            return torch.autograd.grad([self.root], wanted, [grad], allow_unused=True)
+
+
+def run_for_graph(
+    run: Callable[[int, Tensor, LayerCall], Tensor], index: int, hidden: Tensor, call: LayerCall, saved: SavedTensors | None = None
+) -> tuple[Graph, Tensor]:
+    """The graph of `run(index, hidden, call)`, and its output, both hidden states [batch, tokens, hidden].
+
+    saved: catches what the graph saves; None leaves that in its place.
+
+    Raises ModelError for a layer that writes over its input, which another graph may have saved: where the input were a leaf, PyTorch
+    itself would refuse.
+    """
+    with torch.enable_grad(), saved.caught() if saved else nullcontext():
+        given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
+        version = given._version
+        output = run(index, given, call)
+    if given._version != version:
+        raise ModelError("a layer writes over its input, which its gradients need; this model cannot be streamed")
+    if saved:
+        saved.leave(hidden.shape[0] * hidden.shape[1])
+    return Graph(get_gradient_edge(given), get_gradient_edge(output), None if saved else hidden, saved), output.detach()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a graph saved, as a view of memory that travels whole."""
+
+    number: int  # of the memory, in the order in which it was first seen
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class SavedTensors:
     """What one graph saved for backward: sent to host RAM when it is whole, and fetched back in time for its gradients.
+
+    Memory travels whole and once, however many views of it were saved.
 
     Args:
         stays: addresses of memory that is not the graph's own: weights, masks, rotary tables.
@@ -80,8 +88,8 @@ class SavedTensors:
 
     def __init__(self, keeper: Offload, stays: Collection[int]) -> None:
         self._keeper, self._stays = keeper, stays
-        self._tensors: list[Tensor] = []
-        self._places: dict[Any, int] = {}
+        self._memory: list[Tensor] = []  # flat, uint8
+        self._numbers: dict[int, int] = {}
         self.parked: Parked | None = None
 
     def caught(self) -> AbstractContextManager[Any]:
@@ -90,35 +98,32 @@ class SavedTensors:
 
     def leave(self, tokens: int) -> None:
         """The graph is whole, of so many tokens."""
-        self._places.clear()
-        self.parked = self._keeper.park_all(self._tensors, tokens)
-        self._tensors = []
+        self._numbers.clear()
+        self.parked = self._keeper.park_all(self._memory, tokens)
+        self._memory = []
 
-    def _pack(self, tensor: Tensor) -> Tensor | int:
-        storage = tensor.untyped_storage().data_ptr()
-        if tensor.device != self._keeper.compute.device or storage in self._stays or not _is_dense(tensor):
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if tensor.device != self._keeper.compute.device or address in self._stays or storage.nbytes() == 0:
             return tensor.detach()
-        shape = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        place = self._places.setdefault(shape, len(self._tensors))
-        if place == len(self._tensors):
-            self._tensors.append(tensor.detach())
-        return place
+        number = self._numbers.setdefault(address, len(self._memory))
+        if number == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        return Saved(number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
-    def _unpack(self, packed: Tensor | int) -> Tensor:
-        return self._tensors[packed] if isinstance(packed, int) else packed
+    def _unpack(self, packed: Tensor | Saved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        memory = self._memory[packed.number].view(packed.dtype)
+        return memory.as_strided(packed.shape, packed.stride, memory.storage_offset() + packed.offset)
 
     def __enter__(self) -> None:
         """Fetch what is needed while gradients are computed."""
         assert self.parked is not None
-        self._tensors = self._keeper.take_all(self.parked)
+        self._memory = self._keeper.take_all(self.parked)
 
     def __exit__(self, *_: object) -> None:
         assert self.parked is not None
-        self._tensors = []
+        self._memory = []
         self._keeper.release(self.parked)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return 0 < tensor.numel() == last + 1

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.boundaries import Boundaries, Offload
 from megatrain.engine.gradients import Gradient, Gradients
-from megatrain.engine.graphs import Graph, SavedTensors
+from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
 from megatrain.engine.head import loss_and_gradients, loss_sum
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.settings import Settings
@@ -160,10 +160,10 @@ class Passes:
                 *(leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)),
             ]
             saved = SavedTensors(self.boundaries, {tensor.untyped_storage().data_ptr() for tensor in given})
-        graph = mb.graphs[index] = Graph(self.skeleton.layer, index, hidden, call, saved)
+        mb.graphs[index], output = run_for_graph(self.skeleton.layer, index, hidden, call, saved)
         if saved:
             mb.kept[index] = saved.parked
-        return graph.take_output()
+        return output
 
     def _turn(self, group: Sequence[MicroBatch], loss: Loss, scale: float, visits: Iterator[int]) -> torch.Tensor:
         """The head, forward and backward at once. Leaves each micro-batch's gradient at the last layer's output."""
@@ -228,12 +228,12 @@ class Passes:
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         self._seed_dropout(block, mb)
-        self._differentiate(block, mb, Graph(self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index]))
+        graph = run_for_graph(self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index])[0]  # backward needs the room
+        self._differentiate(block, mb, graph)
         self.boundaries.release(kept)
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        graph.output = None
         grads = graph.gradients(self.parameters[block], mb.grad)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))

@@ -13,7 +13,7 @@ from megatrain.errors import ConfigError
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"  # of a run folder: as asked for, and with what was decided
 
 # Key or section -> what a change of it means for a resumed run. What is not listed may change freely: it decides speed, memory or
-# what is shown, and results beyond rounding never (memory, threads, log_every, eval_every, checkpoint, sample_prompt, device).
+# what is shown, and results beyond rounding never (memory otherwise, threads, log_every, eval_every, checkpoint, sample_prompt, device).
 REFUSED = {
     "model.config": "the checkpoint is of that model",
     "model.init": "the weights are the checkpoint's",
@@ -76,7 +76,10 @@ def resumed_configs(run_dir: Path, overrides: Sequence[str]) -> tuple[Config, Co
     if (run_dir / RESOLVED_FILE).is_file():
         decided = flatten(load_config(run_dir / RESOLVED_FILE).model_dump(mode="json"))
         kept |= {key: decided[key] for key in KEPT_CHOICES}
-    return load_config(path).with_values(kept), unless_set(load_config(path, overrides), kept)
+    asked = load_config(path, overrides)
+    if asked.memory.offload_activations is False:
+        kept["memory.retained_on_host"] = 0  # the one excludes the other
+    return load_config(path).with_values(kept), unless_set(asked, kept)
 
 
 def unless_set(config: Config, values: dict[str, object]) -> Config:

@@ -189,6 +189,21 @@ def test_what_the_planner_chose_stays_chosen(megatrain: Command, project: Path, 
     assert "micro_batch_tokens changed from 64 to 'auto'" in megatrain("resume", "halves", "train.micro_batch_tokens=auto").err
 
 
+def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_sent(
+    megatrain: Command, project: Path, finished_project: Path, stop_after: Any
+) -> None:
+    stop_after(4)
+    assert megatrain("train", "cfg.yaml").code == 75
+    resolved = project / "run" / "config.resolved.yaml"
+    text = resolved.read_text()
+    assert "offload_activations: false" in text and "retained_on_host: 0" in text
+    sent = text.replace("offload_activations: false", "offload_activations: true").replace("retained_on_host: 0", "retained_on_host: 1")
+    resolved.write_text(sent)
+    done = megatrain("resume", "run", "memory.offload_activations=false")
+    assert done.code == 0, done.err
+    same_run(project / "run", finished_project / "run")
+
+
 def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain: Command, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own checkpoints fill the disk; they make room for the next ones."""
     from megatrain import hardware
