@@ -12,7 +12,12 @@ import pytest
 
 from megatrain.optim import kernels
 
-KERNELS = {"adamw_split": kernels.adamw_split, "adamw_float32": kernels.adamw_float32}
+KERNELS = {
+    "adamw_split": kernels.adamw_split,
+    "adamw_float32": kernels.adamw_float32,
+    "adamw_split_bf16": kernels.adamw_split_bf16,
+    "adamw_float32_bf16": kernels.adamw_float32_bf16,
+}
 
 
 def njit_whose_cache_raises(error: Exception) -> Any:
