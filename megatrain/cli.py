@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNEXPECTED = 1
 INTERRUPTED = 130
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
+CONFIG_SUFFIXES = (".yaml", ".yml")
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 app = typer.Typer(
@@ -40,6 +41,10 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5.")
+]
+ConfigOrModel = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG|MODEL] [KEY=VALUE]...", help="YAML file, model folder, hub id or named shape; then keys set over it."),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
 Timeline = Annotated[
@@ -69,17 +74,37 @@ def resume(run_dir: RunDir, overrides: Overrides = None, as_json: AsJson = False
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Say whether a run fits this machine, and how.
+def plan(
+    arguments: ConfigOrModel = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for a machine with this GPU, such as 'RTX 4090'; needs --ram.")] = None,
+    ram: Annotated[str | None, typer.Option(help="And with so much RAM, such as 128GiB.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="And so many cores; those usual beside the GPU, unless given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a run fits this machine, or one that you do not have yet, and how.
 
     Loads no weights. Exits 4 when the run does not fit.
     """
-    from megatrain.config import load_config
+    target, given = _target_of(arguments, "plan")
+    if (gpu is None) != (ram is None):
+        raise ConfigError("command line: --gpu and --ram belong together")
+    shape_alone = Path(target).suffix not in CONFIG_SUFFIXES
+    if shape_alone:
+        from megatrain.recipes.shapes import bench_config
 
-    settings = load_config(config, overrides or ())
+        settings = bench_config(target, given)
+    else:
+        from megatrain.config import load_config
+
+        settings = load_config(target, given)
     from megatrain.recipes import run
 
-    found = run.plan(settings)
+    machine = None
+    if gpu is not None and ram is not None:
+        from megatrain.recipes.another_machine import another_machine
+
+        machine = another_machine(settings, gpu, ram, cores)
+    found = run.plan(settings, machine, shape_alone)
     if as_json:
         _print_json(found.to_dict())
     else:
@@ -89,12 +114,7 @@ def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = Fals
 
 @app.command()
 def bench(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG|MODEL] [KEY=VALUE]...", help="YAML file, model folder, hub id or named shape; then keys set over it."
-        ),
-    ] = None,
+    arguments: ConfigOrModel = None,
     model: Annotated[str | None, typer.Option(help="The model, if it is not the first argument.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Short for train.seq_len=N.")] = None,
@@ -108,11 +128,7 @@ def bench(
 
     Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
     """
-    given = list(arguments or [])
-    first = given.pop(0) if model is None and given and "=" not in given[0] else None
-    target = model or first
-    if target is None:
-        raise ConfigError("command line: name a config file, a model folder, a hub id or a shape, such as `megatrain bench qwen2.5-7b`")
+    target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     from megatrain.recipes.shapes import bench_config
 
@@ -124,6 +140,16 @@ def bench(
         _print_json(result.to_dict())
     else:
         result.render(_console())
+
+
+def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:
+    """(what is named first, the keys after it). Raises ConfigError."""
+    given = list(arguments or [])
+    if not given or "=" in given[0]:
+        raise ConfigError(
+            f"command line: name a config file, a model folder, a hub id or a shape, such as `megatrain {command} qwen2.5-7b`"
+        )
+    return given[0], given[1:]
 
 
 @app.command("data")

@@ -160,7 +160,8 @@ def save(profile: MachineProfile) -> Path:
 
 @dataclass(frozen=True)
 class _DataSheet:
-    """A GPU by its maker's figures: dense products in TFLOP/s (fp8 0: none), memory in GB/s, PCIe generation; and its usual host."""
+    """A GPU by its maker's figures: dense products in TFLOP/s (fp8 0: none), memory in GB/s, PCIe generation, its usual host, MiB of
+    memory as nvidia-smi shows them, and compute capability."""
 
     bfloat16: float
     float32: float
@@ -168,21 +169,23 @@ class _DataSheet:
     memory: float
     pcie: int
     host: str
+    mebibytes: int
+    capability: tuple[int, int]
 
 
 # From NVIDIA's data sheets and architecture papers. The first row whose words all occur in the device's name counts.
 GPUS: tuple[tuple[str, _DataSheet], ...] = (
-    ("B200", _DataSheet(2250, 75, 4500, 8000, 5, "server")),
-    ("H200", _DataSheet(989, 67, 1979, 4800, 5, "server")),
-    ("H100 PCIe", _DataSheet(756, 51, 1513, 2000, 5, "server")),
-    ("H100", _DataSheet(989, 67, 1979, 3350, 5, "server")),
-    ("A100", _DataSheet(312, 19.5, 0, 1935, 4, "server")),
-    ("L40S", _DataSheet(362, 91.6, 733, 864, 4, "server")),
-    ("RTX 5090", _DataSheet(209.5, 104.8, 419, 1792, 5, "desktop")),
-    ("RTX 4090", _DataSheet(165, 82.6, 330, 1008, 4, "desktop")),
-    ("RTX 3090", _DataSheet(71, 35.6, 0, 936, 4, "desktop")),
+    ("B200", _DataSheet(2250, 75, 4500, 8000, 5, "server", 183_359, (10, 0))),
+    ("H200", _DataSheet(989, 67, 1979, 4800, 5, "server", 143_771, (9, 0))),
+    ("H100 PCIe", _DataSheet(756, 51, 1513, 2000, 5, "server", 81_559, (9, 0))),
+    ("H100", _DataSheet(989, 67, 1979, 3350, 5, "server", 81_559, (9, 0))),
+    ("A100", _DataSheet(312, 19.5, 0, 1935, 4, "server", 81_920, (8, 0))),
+    ("L40S", _DataSheet(362, 91.6, 733, 864, 4, "server", 46_068, (8, 9))),
+    ("RTX 5090", _DataSheet(209.5, 104.8, 419, 1792, 5, "desktop", 32_607, (12, 0))),
+    ("RTX 4090", _DataSheet(165, 82.6, 330, 1008, 4, "desktop", 24_564, (8, 9))),
+    ("RTX 3090", _DataSheet(71, 35.6, 0, 936, 4, "desktop", 24_576, (8, 6))),
 )
-UNKNOWN_GPU = _DataSheet(60, 25, 0, 500, 4, "desktop")
+UNKNOWN_GPU = _DataSheet(60, 25, 0, 500, 4, "desktop", 8_192, (8, 0))
 
 # What of a data sheet was sustained on an H200: products by tokens, under the power that a whole step draws (in short bursts they reach
 # 750 TFLOP/s instead of 690), cuDNN's attention by sequence length.

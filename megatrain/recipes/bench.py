@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +24,6 @@ from megatrain.planner import Plan
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of
 from megatrain.recipes.setup import (
-    Model,
     Parts,
     assemble,
     deterministic,
@@ -35,12 +33,10 @@ from megatrain.recipes.setup import (
     memory_errors,
     quiet_libraries,
 )
-from megatrain.recipes.shapes import shape_config
+from megatrain.recipes.shapes import shape_model
 from megatrain.report import bound_in_words
 from megatrain.summary import PredictedBytes, PredictedSeconds
 from megatrain.tracing import claim, computing_seconds, tracing
-
-NOTHING_TO_READ: Any = None  # random tokens need no tokenizer, random weights no files
 
 Batches = list[dict[str, torch.Tensor]]
 
@@ -80,8 +76,7 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
 def prepare_shape(config: Config, layers: int | None) -> Parts:
     """As `prepare`, for a model of which nothing but its configuration is there."""
     keep_heap_small()
-    model = Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None)
-    return assemble(config, model, find_machine(config, may_measure=True))
+    return assemble(config, shape_model(config, layers), find_machine(config, may_measure=True))
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------------------

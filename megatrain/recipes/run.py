@@ -19,6 +19,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.show import describe
 from megatrain.errors import ConfigError, StorageError
 from megatrain.flops import Work
+from megatrain.hardware import keep_heap_small
 from megatrain.meters import GpuMeter
 from megatrain.metrics import MetricsWriter
 from megatrain.planner import Plan
@@ -26,8 +27,11 @@ from megatrain.recipes.changes import check_changes, resumed_configs
 from megatrain.recipes.describe import describe_run, facts_of, summarize, summarize_finished
 from megatrain.recipes.loop import Run, fit
 from megatrain.recipes.setup import (
+    Machine,
     Parts,
+    assemble,
     deterministic,
+    find_machine,
     make_engine,
     make_loader,
     make_run_plan,
@@ -35,8 +39,10 @@ from megatrain.recipes.setup import (
     packed_to,
     prepare,
     quiet_libraries,
+    read_model,
     read_rows,
 )
+from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.report import Progress, logging_to
 from megatrain.run_folder import RunLock, checkpoints
@@ -57,11 +63,16 @@ class Ready:
     held_out: Rows | None
 
 
-def plan(config: Config | str | Path) -> Plan:
-    """What the run would hold in which memory, and whether it fits. Loads no weights and touches no GPU. Raises MegaTrainError."""
+def plan(config: Config | str | Path, machine: Machine | None = None, shape_alone: bool = False) -> Plan:
+    """What the run would hold in which memory, and whether it fits. Loads no weights and touches no GPU. Raises MegaTrainError.
+
+    machine: another than this one. shape_alone: of the model nothing but its configuration is there, or its name (`shapes.py`).
+    """
     config = config if isinstance(config, Config) else load_config(config)
     quiet_libraries()
-    return make_run_plan(config, prepare(config))
+    keep_heap_small()
+    model = shape_model(config) if shape_alone else read_model(config)
+    return make_run_plan(config, assemble(config, model, machine or find_machine(config)))
 
 
 def train(config: Config | str | Path, profile: Path | None = None) -> RunSummary:

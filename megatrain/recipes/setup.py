@@ -73,6 +73,7 @@ class Machine:
     precision: str
     hardware: Hardware
     profile: MachineProfile
+    compiles: bool | None = None  # None: if a compiler is found here
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,8 @@ def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool
     """Whether to compile the layers. `auto`: on a GPU with a compiler at hand, if all rows have one length (each compiles anew)."""
     if config.compile != "auto":
         return config.compile
-    compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
+    found = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
+    compilers = found if machine.compiles is None else machine.compiles
     one_length = config.method == "pretrain" or packed_to(config, skeleton, machine) is not None
     return compilers and machine.device.type == "cuda" and one_length and not skeleton.has_dropout
 

@@ -13,6 +13,10 @@ from megatrain.config.document import write_yaml
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megatrain.recipes.setup import Model
+
+NOTHING_TO_READ: Any = None  # random tokens need no tokenizer, random weights no files
+
 QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 # As published, but for qwen2.5-1.5b: untied it has 1.8B parameters, and an embedding and a head like its larger sisters.
@@ -57,6 +61,13 @@ def _defaults(model: str, overrides: Sequence[str]) -> Config:
         path = Path(folder) / "bench.yaml"
         path.write_text(write_yaml(given))
         return load_config(path, overrides)
+
+
+def shape_model(config: Config, layers: int | None = None) -> Model:
+    """A model of which nothing but its configuration is there. Raises ModelError."""
+    from megatrain.recipes.setup import Model
+
+    return Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None)
 
 
 def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:

@@ -1,0 +1,64 @@
+"""`megatrain plan` for a named shape, and for a machine that one does not have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatrain.machine import GPUS, data_sheet
+from tests.commands import Command
+
+SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
+
+
+def test_a_machine_that_one_does_not_have(megatrain: Command) -> None:
+    found = {}
+    for gpu, ram in (("RTX 4090", "128GiB"), ("h200", "128GiB"), ("RTX 4090", "8GiB")):
+        done = megatrain("plan", "qwen2.5-0.5b", "--gpu", gpu, "--ram", ram, "--json", *SHORT)
+        found[gpu, ram] = plan = json.loads(done.out)
+        assert done.code == (0 if plan["fits"] else 4)
+        assert plan["totals"]["gpu"]["have"] > 0.9 * data_sheet(f"NVIDIA {gpu.upper()}").mebibytes * 2**20
+    small, large = found["RTX 4090", "128GiB"], found["h200", "128GiB"]
+    assert small["job"]["precision"] == "bfloat16" and small["job"]["compiled"]
+    assert large["timing"]["seconds"] < 0.6 * small["timing"]["seconds"]
+    assert large["choices"]["resident"] >= small["choices"]["resident"]
+
+
+def test_a_config_may_be_planned_for_it_too(megatrain: Command) -> None:
+    done = megatrain("plan", "cfg.yaml", "--gpu", "RTX 3090", "--ram", "64GiB", "--cores", "4", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["budget"]["gpu"] < 24 * 2**30 < plan["budget"]["host"] < 64 * 2**30
+
+
+def test_what_does_not_fit_it_is_refused_with_what_would(megatrain: Command) -> None:
+    done = megatrain("plan", "qwen2.5-7b", "--gpu", "RTX 4090", "--ram", "80GiB", *SHORT)
+    assert done.code == 4
+    assert "set optimizer.moments: bfloat16" in done.err
+
+
+@pytest.mark.parametrize("name", [name for name, _ in GPUS])
+def test_every_gpu_of_the_table_can_be_planned_for(megatrain: Command, name: str) -> None:
+    assert megatrain("plan", "tiny", "--gpu", name, "--ram", "32GiB", "train.seq_len=64", "train.tokens_per_step=256").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--gpu", "RTX 4090"), "command line: --gpu and --ram belong together"),
+        (("--ram", "64GiB"), "command line: --gpu and --ram belong together"),
+        (("--gpu", "Voodoo 2", "--ram", "64GiB"), "--gpu: 'Voodoo 2' is not known; choose one of B200, H200, H100 PCIe"),
+        (("--gpu", "H200", "--ram", "much"), "--ram: must be a size of more than 2 GiB, such as 128GiB, not 'much'"),
+        (("--gpu", "H200", "--ram", "1GiB"), "--ram: must be a size of more than 2 GiB"),
+        (("--gpu", "A100", "--ram", "64GiB", "precision=fp8"), "the A100 has no fp8 units; set precision: bfloat16"),
+    ],
+)
+def test_what_is_no_machine_is_refused(megatrain: Command, arguments: tuple[str, ...], reason: str) -> None:
+    done = megatrain("plan", "tiny", *arguments)
+    assert done.code == 2
+    assert reason in done.err
+
+
+def test_nothing_to_plan_is_said(megatrain: Command) -> None:
+    assert "name a config file, a model folder, a hub id or a shape, such as `megatrain plan qwen2.5-7b`" in megatrain("plan").err
