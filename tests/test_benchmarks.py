@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import compare, records, roofline, rows, systems, targets, write_page
+from benchmarks import compare, records, roofline, rows, systems, targets, what_fits, write_page
 from benchmarks.cases import CASES, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.plot import Axes, Series, chart
@@ -196,3 +196,9 @@ def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
     assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
     assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
     assert padded["tokens_per_s"] > 0
+
+
+def test_what_fits_says_so_for_every_size_of_ram() -> None:
+    cells = what_fits.row("tiny", "RTX 4090")
+    assert len(cells) == len(what_fits.RAM)
+    assert all(float(cell.replace(",", "")) > 1000 for cell in cells)
