@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 UNEXPECTED = 1
 INTERRUPTED = 130
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
-CONFIG_SUFFIXES = (".yaml", ".yml")
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 app = typer.Typer(
@@ -88,14 +87,14 @@ def plan(
     target, given = _target_of(arguments, "plan")
     if (gpu is None) != (ram is None):
         raise ConfigError("command line: --gpu and --ram belong together")
-    shape_alone = Path(target).suffix not in CONFIG_SUFFIXES
+    from megatrain.config import load_config, names_config
+
+    shape_alone = not names_config(target)
     if shape_alone:
         from megatrain.recipes.shapes import bench_config
 
         settings = bench_config(target, given)
     else:
-        from megatrain.config import load_config
-
         settings = load_config(target, given)
     from megatrain.recipes import run
 

@@ -42,6 +42,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 # shapes: 27 MiB more with every step of a small model, 35 MiB of a 135M one. A step needs some forty; the second copy gains nothing.
 LIBRARY_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "1"}
 
+FIRST_BFLOAT16 = (8, 0)  # compute capability
 FEWEST_CORES_KEPT_FREE = 2  # by the update: one core drives the GPU, one feeds data and copies
 SHARE_OF_CORES_KEPT_FREE = 1 / 8  # memory is busy with fewer than all, and whoever drives the GPU must not queue for a core
 
@@ -119,7 +120,7 @@ def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """
     if device.startswith("cuda"):
         gpu = visible_gpu()
-        return gpu is not None and gpu.capability >= (8, 0)
+        return gpu is not None and gpu.capability >= FIRST_BFLOAT16
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

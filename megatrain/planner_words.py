@@ -56,6 +56,8 @@ def _resident(choices: Choices, shape: ModelShape, hardware: Hardware) -> str:
 
 def _retained(choices: Choices, shape: ModelShape) -> str:
     layers = len(shape.block_numel) - 2
+    if choices.retained + choices.retained_on_host == 0:
+        return f"all {layers} layers are recomputed from their inputs"
     others = "recomputed"
     if choices.retained_on_host:
         others = f"{'recomputed, or ' if choices.retained + choices.retained_on_host < layers else ''}kept in host RAM"

@@ -10,7 +10,7 @@ from megatrain.config.fields import (
     OptimizerOptions,
     TrainOptions,
 )
-from megatrain.config.load import load_config
+from megatrain.config.load import load_config, names_config
 
 __all__ = [
     "CheckpointOptions",
@@ -23,4 +23,5 @@ __all__ = [
     "config_schema",
     "example_config",
     "load_config",
+    "names_config",
 ]

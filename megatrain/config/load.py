@@ -52,6 +52,12 @@ class Leaf:
 Leaves = dict[Key, Leaf]
 
 
+def names_config(target: str | Path) -> bool:
+    """Whether this is a config file, where a model may be named instead: by its suffix, or as any file but a GGUF."""
+    path = Path(target)
+    return path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file, then apply `key=value` arguments (dotted keys, YAML values) over it.
 

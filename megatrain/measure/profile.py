@@ -62,6 +62,9 @@ class Subject:
         """A quick one takes no more samples than a median needs."""
         return Clock(device, budget_s=0.0) if self.quick else Clock(device)
 
+    def computing(self) -> Device:
+        return Device(self.clock(self.device))
+
 
 def measure(hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False) -> MachineProfile:
     """Measure the machine.
@@ -122,7 +125,7 @@ def _links_and_update(subject: Subject) -> Figures:
 
 def _products(subject: Subject) -> Figures:
     """In both precisions; a quick one only in that which runs choose by themselves."""
-    device, dtypes = Device(subject.clock(subject.device)), {"matmul": torch.bfloat16, "matmul_fp32": torch.float32}
+    device, dtypes = subject.computing(), {"matmul": torch.bfloat16, "matmul_fp32": torch.float32}
     if subject.quick:
         del dtypes["matmul_fp32" if bf16_is_fast(subject.device.type) else "matmul"]
     return {field: device.matmul(subject.sizes.tokens, dtype) for field, dtype in dtypes.items()}
@@ -130,23 +133,24 @@ def _products(subject: Subject) -> Figures:
 
 def _attention(subject: Subject) -> Figures:
     sizes = subject.sizes
-    return {"attention": Device(subject.clock(subject.device)).attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
+    return {"attention": subject.computing().attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
 
 
 def _memory(subject: Subject) -> Figures:
     """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
-    clock = subject.clock(subject.device)
-    device = Device(clock)
+    device = subject.computing()
     memory = device.memory(subject.sizes.memory_bytes)
     figures = {"memory": memory, "launch": device.launch()}
     if subject.device.type != "cuda":
         return figures
-    measured = None if subject.quick else update.device_rate(clock, update.PARAMETERS)  # a quick one compiles no kernel for 2%
+    measured = (
+        None if subject.quick else update.device_rate(subject.clock(subject.device), update.PARAMETERS)
+    )  # a quick one compiles no kernel for 2%
     return figures | {"device_update": measured or memory / UPDATE_BYTES}
 
 
 def _fp8(subject: Subject) -> Figures:
-    return {"fp8": Device(subject.clock(subject.device)).fp8()}
+    return {"fp8": subject.computing().fp8()}
 
 
 def _disk(subject: Subject) -> Figures:

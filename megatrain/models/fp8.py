@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatrain.memory.layout import round_up
 from megatrain.models.fp8_kernels import quantize_both, quantize_columns
 
 FP8 = torch.float8_e4m3fn
@@ -173,7 +174,7 @@ def quantize_both_ways(values: Tensor) -> tuple[Quantized, Quantized]:
     """(rows, columns) of [tokens, features]: as they are, and transposed, with zeros up to an aligned number of tokens."""
     if values.device.type == "cpu":
         return quantize(values), quantized_columns(values)
-    straight, row_scales, turned, column_scales = quantize_both(values, aligned(len(values)))
+    straight, row_scales, turned, column_scales = quantize_both(values, round_up(len(values), ALIGNMENT))
     return (straight, row_scales), (turned, column_scales)
 
 
@@ -181,17 +182,13 @@ def quantized_columns(values: Tensor) -> Quantized:
     """Of [tokens, features], transposed, with zeros up to an aligned number of tokens."""
     if values.device.type == "cpu":
         return quantize(_padded(values.t()))
-    turned, scales = quantize_columns(values, aligned(len(values)))
+    turned, scales = quantize_columns(values, round_up(len(values), ALIGNMENT))
     return turned, scales
-
-
-def aligned(width: int) -> int:
-    return width + -width % ALIGNMENT
 
 
 def _padded(rows: Tensor) -> Tensor:
     """With zeros after each row, up to an aligned width. Only where tokens are summed: other widths are aligned by the policy."""
-    missing = aligned(rows.shape[1]) - rows.shape[1]
+    missing = round_up(rows.shape[1], ALIGNMENT) - rows.shape[1]
     return functional.pad(rows, (0, missing)) if missing else rows
 
 

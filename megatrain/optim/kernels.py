@@ -103,6 +103,21 @@ def _hash(number: Any, key: Any) -> Any:
 hash_of = njit(_hash, inline="always")
 
 
+def _moments(exp_avg: Any, exp_avg_sq: Any, g: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any) -> Any:
+    """The next moments in float32, from bits of bfloat16."""
+    m = float_of_bits(np.int32(np.int32(exp_avg) << 16))
+    v = float_of_bits(np.int32(np.int32(exp_avg_sq) << 16))
+    return fma(g - m, one_minus_beta1, m), fma(one_minus_beta2 * g, g, v * beta2)
+
+
+def _rounded(value: Any, chance: Any) -> Any:
+    """Bits of bfloat16, up or down as 16 bits of chance say."""
+    return np.int16(uint32(uint32(bits_of_float(value)) + chance) >> uint32(16))
+
+
+moments_of, rounded_by = njit(_moments, inline="always"), njit(_rounded, inline="always")
+
+
 def _adamw_split_bf16(
     weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
     grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
@@ -111,15 +126,12 @@ def _adamw_split_bf16(
     for i in range(weight.size):
         master = float_of_bits(np.int32((np.int32(weight[i]) << 16) + np.int32(remainder[i])))
         g = float_of_bits(np.int32(np.int32(grad[i]) << 16)) * grad_scale
-        m = float_of_bits(np.int32(np.int32(exp_avg[i]) << 16))
-        v = float_of_bits(np.int32(np.int32(exp_avg_sq[i]) << 16))
-        m = fma(g - m, one_minus_beta1, m)
-        v = fma(one_minus_beta2 * g, g, v * beta2)
+        m, v = moments_of(exp_avg[i], exp_avg_sq[i], g, beta2, one_minus_beta1, one_minus_beta2)
         denominator = math.sqrt(v) / root_correction2 + eps
         bits = bits_of_float(master * decay + (minus_step_size * m) / denominator)
         chance = hash_of(first + i, key)
-        exp_avg[i] = np.int16(uint32(uint32(bits_of_float(m)) + uint32(chance & uint32(0xFFFF))) >> uint32(16))
-        exp_avg_sq[i] = np.int16(uint32(uint32(bits_of_float(v)) + uint32(chance >> uint32(16))) >> uint32(16))
+        exp_avg[i] = rounded_by(m, uint32(chance & uint32(0xFFFF)))
+        exp_avg_sq[i] = rounded_by(v, uint32(chance >> uint32(16)))
         weight[i] = np.int16(np.int32(bits + np.int32(0x8000)) >> 16)
         remainder[i] = np.int16(bits)
 
@@ -131,14 +143,11 @@ def _adamw_float32_bf16(
 ) -> None:  # fmt: skip
     for i in range(weight.size):
         g = grad[i] * grad_scale
-        m = float_of_bits(np.int32(np.int32(exp_avg[i]) << 16))
-        v = float_of_bits(np.int32(np.int32(exp_avg_sq[i]) << 16))
-        m = fma(g - m, one_minus_beta1, m)
-        v = fma(one_minus_beta2 * g, g, v * beta2)
+        m, v = moments_of(exp_avg[i], exp_avg_sq[i], g, beta2, one_minus_beta1, one_minus_beta2)
         denominator = math.sqrt(v) / root_correction2 + eps
         chance = hash_of(first + i, key)
-        exp_avg[i] = np.int16(uint32(uint32(bits_of_float(m)) + uint32(chance & uint32(0xFFFF))) >> uint32(16))
-        exp_avg_sq[i] = np.int16(uint32(uint32(bits_of_float(v)) + uint32(chance >> uint32(16))) >> uint32(16))
+        exp_avg[i] = rounded_by(m, uint32(chance & uint32(0xFFFF)))
+        exp_avg_sq[i] = rounded_by(v, uint32(chance >> uint32(16)))
         weight[i] = weight[i] * decay + (minus_step_size * m) / denominator
 
 

@@ -8,7 +8,7 @@ import torch
 from megatrain.config import Config
 from megatrain.config.values import parse_size
 from megatrain.errors import ConfigError
-from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, GIB, MIB, Gpu, Hardware
+from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, FIRST_BFLOAT16, GIB, MIB, Gpu, Hardware
 from megatrain.machine import GPUS, typical
 from megatrain.models.fp8 import FIRST_CAPABILITY
 from megatrain.recipes.setup import Machine
@@ -17,7 +17,6 @@ DRIVER_BYTES = 600 * MIB  # of the GPU's memory, that its driver keeps
 SYSTEM_BYTES = 2 * GIB  # of RAM, that others use
 DISK_BYTES = 16 << 40  # disks are cheap
 CORES = {"server": 16, "desktop": 8}  # beside one GPU
-FIRST_BFLOAT16 = (8, 0)
 
 
 def another_machine(config: Config, gpu: str, ram: str, cores: int | None = None) -> Machine:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, load_config
+from megatrain.config import Config, load_config, names_config
 from megatrain.config.document import write_yaml
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def bench_config(target: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a benchmark: a user's own (`target` ends in .yaml or .yml), or the defaults for a model folder, hub id or named shape.
+    """The config of a benchmark: a user's own (`target` names a config), or the defaults for a model folder, hub id or named shape.
 
     Whatever the file says, the weights start at random. Raises ConfigError.
     """
-    if Path(target).suffix in (".yaml", ".yml"):
+    if names_config(target):
         config = load_config(target, overrides)
     else:
         config = _defaults(target, overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_a_config_may_be_planned_for_it_too(megatrain: Command) -> None:
     assert done.code == 0, done.err
     plan = json.loads(done.out)
     assert plan["budget"]["gpu"] < 24 * 2**30 < plan["budget"]["host"] < 64 * 2**30
+
+
+def test_a_config_may_have_any_name(megatrain: Command, project: Path) -> None:
+    (project / "mine.conf").write_text((project / "cfg.yaml").read_text())
+    named, usual = (json.loads(megatrain("plan", name, "--json").out) for name in ("mine.conf", "cfg.yaml"))
+    assert named["job"] == usual["job"]
 
 
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain: Command) -> None:
