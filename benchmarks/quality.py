@@ -32,6 +32,7 @@ from megatrain.engine.settings import Settings
 from megatrain.hardware import update_threads
 from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes import rows as rows_of
 from megatrain.recipes import setup
 
 
@@ -101,7 +102,7 @@ def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Ro
             return engine.evaluate(list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))).loss
 
         before = evaluate()
-        for step, batch in enumerate(setup.make_loader(config, model, rows, args.micro_batch_tokens)):
+        for step, batch in enumerate(rows_of.make_loader(config, model, rows, args.micro_batch_tokens)):
             started = time.perf_counter()
             rate = SCHEDULES[config.train.schedule](step, base=config.train.learning_rate, total_steps=steps, warmup_steps=warmup)
             result = engine.train_step(batch.micro_batches, lr=rate)
@@ -140,7 +141,7 @@ def main() -> None:
     config = load_config(args.config, ["precision=bfloat16", "train.max_steps=100", *args.overrides])
     setup.quiet_libraries()
     model = setup.read_model(config)
-    rows, held_out = setup.read_rows(config, model)
+    rows, held_out = rows_of.read_rows(config, model)
     assert held_out is not None, "data.eval must hold rows out"
     results = {name: train(args, config, model, rows, held_out, name) for name in args.variants}
     compare(results)

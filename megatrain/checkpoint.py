@@ -141,7 +141,10 @@ def saved_arrays(engine: Saved) -> dict[str, torch.dtype]:
 
 def checkpoint_bytes(engine: Saved) -> int:
     """Bytes of tensors in one checkpoint."""
-    return engine.anatomy.parameters * sum(dtype.itemsize for dtype in saved_arrays(engine).values())
+    layouts = (
+        (dtype, engine.store.layout(name, block.index)) for name, dtype in saved_arrays(engine).items() for block in engine.anatomy.blocks
+    )
+    return sum(layout.parameters * dtype.itemsize for dtype, layout in layouts)
 
 
 def _check_space(run_dir: Path, engine: Saved) -> None:
@@ -325,7 +328,7 @@ def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, torch.Ten
     for block in engine.anatomy.blocks:
         states = read_header(path / _optimizer_file(block.index)).tensors
         for array in saved_arrays(engine):
-            views = block.layout.views(engine.store.array(array, block.index))
+            views = engine.store.layout(array, block.index).views(engine.store.array(array, block.index))
             for own, view in views.items():
                 stored = weights.get(names[own]) if array == "weight" else states.get(f"{array}/{names[own]}")
                 if stored is None or stored.shape != tuple(view.shape) or stored.dtype != view.dtype:

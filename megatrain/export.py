@@ -15,7 +15,6 @@ import torch
 
 from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.manifest import verify_checkpoint
-from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Arrays
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
@@ -49,7 +48,7 @@ class Trained(Protocol):
 
 def array_sources(engine: Trained, array: str, block: int, names: Mapping[str, str]) -> list[TensorSource]:
     """The tensors of one array of one block under the given names; each waits for the block's update when its turn to be written comes."""
-    layout: FlatLayout = engine.store.layouts[block]
+    layout = engine.store.layout(array, block)
     flat = engine.store.array(array, block)
 
     def pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:

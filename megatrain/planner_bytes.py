@@ -52,7 +52,7 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     table = {
         "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
         "embedding and head slot": _edge_slot(choices, shape) * weight,
-        "resident state": _numel(sizes, choices.resident) * resident_bytes_per_parameter(choices, job),
+        "resident state": int(_numel(sizes, choices.resident) * resident_bytes_per_parameter(choices, job)),
         "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
         "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
         "boundary activations": _boundaries(choices, job, shape),
@@ -74,12 +74,12 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     return table
 
 
-def state_bytes_per_parameter(job: Job) -> int:
+def state_bytes_per_parameter(job: Job) -> float:
     """Weight, remainder and the optimizer's arrays."""
     return WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes)
 
 
-def resident_bytes_per_parameter(choices: Choices, job: Job) -> int:
+def resident_bytes_per_parameter(choices: Choices, job: Job) -> float:
     """Of a resident block: its state, and its gradient where that waits for the norm. Sums that stay on the device hold it already."""
     stored = job.clipping and choices.groups == 1
     return state_bytes_per_parameter(job) + (WEIGHT_BYTES[job.precision] if stored else 0)
@@ -165,7 +165,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     numel = sum(sizes) - _numel(sizes, choices.resident)
     weight = WEIGHT_BYTES[job.precision]
     table = {"weight": numel * weight, "remainder": numel * REMAINDER_BYTES[job.precision]}
-    table |= {name: numel * size for name, size in job.state_bytes}
+    table |= {name: int(numel * size) for name, size in job.state_bytes}
     table |= {
         "grad": numel * weight if job.clipping else 0,
         "gradient staging": 0 if job.clipping else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
@@ -183,7 +183,7 @@ def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
-    return {f"checkpoint {i + 1}": shape.parameters * state_bytes_per_parameter(job) for i in range(copies)}
+    return {f"checkpoint {i + 1}": int(shape.parameters * state_bytes_per_parameter(job)) for i in range(copies)}
 
 
 def _numel(sizes: tuple[int, ...], blocks: int) -> int:

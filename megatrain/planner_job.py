@@ -15,7 +15,7 @@ class Job:
     tokens_per_step: int
     seq_len: int
     clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known
-    state_bytes: tuple[tuple[str, int], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
+    state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused
     micro_batch_tokens: int | None = None

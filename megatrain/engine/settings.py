@@ -109,7 +109,7 @@ def open_store(
     kept = [ArraySpec("weight", dtype, transferred=True)]
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))
-    kept += [ArraySpec(array.name, array.dtype) for array in optimizer.state_arrays]
+    kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if clip else []
     sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if placement.sums_travel else []
     return Store(

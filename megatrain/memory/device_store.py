@@ -16,13 +16,13 @@ class DeviceStore:
     def __init__(self, layouts: Sequence[FlatLayout], arrays: Iterable[ArraySpec], *, count: int, device: torch.device) -> None:
         self.arrays = {spec.name: spec for spec in arrays}
         self._arrays = {
-            (spec.name, block): torch.zeros(layouts[block].numel, dtype=spec.dtype, device=device)
+            (spec.name, block): torch.zeros(layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device)
             for block in range(count)
             for spec in self.arrays.values()
         }
 
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, `layouts[block].numel` elements."""
+        """The flat array `name` of a block: 1-D."""
         return self._arrays[name, block]
 
     @property

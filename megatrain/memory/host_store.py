@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from megatrain.memory.layout import FlatLayout, round_up
+from megatrain.memory.layout import FlatLayout, Per, round_up
 from megatrain.memory.slab import Slab
 
 SLAB_BYTES = 16 << 30  # larger mappings register no faster, and one failure should name a piece that a person can picture
@@ -22,6 +22,7 @@ class ArraySpec:
     name: str
     dtype: torch.dtype
     transferred: bool = False
+    per: Per = "element"  # of the block's layout
 
 
 class HostStore:
@@ -29,7 +30,7 @@ class HostStore:
 
     Args:
         layouts: one per block, in execution order.
-        arrays: the arrays of each block; all share its layout. New arrays are zero.
+        arrays: the arrays of each block. New arrays are zero.
         first: the block from which on arrays are kept here; a mapping gives some arrays a first block of their own.
         pinned: pin transferred arrays for CUDA.
         threads: for the first touch.
@@ -58,7 +59,8 @@ class HostStore:
 
     def _place(self, spec: ArraySpec, start: int, pinned: bool, threads: int) -> None:
         """Cut the array of all blocks from `start` on into slabs at block boundaries."""
-        sizes = [round_up(layout.numel * spec.dtype.itemsize, PAGE) for layout in self.layouts]
+        numels = [layout.per(spec.per).numel for layout in self.layouts]
+        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
         while start < len(sizes):
             stop = start + 1
             while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
@@ -67,14 +69,18 @@ class HostStore:
             self._slabs.append(slab)
             offset = 0
             for block in range(start, stop):
-                nbytes = self.layouts[block].numel * spec.dtype.itemsize
+                nbytes = numels[block] * spec.dtype.itemsize
                 self._views[spec.name, block] = slab.bytes[offset : offset + nbytes].view(spec.dtype)
                 offset += sizes[block]
             start = stop
 
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, `layouts[block].numel` elements, a view of the store's memory."""
+        """The flat array `name` of a block: 1-D, `layout(name, block).numel` elements, a view of the store's memory."""
         return self._views[name, block]
+
+    def layout(self, name: str, block: int) -> FlatLayout:
+        """Where the tensors of a block lie in its array `name`."""
+        return self.layouts[block].per(self.arrays[name].per)
 
     def has(self, name: str) -> bool:
         return name in self.arrays

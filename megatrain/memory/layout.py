@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 TENSOR_ALIGNMENT = 64  # elements: 128 bytes of bf16, so that every view starts on a cache line and suits vector loads
+GROUP = TENSOR_ALIGNMENT  # consecutive elements that may share one of another array: a scale, say
 BLOCK_ALIGNMENT = 1024  # elements: a block's flat array is a whole number of rows for the row-wise norm and of pages' halves
+
+
+# What an array of a block has one element for: every parameter, every GROUP of them, or every row or column of each tensor (of the last
+# two dimensions; a tensor of one dimension is its own row).
+Per = Literal["element", "group", "row", "column"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -42,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The tensors of one block, packed. Every array of the block (weight, moments, gradient) uses the same layout."""
+    """The tensors of one block, packed. The arrays of the block (weight, moments, gradient) use it, or one that follows from it: `per`."""
 
     tensors: tuple[TensorSpec, ...]
     numel: int  # padded; padding is zero in every array and stays zero under every optimizer
@@ -68,6 +75,15 @@ class FlatLayout:
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
         return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
 
+    def per(self, what: Per) -> FlatLayout:
+        """The layout of an array that has one element per element, group, row or column of this one; tensors keep their names."""
+        if what == "element":
+            return self
+        if what == "group":
+            grouped = (TensorSpec(t.name, (round_up(t.numel, GROUP) // GROUP,), t.offset // GROUP, t.decay) for t in self.tensors)
+            return FlatLayout(tuple(grouped), self.numel // GROUP)
+        return FlatLayout.pack((t.name, _without(t.shape, what), t.decay) for t in self.tensors)
+
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the padding behind each tensor that has some."""
         ends = [*(t.offset for t in self.tensors[1:]), self.numel]
@@ -84,3 +100,10 @@ class FlatLayout:
             else:
                 segments.append(Segment(tensor.offset, end, tensor.decay))
         return segments
+
+
+def _without(shape: tuple[int, ...], what: Per) -> tuple[int, ...]:
+    """The shape of what there is per row, or per column, of a tensor."""
+    if len(shape) < 2:
+        return shape if what == "row" else (1,)
+    return shape[:-1] if what == "row" else (*shape[:-2], shape[-1])

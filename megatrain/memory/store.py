@@ -21,8 +21,11 @@ class Arrays(Protocol):
     @property
     def arrays(self) -> Mapping[str, ArraySpec]: ...
 
+    def layout(self, name: str, block: int) -> FlatLayout:
+        """Where the tensors of a block lie in its array `name`."""
+
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, `layouts[block].numel` elements, on whatever tier it lies."""
+        """The flat array `name` of a block: 1-D, `layout(name, block).numel` elements, on whatever tier it lies."""
 
 
 class Store:
@@ -63,8 +66,12 @@ class Store:
         """Whether the block lives on the device."""
         return block < self.resident
 
+    def layout(self, name: str, block: int) -> FlatLayout:
+        """Where the tensors of a block lie in its array `name`."""
+        return self.layouts[block].per(self.arrays[name].per)
+
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, `layouts[block].numel` elements, a view of the store's memory on its tier."""
+        """The flat array `name` of a block: 1-D, `layout(name, block).numel` elements, a view of the store's memory on its tier."""
         return (self.device if self.is_resident(block) else self.host).array(name, block)
 
     def has(self, name: str) -> bool:

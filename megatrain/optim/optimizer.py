@@ -9,13 +9,16 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.memory.layout import Per
+
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of optimizer state, an element per parameter, zero before the first update."""
+    """One array of optimizer state, zero before the first update. `per`: what there is one element for (memory/layout.py)."""
 
     name: str
     dtype: torch.dtype
+    per: Per = "element"
 
 
 UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for

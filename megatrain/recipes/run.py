@@ -26,6 +26,7 @@ from megatrain.planner import Plan
 from megatrain.recipes.changes import check_changes, resumed_configs
 from megatrain.recipes.describe import describe_run, facts_of, summarize, summarize_finished
 from megatrain.recipes.loop import Run, fit
+from megatrain.recipes.rows import make_loader, read_rows
 from megatrain.recipes.setup import (
     Machine,
     Parts,
@@ -33,14 +34,12 @@ from megatrain.recipes.setup import (
     deterministic,
     find_machine,
     make_engine,
-    make_loader,
     make_run_plan,
     memory_errors,
     packed_to,
     prepare,
     quiet_libraries,
     read_model,
-    read_rows,
 )
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests

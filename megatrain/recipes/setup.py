@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config import Config
-from megatrain.data import DataOptions, Loader, load_data
-from megatrain.data.dataset import Rows
 from megatrain.engine.build import choose_device, choose_precision, randomize
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
@@ -27,7 +24,7 @@ from megatrain.machine import MachineProfile
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
-from megatrain.models.skeleton import Skeleton
+from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.models.weights import load_weights
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
@@ -38,7 +35,6 @@ from megatrain.run_folder import bytes_of_checkpoints
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-ROWS_LOGGED_EVERY_S = 10.0
 # Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short rows would cost more than padding.
 AUTO_PACKED_TOKENS = 4096
 
@@ -163,7 +159,7 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         tokens_per_step=max(train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len, train.seq_len),
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
-        state_bytes=tuple((array.name, array.dtype.itemsize) for array in make_optimizer(config).state_arrays),
+        state_bytes=state_bytes(make_optimizer(config), parts.skeleton),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
         rows_vary=rows_vary(config, parts),
@@ -182,6 +178,16 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
     )
     limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
     return make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, **limits)
+
+
+def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
+    """Of each of the optimizer's arrays, bytes a parameter."""
+    layouts = layouts_of(skeleton.anatomy)
+    numel = sum(layout.numel for layout in layouts)
+    return tuple(
+        (array.name, sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel)
+        for array in optimizer.state_arrays
+    )
 
 
 def unless_auto(value: int | str) -> int | None:
@@ -337,53 +343,6 @@ def memory_errors(plan: Plan) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# -- rows ---------------------------------------------------------------------------------------------------------------------------
-
-
-def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
-    """Tokenised training and held-out rows. For `pretrain` documents are packed into rows of seq_len tokens. Raises DataError."""
-    data = config.data
-    options = DataOptions(
-        seq_len=config.train.seq_len,
-        train_on=data.train_on,
-        format=data.format,
-        on_bad_row=data.on_bad_row,
-        text_field=data.text_field,
-        split=data.split,
-        vocab_size=model.vocab_size,
-    )
-    pack_to = config.train.seq_len if config.method == "pretrain" else None
-    return load_data(data.train, data.eval, model.tokenizer, options, seed=config.train.seed, pack_to=pack_to, on_progress=rows_logger())
-
-
-def rows_logger() -> Callable[[int], None]:
-    """Logs the number of rows read now and then: a large source takes minutes."""
-    logged = time.monotonic()
-
-    def note(rows: int) -> None:
-        nonlocal logged
-        if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
-            logged = time.monotonic()
-            logger.info(f"reading and tokenising rows: {rows:,} so far")
-
-    return note
-
-
-def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None) -> Loader:
-    train = config.train
-    return Loader(
-        rows,
-        micro_batch_tokens=micro_batch_tokens,
-        pad_id=model.pad_id,
-        pack_to=pack_to,
-        seed=train.seed,
-        tokens_per_step=train.tokens_per_step,
-        rows_per_step=train.rows_per_step,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-    )
 
 
 # -- libraries ----------------------------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from megatrain.optim import Frozen
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.changes import CONFIG_FILE, RESOLVED_FILE
 from megatrain.recipes.loop import mean_loss
+from megatrain.recipes.rows import read_rows
 from megatrain.recipes.sample import answer
-from megatrain.recipes.setup import describe_model, quiet_libraries, read_model, read_rows
+from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
 from megatrain.recipes.signals import StopRequest
 
 SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.memory.layout import BLOCK_ALIGNMENT, TENSOR_ALIGNMENT, FlatLayout, Segment, round_up
+from megatrain.memory.layout import BLOCK_ALIGNMENT, GROUP, TENSOR_ALIGNMENT, FlatLayout, Segment, round_up
 
 TENSORS = [("w", (3, 50), True), ("w.bias", (50,), False), ("norm", (7,), False), ("v", (64, 2), True), ("scalar", (), False)]
 
@@ -77,3 +77,20 @@ def test_tensors_and_gaps_cover_every_element_once(tensors):
     for start, stop in layout.gaps():
         count[start:stop] += 1
     assert bool((count == 1).all())
+
+
+@pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1], []], ids=len)
+def test_an_array_with_an_element_per_group_has_one_wherever_the_group_lies(tensors):
+    layout = FlatLayout.pack(tensors)
+    groups = layout.per("group")
+    assert groups.numel * GROUP == layout.numel
+    for tensor, of_groups in zip(layout.tensors, groups.tensors, strict=True):
+        assert (of_groups.offset * GROUP, of_groups.name) == (tensor.offset, tensor.name)
+        assert (of_groups.numel - 1) * GROUP < tensor.numel <= of_groups.numel * GROUP
+
+
+@pytest.mark.parametrize(("what", "shapes"), [("row", [(3, 5), (3,), (7,)]), ("column", [(3, 4), (4,), (1,)])], ids=["row", "column"])
+def test_an_array_may_have_an_element_per_row_or_column(what, shapes):
+    layout = FlatLayout.pack([("experts", (3, 5, 4), True), ("matrix", (3, 4), True), ("norm", (7,), False)])
+    assert [tensor.shape for tensor in layout.per(what).tensors] == shapes
+    assert layout.per("element") is layout
