@@ -1,0 +1,60 @@
+"""A run's rows: read, tokenised, and handed out in micro-batches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from megatrain.config import Config
+from megatrain.data import DataOptions, Loader, load_data
+from megatrain.data.dataset import Rows
+from megatrain.recipes.setup import Model
+
+ROWS_LOGGED_EVERY_S = 10.0
+
+logger = logging.getLogger("megatrain")
+
+
+def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
+    """Tokenised training and held-out rows. For `pretrain` documents are packed into rows of seq_len tokens. Raises DataError."""
+    data = config.data
+    options = DataOptions(
+        seq_len=config.train.seq_len,
+        train_on=data.train_on,
+        format=data.format,
+        on_bad_row=data.on_bad_row,
+        text_field=data.text_field,
+        split=data.split,
+        vocab_size=model.vocab_size,
+    )
+    pack_to = config.train.seq_len if config.method == "pretrain" else None
+    return load_data(data.train, data.eval, model.tokenizer, options, seed=config.train.seed, pack_to=pack_to, on_progress=rows_logger())
+
+
+def rows_logger() -> Callable[[int], None]:
+    """Logs the number of rows read now and then: a large source takes minutes."""
+    logged = time.monotonic()
+
+    def note(rows: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
+            logged = time.monotonic()
+            logger.info(f"reading and tokenising rows: {rows:,} so far")
+
+    return note
+
+
+def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None) -> Loader:
+    train = config.train
+    return Loader(
+        rows,
+        micro_batch_tokens=micro_batch_tokens,
+        pad_id=model.pad_id,
+        pack_to=pack_to,
+        seed=train.seed,
+        tokens_per_step=train.tokens_per_step,
+        rows_per_step=train.rows_per_step,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+    )
