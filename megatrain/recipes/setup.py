@@ -227,6 +227,7 @@ def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
 
 def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
     """The engine that the plan describes, its weights read or drawn; left zero if `load` is false, for a checkpoint to fill."""
+    hold_to_budget(config, parts.machine)
     engine = Engine(
         parts.skeleton,
         optimizer=make_optimizer(config),
@@ -243,6 +244,14 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         engine.close()
         raise
     return engine
+
+
+def hold_to_budget(config: Config, machine: Machine) -> None:
+    """Let PyTorch take no more of the GPU than memory.gpu leaves it, however much there is."""
+    gpu, limit = machine.hardware.gpu, unless_auto(config.memory.gpu)
+    if machine.device.type == "cuda" and gpu is not None:
+        share = 1.0 if limit is None else (limit - machine.hardware.context_bytes) / gpu.total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), machine.device)
 
 
 def settings_of(plan: Plan) -> Settings:
