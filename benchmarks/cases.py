@@ -16,6 +16,7 @@ class Case:
     seq_len: int = 1024
     layers: int | None = None
     overrides: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # of `megatrain bench`
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Target:
 
 STREAMED_ONLY = ("memory.resident=0", "train.retained=0", "memory.offload_activations=true", "memory.retained_on_host=0")
 
+LONG_7B = "benchmarks/models/qwen2.5-7b-long"  # the shape of qwen2.5-7b, with positions enough
+
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
@@ -46,6 +49,25 @@ CASES: Mapping[str, Case] = {
         Case("28-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=28, overrides=STREAMED_ONLY),
         Case("84-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=84, overrides=STREAMED_ONLY),
         Case("tiny", "tiny", 512, seq_len=64),  # to try the scripts out, on any machine
+    )
+}
+
+# All on one batch that repeats: its loss must fall.
+LEARNT = ("--same-batch",)
+CAPACITY_CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("101b-16k", "llama-3-70b", 16384, layers=116, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
+        Case("20b-16k", "llama-3-70b", 16384, layers=21, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
+        Case("32b-65k", "qwen2.5-32b", 65536, flags=LEARNT),
+        Case("14.8b-32k-24gib", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB",), flags=LEARNT),
+        Case("14.8b-32k-24gib-int8", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB", "optimizer.moments=int8"), flags=LEARNT),
+        Case("32b-32k-24gib", "qwen2.5-32b", 32768, overrides=("memory.gpu=24GiB", "optimizer.moments=int8"), flags=LEARNT),
+        *(
+            Case(f"depth-{layers}", "qwen2.5-7b", 65536, layers=layers, overrides=(*STREAMED_ONLY, "optimizer.moments=int8"), flags=LEARNT)
+            for layers in (28, 60, 120, 180)
+        ),
+        *(Case(f"7.6b-context-{n >> 10}k", LONG_7B, n, seq_len=n, flags=LEARNT) for n in (32768, 131072, 524288)),
     )
 }
 

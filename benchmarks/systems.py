@@ -47,7 +47,7 @@ class Run:
 def our_run(case: Case, steps: int, warmup: int) -> Run:
     """`megatrain bench`, which chooses everything that the case leaves open."""
     sizes = ("--tokens-per-step", str(case.tokens), "--seq-len", str(case.seq_len), *_depth(case))
-    return Run(case, OURS, ("-m", "megatrain", "bench", case.model, *sizes, *_steps(steps, warmup), "--json", *case.overrides))
+    return Run(case, OURS, ("-m", "megatrain", "bench", case.model, *sizes, *_steps(steps, warmup), "--json", *case.flags, *case.overrides))
 
 
 def peer_run(case: Case, system: str, micro_batch_tokens: int, steps: int, warmup: int) -> Run:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare, roofline, targets
+from benchmarks import capacity, compare, roofline, targets
 from benchmarks.cases import CASES, TARGETS, Case, sweep_case
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.records import RESULTS, ROOT, Record, latest, load
@@ -71,7 +71,13 @@ def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
 
 def tables(records: Sequence[Record]) -> dict[str, list[str]]:
     """Every generated part of the page, by the name of its marker."""
-    return {"targets": targets.table(TARGETS, records), "scripts": scripts(RESULTS), "peers": peers(records), "ceilings": ceilings()}
+    return {
+        "targets": targets.table(TARGETS, records),
+        "capacity": capacity.table(records),
+        "scripts": scripts(RESULTS),
+        "peers": peers(records),
+        "ceilings": ceilings(),
+    }
 
 
 def scripts(folder: Path) -> list[str]:

@@ -121,6 +121,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     as_json: AsJson = False,
+    same_batch: Annotated[bool, typer.Option("--same-batch", help="The same tokens in every step: the loss must fall.")] = False,
     profile: Timeline = None,
 ) -> None:
     """Time a model's training on this machine: random weights, random tokens, no data.
@@ -134,7 +135,7 @@ def bench(
     settings = bench_config(target, [*(f"{key}={value}" for key, value in short.items() if value is not None), *given])
     from megatrain.recipes.bench import bench as measure
 
-    result = measure(settings, steps=steps, warmup=warmup, layers=layers, profile=profile)
+    result = measure(settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile)
     if as_json:
         _print_json(result.to_dict())
     else:

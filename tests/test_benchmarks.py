@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import compare, records, roofline, rows, systems, targets, what_fits, write_page
-from benchmarks.cases import CASES, TARGETS, Target
+from benchmarks import capacity, compare, records, roofline, rows, systems, targets, what_fits, write_page
+from benchmarks.cases import CASES, LEARNT, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.systems import OURS, PEERS, Run
@@ -68,6 +68,18 @@ def test_peers_are_compared_with_ours_on_the_same_machine():
     table = "\n".join(write_page.peers([elsewhere, same, peer]))
     assert "222" in table
     assert "111" not in table
+
+
+def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
+    case = replace(TINY, name="depth-28", overrides=("optimizer.moments=bfloat16", "train.learning_rate=1e-2"), flags=LEARNT)
+    record = records.execute(systems.our_run(case, steps=2, warmup=1), 120, tmp_path)
+    assert record.error is None
+    heading, _, row = capacity.table([record])
+    cells = dict(zip(heading.split("|")[1:-1], row.split("|")[1:-1], strict=True))
+    first, last = cells[" loss "].strip().split(" to ")
+    assert float(last) < float(first)
+    assert cells[" context "].strip() == "64"
+    assert capacity.table([replace(FAILED, case="101b-16k")])[-1].count("|") == heading.count("|")
 
 
 # -- records ------------------------------------------------------------------------------------------------------------------------

@@ -41,11 +41,20 @@ from megatrain.tracing import claim, computing_seconds, tracing
 Batches = list[dict[str, torch.Tensor]]
 
 
-def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None = None, profile: Path | None = None) -> BenchResult:
+def bench(
+    config: Config,
+    *,
+    steps: int = 5,
+    warmup: int = 2,
+    layers: int | None = None,
+    same_batch: bool = False,
+    profile: Path | None = None,
+) -> BenchResult:
     """Time `steps` steps of a run as `config` describes it, after `warmup` untimed ones. What each took goes to stderr.
 
     Args:
         layers: another depth than the model's own.
+        same_batch: train on the first step's tokens in every step, so that the loss must fall.
         profile: file for the timeline of one more step, which Perfetto opens.
 
     Raises MegaTrainError: PlanError for what does not fit, before anything is allocated.
@@ -65,7 +74,7 @@ def bench(config: Config, *, steps: int = 5, warmup: int = 2, layers: int | None
         engine = stack.enter_context(make_engine(config, parts, plan))
         meter = stack.enter_context(GpuMeter(parts.machine.device))
         setup_s = time.perf_counter() - started
-        measured = measure(engine, config, plan, steps=steps, warmup=warmup, console=console)
+        measured = measure(engine, config, plan, steps=steps, warmup=warmup, same_batch=same_batch, console=console)
         memory = memory_of(engine.device, meter)  # before the profiler takes its own
         computing_s = time_computing(engine, config, plan)
         if profile is not None:
@@ -82,18 +91,18 @@ def prepare_shape(config: Config, layers: int | None) -> Parts:
 # -- measuring ----------------------------------------------------------------------------------------------------------------------
 
 
-def measure(engine: Engine, config: Config, plan: Plan, *, steps: int, warmup: int, console: Console) -> list[BenchStep]:
+def measure(engine: Engine, config: Config, plan: Plan, *, steps: int, warmup: int, same_batch: bool, console: Console) -> list[BenchStep]:
     """All steps, those to warm up first. A step's time holds its part of the update of the step before, which is what a long run pays."""
     measured = []
     for number in range(warmup + steps):
-        batches = random_batches(config, plan, engine.anatomy.vocab_size, number)
+        batches = random_batches(config, plan, engine.anatomy.vocab_size, 0 if same_batch else number)
         started = time.perf_counter()
         result = engine.train_step(batches, next_token, config.train.learning_rate)
         seconds = time.perf_counter() - started
         step = BenchStep(seconds, result.loss, result.grad_norm, StepTime.of(seconds, result.stalls_s))
         measured.append(step)
         what = "to warm up" if number < warmup else f"step {number - warmup + 1}/{steps}"
-        console.print(f"{what}: {seconds:.3f} s, {bound_in_words(step.time)}")
+        console.print(f"{what}: {seconds:.3f} s, loss {result.loss:.4f}, {bound_in_words(step.time)}")
     return measured
 
 
