@@ -71,8 +71,8 @@ def test_peers_are_compared_with_ours_on_the_same_machine():
 
 
 def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
-    case = replace(TINY, name="depth-28", overrides=("optimizer.moments=bfloat16", "train.learning_rate=1e-2"), flags=LEARNT)
-    record = records.execute(systems.our_run(case, steps=2, warmup=1), 120, tmp_path)
+    case = replace(TINY, name="depth-28", overrides=("optimizer.moments=bfloat16", "train.learning_rate=2e-3"), flags=LEARNT)
+    record = records.execute(systems.our_run(case, steps=3, warmup=1), 120, tmp_path)
     assert record.error is None
     heading, _, row = capacity.table([record])
     cells = dict(zip(heading.split("|")[1:-1], row.split("|")[1:-1], strict=True))
