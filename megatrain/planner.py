@@ -6,15 +6,14 @@ and no device is asked. The engine allocates what the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import PlanError
 from megatrain.hardware import GIB, Hardware
 from megatrain.machine import MachineProfile
 from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, host_bytes, working_sets
+from megatrain.planner_changes import smaller_jobs
 from megatrain.planner_job import Choices, Job
 from megatrain.planner_search import AUTO_MICRO_BATCH_TOKENS, Room, Search
 from megatrain.planner_words import reasons
@@ -27,15 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AUTO_MICRO_BATCH_TOKENS", "TIER_WORDS", "Budget", "Choices", "Job", "Plan", "lay_out", "make_plan"]
 
-# Keys of the config that leave less choice, and their names in a job: where things are kept, and how a step is cut.
-PLACING = {
-    "memory.resident": "resident",
-    "train.retained": "retained",
-    "train.cheap_retention": "cheap_retention",
-    "memory.offload_activations": "offload",
-    "memory.retained_on_host": "retained_on_host",
-}
-CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
 
 
@@ -176,7 +166,7 @@ def _cheapest_fix(plan: Plan, search: Search) -> str:
     fixes = []
     if memory := set(plan.short) - {"disk"}:
         words = " and ".join(TIER_WORDS[tier] for tier in sorted(memory))
-        milder = (asked for asked, job in _smaller_memory(plan.job) if replace(search, job=job).fits_somehow())
+        milder = (change.words for change in smaller_jobs(plan.job) if replace(search, job=change.job).fits_somehow())
         found = next(milder, None)
         fixes.append(f"set {found}" if found else f"no setting frees enough {words}: take a larger machine or a smaller model")
     if "disk" in plan.short:
@@ -184,30 +174,3 @@ def _cheapest_fix(plan: Plan, search: Search) -> str:
         enough = "disk" not in fewer.short
         fixes.append("set checkpoint.keep: 1" if enough else "free disk space, or set output to a folder on a larger disk")
     return "; ".join(fixes)
-
-
-def _smaller_memory(job: Job) -> Iterator[tuple[str, Job]]:
-    """Jobs that need less memory, each with the words that ask for it; what changes the result least comes first."""
-    for dials in (PLACING, CUTTING):
-        asked = [key for key, name in dials.items() if getattr(job, name) is not None]
-        if asked:
-            auto: dict[str, Any] = dict.fromkeys(dials.values())
-            job = replace(job, **auto)
-            yield " and ".join(f"{key}: auto" for key in asked), job
-    in_bfloat16 = tuple((name, min(size, 2)) for name, size in job.state_bytes)
-    fewer_tokens = [max(job.seq_len, job.tokens_per_step // divisor) for divisor in (2, 4, 8)]
-    for unclipped in (False, True) if job.clipping else (False,):
-        for state, precision in product(dict.fromkeys((job.state_bytes, in_bfloat16)), dict.fromkeys((job.precision, "bfloat16"))):
-            for tokens in dict.fromkeys((job.tokens_per_step, *fewer_tokens)):
-                words = {
-                    f"train.tokens_per_step: {tokens}": tokens != job.tokens_per_step,
-                    f"precision: {precision}": precision != job.precision,
-                    "optimizer.moments: bfloat16": state != job.state_bytes,
-                    "train.max_grad_norm: null": unclipped,
-                }
-                if any(words.values()):
-                    milder = replace(job, tokens_per_step=tokens, precision=precision, state_bytes=state)
-                    yield (
-                        " and ".join(word for word, used in words.items() if used),
-                        replace(milder, clipping=job.clipping and not unclipped),
-                    )

@@ -1,0 +1,122 @@
+"""What a user may ask for instead, where a plan does not fit or could be faster: a table of settings and what each costs in exactness.
+
+A new way to save memory or time is one row of `DIALS`, at the place that its cost gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megatrain.planner_job import Job
+
+# Keys of the config that leave less choice, and their names in a job: where things are kept, and how a step is cut.
+PLACING = {
+    "memory.resident": "resident",
+    "train.retained": "retained",
+    "train.cheap_retention": "cheap_retention",
+    "memory.offload_activations": "offload",
+    "memory.retained_on_host": "retained_on_host",
+}
+CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
+EXACT = "exact"
+
+Settings = dict[str, dict[str, Any]]  # the words that ask for it -> fields of the job that it sets; mildest first
+
+
+def _nothing(job: Job) -> Settings:
+    return {}
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Settings of one kind. `smaller` are those that need less memory, `faster` those that may take less time for a token."""
+
+    cost: str  # in exactness, in a word or two
+    smaller: Callable[[Job], Settings] = _nothing
+    faster: Callable[[Job], Settings] = _nothing
+    needs_gpu: bool = False  # to be faster
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another job, the words that ask for it, and what it costs in exactness."""
+
+    words: str
+    cost: str
+    job: Job
+
+
+def _fewer_tokens(job: Job) -> Settings:
+    sizes = [max(job.seq_len, job.tokens_per_step // divisor) for divisor in (2, 4, 8)]
+    return {f"train.tokens_per_step: {size}": {"tokens_per_step": size} for size in sizes if size != job.tokens_per_step}
+
+
+def _more_tokens(job: Job) -> Settings:
+    return {f"train.tokens_per_step: {n * job.tokens_per_step}": {"tokens_per_step": n * job.tokens_per_step} for n in (2, 4)}
+
+
+def _to_bfloat16(job: Job) -> Settings:
+    return {"precision: bfloat16": {"precision": "bfloat16"}} if job.precision == "float32" else {}
+
+
+def _to_fp8(job: Job) -> Settings:
+    return {"precision: fp8": {"precision": "fp8"}} if job.precision == "bfloat16" else {}
+
+
+def _compiled(job: Job) -> Settings:
+    return {} if job.compiled or job.rows_vary else {"compile: true": {"compiled": True}}
+
+
+def _smaller_moments(job: Job) -> Settings:
+    in_bfloat16 = tuple((name, min(size, 2)) for name, size in job.state_bytes)
+    return {} if in_bfloat16 == job.state_bytes else {"optimizer.moments: bfloat16": {"state_bytes": in_bfloat16}}
+
+
+def _unclipped(job: Job) -> Settings:
+    return {"train.max_grad_norm: null": {"clipping": False}} if job.clipping else {}
+
+
+# From costly to harmless: the last is tried first, the first only where all others together do not suffice.
+DIALS = (
+    Dial("does not clip", smaller=_unclipped, faster=_unclipped),
+    Dial("rounds the moments", smaller=_smaller_moments, faster=_smaller_moments),
+    Dial("rounds products to 8 bits", faster=_to_fp8, needs_gpu=True),
+    Dial("computes in bf16", smaller=_to_bfloat16, faster=_to_bfloat16),
+    Dial("changes the batch", smaller=_fewer_tokens, faster=_more_tokens),
+    Dial("rounds in another order", faster=_compiled, needs_gpu=True),
+)
+
+
+def left_open(job: Job) -> Iterator[Change]:
+    """The same job with fewer dials set by hand: the result is the same, up to the order in which sums are rounded."""
+    for dials in (PLACING, CUTTING):
+        asked = [key for key, name in dials.items() if getattr(job, name) is not None]
+        if asked:
+            auto: dict[str, Any] = dict.fromkeys(dials.values())
+            job = replace(job, **auto)
+            yield Change(" and ".join(f"{key}: auto" for key in asked), EXACT, job)
+
+
+def smaller_jobs(job: Job) -> Iterator[Change]:
+    """Jobs that need less memory, in rising order of what they cost."""
+    for change in left_open(job):
+        yield change
+        job = change.job
+    for combined in product(*([None, *dial.smaller(job).items()] for dial in DIALS)):
+        settings = [(dial.cost, *setting) for dial, setting in zip(DIALS, combined, strict=True) if setting is not None][::-1]
+        if settings:
+            words, costs = " and ".join(words for _, words, _ in settings), ", ".join(cost for cost, _, _ in settings)
+            fields: dict[str, Any] = {name: value for _, _, values in settings for name, value in values.items()}
+            yield Change(words, costs, replace(job, **fields))
+
+
+def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
+    """Jobs that may take less time for a token: one setting each, in rising order of what they cost."""
+    yield from left_open(job)
+    for dial in reversed(DIALS):
+        if on_gpu or not dial.needs_gpu:
+            for words, fields in dial.faster(job).items():
+                yield Change(words, dial.cost, replace(job, **fields))

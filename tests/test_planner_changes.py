@@ -1,0 +1,54 @@
+"""The table of what a user may ask for instead."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from megatrain.planner_changes import CUTTING, DIALS, EXACT, PLACING, Dial, faster_jobs, smaller_jobs
+from megatrain.planner_job import Job
+from tests.planned import JOB_7B
+
+JOBS = {
+    "plain": JOB_7B,
+    "float32": replace(JOB_7B, precision="float32", compiled=False),
+    "set by hand": replace(JOB_7B, resident=3, groups=2),
+    "nothing left": replace(JOB_7B, clipping=False, tokens_per_step=1024, seq_len=1024, state_bytes=(("exp_avg", 2), ("exp_avg_sq", 2))),
+}
+
+
+@pytest.mark.parametrize("dial", DIALS, ids=lambda dial: dial.cost)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_a_setting_changes_fields_that_a_job_has(dial: Dial, job: Job) -> None:
+    names = {field.name for field in fields(Job)}
+    for settings in (dial.smaller(job), dial.faster(job)):
+        for words, changed in settings.items():
+            assert ": " in words
+            assert changed.keys() <= names
+            assert replace(job, **changed) != job
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_each_change_is_another_job_named_once(job: Job) -> None:
+    for changes in (list(smaller_jobs(job)), list(faster_jobs(job, on_gpu=True))):
+        assert len({change.words for change in changes}) == len(changes)
+        assert all(change.job != job for change in changes)
+
+
+def test_what_costs_least_comes_first() -> None:
+    words = [change.words for change in smaller_jobs(JOBS["set by hand"])]
+    assert words[:3] == ["memory.resident: auto", "train.groups: auto", "train.tokens_per_step: 32768"]
+    assert words[-1] == "train.tokens_per_step: 8192 and optimizer.moments: bfloat16 and train.max_grad_norm: null"
+    costs = [change.cost for change in faster_jobs(JOBS["set by hand"], on_gpu=True)]
+    assert costs[:3] == [EXACT, EXACT, "changes the batch"]
+    assert costs[-1] == "does not clip"
+
+
+def test_keys_name_fields_of_a_job() -> None:
+    assert {*PLACING.values(), *CUTTING.values()} <= {field.name for field in fields(Job)}
+
+
+def test_a_cpu_is_not_offered_what_only_a_gpu_does_fast() -> None:
+    words = {change.words for change in faster_jobs(JOBS["plain"], on_gpu=False)}
+    assert words.isdisjoint({"precision: fp8", "compile: true"})
