@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.cases import CAPACITY_CASES
+from benchmarks.cases import CAPACITY_CASES, SAME_BATCH
 from benchmarks.compare import arguments, measure
 from benchmarks.records import Record, latest
 from benchmarks.systems import OURS
@@ -60,7 +60,7 @@ def cells(name: str, record: Record) -> list[str]:
         _gib(predicted["host_bytes"]),
         _gib(on_disk),
         f"{longest}: {result['plan']['timing']['bound_by'][longest]}",
-        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}",
+        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}" if SAME_BATCH in record.command else "-",
         where,
     ]
 

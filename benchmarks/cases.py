@@ -52,8 +52,8 @@ CASES: Mapping[str, Case] = {
     )
 }
 
-# All on one batch that repeats: its loss must fall.
-LEARNT = ("--same-batch",)
+SAME_BATCH = "--same-batch"
+LEARNT = (SAME_BATCH,)  # all steps on one batch, whose loss must fall
 CAPACITY_CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
