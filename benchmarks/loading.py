@@ -1,0 +1,117 @@
+"""How fast a model comes from the disk and goes back: checkpoint, resume, export and loading, beside what the disk itself does.
+
+    python -m benchmarks.loading --model qwen2.5-7b --folder /scratch --json out.json
+
+Random weights through the engine of `megatrain train`. Bytes are those of the tensors; the page cache is dropped before each read. Peaks of
+host RAM show that no second copy is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from megatrain.engine.engine import Engine
+from megatrain.export import save_pretrained
+from megatrain.hardware import GIB
+from megatrain.measure.disk import disk_rates
+from megatrain.meters import host_bytes
+from megatrain.models.pretrained import resolve_source
+from megatrain.models.weights import load_weights
+from megatrain.recipes.bench import prepare_shape
+from megatrain.recipes.setup import make_engine, make_run_plan, quiet_libraries
+from megatrain.recipes.shapes import bench_config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-1.5b", help="a shape of `megatrain bench`, or a model folder")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured; what is written there is removed again")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("overrides", nargs="*", help="keys of the config")
+    args = parser.parse_args()
+    report = measure(args.model, args.layers, args.folder, args.overrides)
+    print("\n".join(table(report)))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Seconds, bytes and peaks of host RAM of each way."""
+    quiet_libraries()
+    folder.mkdir(parents=True, exist_ok=True)
+    write, read = disk_rates(folder)
+    config = bench_config(model, overrides)
+    parts = prepare_shape(config, layers)
+    plan = make_run_plan(config, parts, checkpoints_written=0)
+    plan.check()
+    run, exported = folder / "run", folder / "exported"
+    try:
+        with make_engine(config, parts, plan) as engine:
+            weights = sum(block.layout.parameters for block in engine.anatomy.blocks) * engine.store.arrays["weight"].dtype.itemsize
+            ways = ways_of(engine, run, exported, checkpoint_bytes(engine), weights)
+            before = host_bytes()
+            results = [timed(name, nbytes, way, folder) for name, nbytes, way in ways]
+    finally:
+        for made in (run, exported):
+            shutil.rmtree(made, ignore_errors=True)
+    disk = {"write_bytes_per_s": write, "read_bytes_per_s": read}
+    about = {"date": date.today().isoformat(), "model": model, "parameters": parts.shape.parameters, "host_bytes_before": before}
+    return {**about, "disk": disk, "ways": results}
+
+
+def ways_of(engine: Engine, run: Path, exported: Path, everything: int, weights: int) -> list[tuple[str, int, Callable[[], object]]]:
+    """(what, bytes, how), in an order in which each finds what it needs."""
+    return [
+        ("save a checkpoint", everything, lambda: save_checkpoint(run, 1, engine, None, {})),
+        ("resume from it, its hashes checked", everything, lambda: load_checkpoint(run / "checkpoint-1", engine)),
+        ("export the weights", weights, lambda: save_pretrained(engine, exported)),
+        ("load the weights", weights, lambda: load_weights(engine.anatomy, engine.store, resolve_source(exported))),
+    ]
+
+
+def timed(name: str, nbytes: int, way: Callable[[], object], folder: Path) -> dict[str, Any]:
+    """One way, from and to the disk itself."""
+    forget(folder)
+    started = time.perf_counter()
+    way()
+    seconds = time.perf_counter() - started
+    return {"name": name, "bytes": nbytes, "seconds": seconds, "bytes_per_s": nbytes / seconds, "host_bytes": host_bytes()}
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache drop every file in `folder`, after all of it is on the disk."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """Markdown rows."""
+    disk = report["disk"]
+    rows = [
+        f"{report['model']}, {report['parameters']:,} parameters; the disk writes {disk['write_bytes_per_s'] / 1e9:.2f} GB/s and reads "
+        f"{disk['read_bytes_per_s'] / 1e9:.2f}; host RAM before: {report['host_bytes_before'] / GIB:.2f} GiB",
+        "",
+        "| what | GB | s | GB/s | host GiB, peak |",
+        "|---|---|---|---|---|",
+    ]
+    return rows + [
+        f"| {way['name']} | {way['bytes'] / 1e9:.1f} | {way['seconds']:.1f} | {way['bytes_per_s'] / 1e9:.2f} | "
+        f"{way['host_bytes'] / GIB:.2f} |"
+        for way in report["ways"]
+    ]
+
+
+if __name__ == "__main__":
+    main()
