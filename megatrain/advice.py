@@ -27,6 +27,7 @@ class Facts:
     streams: bool  # some block's weights are on the host
     update_threads: int
     idle_threads: int  # cores that the update could have, and has not
+    second_backward: bool = False  # gradients are computed twice
     asked: frozenset[str] = frozenset()  # keys of the config that somebody has set where the planner would choose
 
 
@@ -94,6 +95,14 @@ RULES: tuple[Rule, ...] = (
     (
         lambda s: s.wait is not None,
         lambda s: s.more_tokens(),
+    ),
+    (
+        lambda s: s.facts.second_backward and s.asked("memory.second_backward"),
+        lambda s: "set memory.second_backward: auto: all gradients are computed twice",
+    ),
+    (
+        lambda s: s.facts.second_backward and s.asked("memory.host"),
+        lambda s: "raise memory.host: for lack of it all gradients are computed twice",
     ),
     (
         lambda s: s.facts.cuda and not s.facts.compiled and s.mfu is not None and s.mfu < LAUNCH_BOUND_MFU,

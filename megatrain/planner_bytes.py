@@ -81,7 +81,7 @@ def state_bytes_per_parameter(job: Job) -> float:
 
 def resident_bytes_per_parameter(choices: Choices, job: Job) -> float:
     """Of a resident block: its state, and its gradient where that waits for the norm. Sums that stay on the device hold it already."""
-    stored = job.clipping and choices.groups == 1
+    stored = choices.stores_gradients(job) and choices.groups == 1
     return state_bytes_per_parameter(job) + (WEIGHT_BYTES[job.precision] if stored else 0)
 
 
@@ -138,12 +138,15 @@ def _device_sums(choices: Choices, shape: ModelShape) -> int:
 
 
 def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM."""
+    """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM.
+
+    The gradient that goes back through the layers takes the place of the head's input, which a second backward still needs.
+    """
     layers = len(shape.block_numel) - 2
     row = shape.hidden_size * WEIGHT_BYTES[job.precision]
     travelling = choices.micro_batch_tokens * row + (max(graph_bytes(choices, job, shape)) if choices.retained_on_host else 0)
     on_their_way = (LEAVING + COMING) * travelling if choices.offload else 0
-    return choices.group_tokens(job) * row * (layers + 1) - _offloaded(choices, job, shape) + on_their_way
+    return choices.group_tokens(job) * row * (layers + 1 + choices.second_backward) - _offloaded(choices, job, shape) + on_their_way
 
 
 def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
@@ -167,8 +170,8 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     table = {"weight": numel * weight, "remainder": numel * REMAINDER_BYTES[job.precision]}
     table |= {name: int(numel * size) for name, size in job.state_bytes}
     table |= {
-        "grad": numel * weight if job.clipping else 0,
-        "gradient staging": 0 if job.clipping else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
+        "grad": numel * weight if choices.stores_gradients(job) else 0,
+        "gradient staging": 0 if choices.stores_gradients(job) else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
         "gradient sums": (sum(sizes) - _numel(sizes, choices.sums_on_device)) * SUM_BYTES if choices.groups > 1 else 0,
         "boundary activations": _offloaded(choices, job, shape),
         "retained activations": _graphs_on_host(choices, job, shape),

@@ -19,6 +19,7 @@ PLACING = {
     "train.cheap_retention": "cheap_retention",
     "memory.offload_activations": "offload",
     "memory.retained_on_host": "retained_on_host",
+    "memory.second_backward": "second_backward",
 }
 CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
 EXACT = "exact"

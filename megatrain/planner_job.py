@@ -14,7 +14,7 @@ class Job:
     precision: str  # "bfloat16" (split fp32 master), "fp8" (the same, with fp8 products in the layers) or "float32"
     tokens_per_step: int
     seq_len: int
-    clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known
+    clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known, or computes it again
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused
@@ -26,6 +26,7 @@ class Job:
     cheap_retention: bool | None = None
     offload: bool | None = None
     retained_on_host: int | None = None
+    second_backward: bool | None = None
     update_threads: int | None = None
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     checkpoints_kept: int = 2
@@ -63,6 +64,11 @@ class Choices:
     head_chunk_tokens: int
     update_threads: int
     retained_on_host: int = 0  # of the layers that are not retained so many, evenly spread, send their graphs to host RAM
+    second_backward: bool = False  # clip without stored gradients: compute them for their norm, and again to apply them
+
+    def stores_gradients(self, job: Job) -> bool:
+        """Whether every gradient waits for the norm."""
+        return job.clipping and not self.second_backward
 
     def micro_batches(self, job: Job) -> int:
         """Micro-batches of the largest group."""

@@ -58,14 +58,19 @@ class Search:
 
     def fastest(self) -> Choices:
         """The fastest choices that leave some room; else that fit at all; else those that are nearest to fitting."""
-        for room in (self.room.less_spare(), self.room):
-            search = replace(self, room=room)
-            found = search.fastest_of(search.coarse())
-            if found is not None:
-                found = search.fastest_of([found, *search.more_or_less_retained(found)]) or found
-                found = search.fastest_of([found, *search.more_or_less_on_host(found)]) or found
-                return search.fastest_of([found, *search.larger_head_chunks(found)]) or found
-        return min(self.lean(), key=self.shortage)
+        found = replace(self, room=self.room.less_spare()).fastest_that_fits()
+        if found is None or found.second_backward:  # room to spare is not worth a second backward
+            tight = self.fastest_that_fits()
+            found = tight if found is None or (tight and not tight.second_backward) else found
+        return found or min(self.lean(), key=self.shortage)
+
+    def fastest_that_fits(self) -> Choices | None:
+        found = self.fastest_of(self.coarse())
+        if found is not None:
+            found = self.fastest_of([found, *self.more_or_less_retained(found)]) or found
+            found = self.fastest_of([found, *self.more_or_less_on_host(found)]) or found
+            found = self.fastest_of([found, *self.larger_head_chunks(found)]) or found
+        return found
 
     def fits_somehow(self) -> bool:
         return any(self.fits(choices) for choices in self.lean())
@@ -83,9 +88,10 @@ class Search:
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
         return min(tied, key=self.complexity, default=None)
 
-    def complexity(self, choices: Choices) -> tuple[int, bool, bool, bool, int]:
+    def complexity(self, choices: Choices) -> tuple[bool, int, bool, bool, bool, int]:
         """What speaks against choices that are equally fast."""
-        return choices.groups, choices.offload, choices.retained_on_host > 0, choices.cheap_retention, self.bytes(choices)
+        graphs = choices.retained_on_host > 0, choices.cheap_retention
+        return choices.second_backward, choices.groups, choices.offload, *graphs, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Search:
 
     def more_or_less_retained(self, found: Choices) -> Iterator[Choices]:
         """What `coarse` left out next to the choices found."""
-        if self.job.retained is None:
+        if self.job.retained is None and not found.second_backward:
             step = -(-self.layers // RETAINED_STEPS)
             for retained in range(max(0, found.retained - step + 1), min(self.layers, found.retained + step - 1) + 1):
                 if retained != found.retained:
@@ -141,14 +147,14 @@ class Search:
         return [n for n in self.shape.layer.sizes if self.job.seq_len <= n <= cap] or [self.job.seq_len]
 
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
-        if self.job.groups:
-            return [self.job.groups]
+        if self.job.groups or self.job.second_backward:
+            return [self.job.groups or 1]
         most = max(1, -(-self.job.padded_tokens(micro_batch_tokens) // micro_batch_tokens))
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def retained_counts(self) -> list[int]:
-        if self.job.retained is not None:
-            return [min(self.job.retained, self.layers)]
+        if self.job.retained is not None or self.job.second_backward:
+            return [min(self.job.retained or 0, self.layers)]
         return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
 
     def cheap_retentions(self) -> list[bool]:
@@ -169,8 +175,16 @@ class Search:
             return [asked] if offload or not asked else []
         if not self.hardware.gpu or not offload or groups > 1 or cheap != self.cheap_retentions()[-1]:  # sent or not, the smaller form
             return [0]
+        if self.job.second_backward:
+            return [0]
         others = self.layers - retained
         return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
+
+    def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
+        """Whether gradients may be computed twice: of one group whose layers are all recomputed."""
+        if not self.job.clipping or groups > 1 or retained + sent > 0:
+            return [False]
+        return [False, True] if self.job.second_backward is None else [self.job.second_backward]
 
     def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Choices]:
         """Where blocks, sums and boundaries may live."""
@@ -181,7 +195,8 @@ class Search:
                 if cheap and not retained and not sent and self.job.cheap_retention is None:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
-                    yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent))
+                    for again in self.second_backwards(groups, retained, sent):
+                        yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent, again))
 
     def filled(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""

@@ -35,6 +35,7 @@ def _choices(plan: Plan) -> Table:
         "resident": f"{choices.resident} blocks",
         "retained": _retained(choices),
         "gradient sums": "a block" if choices.groups == 1 else f"{choices.sums_on_device} blocks",
+        "gradients": "twice" if choices.second_backward else "once",
         "boundaries": "offloaded" if choices.offload else "kept",
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
         "update threads": str(choices.update_threads),

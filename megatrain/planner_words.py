@@ -21,6 +21,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "resident": job.resident,
         "retained": job.retained,
         "boundaries": job.offload,
+        "gradients": job.second_backward,
         "head chunk": job.head_chunk_tokens,
         "update threads": job.update_threads,
     }
@@ -30,6 +31,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "resident": _resident(choices, shape, hardware),
         "retained": _retained(choices, shape),
         "gradient sums": _sums(choices, shape),
+        "gradients": _gradients(choices, job),
         "boundaries": "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed",
         "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
         "update threads": "all physical cores but an eighth, or but two of few",
@@ -67,6 +69,12 @@ def _retained(choices: Choices, shape: ModelShape) -> str:
     if choices.retained >= layers:
         return f"{what} of all {layers} layers are kept"
     return f"{what} of the last {choices.retained} of {layers} layers are kept; the others are {others}"
+
+
+def _gradients(choices: Choices, job: Job) -> str:
+    if choices.second_backward:
+        return "are computed twice, so that none is kept: the first time for their norm, then block by block to be applied"
+    return "all wait for their norm" if job.clipping else "are applied block by block: nothing is clipped"
 
 
 def _sums(choices: Choices, shape: ModelShape) -> str:

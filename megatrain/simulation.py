@@ -14,7 +14,7 @@ from megatrain.retention import COMING, LEAVING
 
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
 SIMULATED_GROUPS = 4  # the first, two in the middle, and the last; further ones take as long as the second in the middle
-PHASES = ("update", "forward", "head", "backward")
+PHASES = ("update", "forward", "head", "backward", "second backward")
 WAITS = ("upload", "update", "download")
 
 
@@ -45,6 +45,12 @@ class Dials:
     sums_on_device: int  # blocks
     clipping: bool
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
+    second_backward: bool = False  # the first one measures gradients only
+
+    @property
+    def stored(self) -> bool:
+        """Gradients wait for their norm; else each is applied as soon as it is there."""
+        return self.clipping and not self.second_backward
 
 
 @dataclass
@@ -82,7 +88,11 @@ def in_turn(blocks: Sequence[BlockTasks], dials: Dials) -> Course:
         "forward": groups * sum(block.forward for block in others),
         "head": groups * head.backward + head.finish,
         "backward": sum(groups * block.backward + block.finish for block in others),
+        "second backward": sum(block.backward + block.finish for block in blocks) if dials.second_backward else 0.0,
     }
+    if dials.second_backward:  # moves the same in both directions, but that the first one's gradients stay
+        course.waits["second backward"] |= course.waits["backward"]
+        course.waits["backward"]["download"] = 0.0
     course.phases = {phase: seconds + sum(course.waits[phase].values()) for phase, seconds in computed.items()}
     return course
 
@@ -100,13 +110,15 @@ def at_least(blocks: Sequence[BlockTasks], dials: Dials) -> float:
     forward = sum(block.forward for block in blocks)
     on_device = sum(block.device_update for block in blocks)
     computing = groups * (forward + sum(block.backward for block in blocks)) + sum(block.finish for block in blocks) + on_device
+    if dials.second_backward:
+        computing += sum(block.backward + block.finish for block in blocks)
     uploading = groups * sum(block.upload for block in blocks)
     uploading += (groups - 1) * sum(block.sum_up for block in travelling)
     downloading = sum(groups * block.boundary_down + block.download for block in blocks)
     downloading += (groups - 1) * sum(block.sum_down for block in travelling)
     updating = sum(block.host_update for block in blocks)
-    # the head is updated last: with clipping only the first forward and the device's own updates happen meanwhile
-    behind = computing - forward - on_device if dials.clipping else 0.0
+    # the head is updated last: where gradients are stored, only the first forward and the device's own updates happen meanwhile
+    behind = computing - forward - on_device if dials.stored else 0.0
     return max(computing, uploading, downloading, updating + behind)
 
 
@@ -132,17 +144,26 @@ class _Play:
     def step(self) -> Course:
         """Play a whole step: from the moment the norm of the one before is known to that moment."""
         played = min(self.dials.groups, SIMULATED_GROUPS)
-        self.route = [block for _ in range(played) for block in self._there_and_back() if block >= self.dials.resident]
+        visits = [block for _ in range(played) for block in self._there_and_back()]
+        if self.dials.second_backward:
+            visits += self._there_and_back()[self.head :]
+        self.route = [block for block in visits if block >= self.dials.resident]
         self.position = self.fetched = 0
         self.slot_holds.clear()
         whole = Course()
         self.course = whole
-        if self.dials.clipping:
+        if self.dials.stored:
             self._update_all()
         for group in range(played):
             self.course = Course()
             self._group(first=group == 0, last=group == played - 1)
             whole.add(self.course, self.dials.groups - played + 1 if group == SIMULATED_GROUPS - 2 else 1)
+        if self.dials.second_backward:
+            self.course = whole
+            for block in range(self.head, -1, -1):
+                self._arrive("second backward", block)
+                self._backward("second backward", block, first=True, last=True)
+                self._leave(block)
         return whole
 
     def _there_and_back(self) -> list[int]:
@@ -213,15 +234,17 @@ class _Play:
             self.travelling_free[self.turn] = self.sum_landed[block] = self.download
 
     def _finish(self, phase: str, block: int) -> None:
-        """Round, measure and download a gradient; without clipping it is applied as soon as it is there."""
+        """Round, measure and download a gradient; where none is stored it is applied as soon as it is there."""
         tasks = self.blocks[block]
         if block >= self.dials.resident:
             self._wait(phase, self.staging_free[block % 2], "download")
         self._compute(phase, tasks.finish)
+        if self.dials.second_backward and phase != "second backward":
+            return
         if block >= self.dials.resident:
             self.download = max(self.download, self.compute) + tasks.download
             self.staging_free[block % 2] = self.gradient_landed[block] = self.download
-        if not self.dials.clipping:
+        if not self.dials.stored:
             self._compute(phase, tasks.device_update)
             if block >= self.dials.resident:
                 self._host_update(block)

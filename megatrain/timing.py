@@ -42,7 +42,7 @@ class Timing:
     """A steady step, predicted. Seconds unless said otherwise."""
 
     seconds: float
-    phases: dict[str, float]  # update (resident blocks, on the device), forward, head, backward; they add up to the step
+    phases: dict[str, float]  # update (resident blocks, on the device), forward, head, backward, second backward; they add up to the step
     waits: dict[str, float]  # of the computation, by what it waits for: upload, update, download
     bound_by: dict[str, str]  # what each phase spends its time on: compute, upload, update or download
     tflops: float  # 6 x all parameters x tokens / seconds, in TFLOP/s
@@ -81,6 +81,7 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
         sums_on_device=choices.sums_on_device,
         clipping=job.clipping,
         tied=shape.tied,
+        second_backward=choices.second_backward,
     )
 
 
@@ -117,7 +118,7 @@ class _Costs:
         self.sent = graph_bytes(choices, job, shape) if choices.retained_on_host else ()
         self.micro_batches = micro_batches(choices, job)
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
-        self.beside_update = job.clipping and choices.groups == 1 and choices.resident < len(shape.block_numel)
+        self.beside_update = choices.stores_gradients(job) and choices.groups == 1 and choices.resident < len(shape.block_numel)
         self.host_update_rate = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         self.up, self.down = self._transfer_rates()
@@ -228,7 +229,7 @@ class _Costs:
         """Parameters/s, between the rates alone and beside a bus that is busy, for weights on their way use the same memory."""
         alone = interpolate(self.machine.update, self.choices.update_threads)
         busy = min(alone, self.machine.update_busy)
-        directions = 1 if self.job.clipping else 2  # without clipping, gradients come down meanwhile
+        directions = 1 if self.choices.stores_gradients(self.job) else 2  # else gradients come down meanwhile
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
         return (alone - (alone - busy) * share) * self._update_scale
 

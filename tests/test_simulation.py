@@ -40,7 +40,7 @@ def waits(course: Course) -> dict[str, float]:
 
 def test_a_step_that_only_computes_is_its_computation() -> None:
     course = overlapped(COMPUTING, ONE_GROUP)
-    assert course.phases == {"update": 0.0, "forward": 0.5 + LAYERS, "head": 2.0, "backward": 3.0 * LAYERS + 2.0}
+    assert course.phases == {"update": 0.0, "forward": 0.5 + LAYERS, "head": 2.0, "backward": 3.0 * LAYERS + 2.0, "second backward": 0.0}
     assert course.seconds == at_least(COMPUTING, ONE_GROUP) == in_turn(COMPUTING, ONE_GROUP).seconds
 
 
@@ -125,6 +125,39 @@ def test_without_clipping_the_update_runs_during_backward() -> None:
     assert waits(clipped)["update"] > 12
     # what was computed last is needed first: the embedding's update is behind all others in the queue
     assert waits(unclipped)["update"] < 6
+
+
+TWICE = replace(ONE_GROUP, second_backward=True)
+
+
+def test_a_second_backward_repeats_the_head_and_all_layers() -> None:
+    blocks = [replace(block, finish=0.125, boundary_up=0.5) for block in COMPUTING]
+    once, twice = (overlapped(blocks, dials) for dials in (ONE_GROUP, TWICE))
+    again = 2.0 + 3.0 * LAYERS + 2.0 + 0.125 * (LAYERS + 2)
+    assert twice.phases == once.phases | {"second backward": pytest.approx(again)}
+    assert twice.seconds == pytest.approx(at_least(blocks, TWICE))
+
+
+def test_gradients_come_down_and_are_applied_in_the_second_backward_alone() -> None:
+    blocks = [replace(block, download=4.0, host_update=0.1, upload=0.4) for block in COMPUTING]
+    course = overlapped(blocks, TWICE)
+    assert course.waits["backward"]["download"] == 0.0
+    assert course.waits["second backward"]["download"] > LAYERS - 4  # two are on their way at a time
+    updating = [replace(block, download=0.1, host_update=2.5) for block in COMPUTING]
+    assert waits(overlapped(updating, TWICE))["update"] == waits(overlapped(updating, replace(ONE_GROUP, clipping=False)))["update"]
+
+
+def test_resident_blocks_are_updated_in_the_second_backward() -> None:
+    resident = [replace(block, device_update=0.25) for block in COMPUTING]
+    for course in (overlapped(resident, replace(TWICE, resident=LAYERS + 2)), in_turn(resident, replace(TWICE, resident=LAYERS + 2))):
+        assert course.seconds == pytest.approx(overlapped(COMPUTING, TWICE).seconds + 0.25 * (LAYERS + 2))
+
+
+def test_a_second_backward_moves_the_weights_again_where_all_adds_up() -> None:
+    blocks = [replace(block, upload=0.25, download=0.5, host_update=2.0, finish=0.125, boundary_up=0.5) for block in COMPUTING]
+    once, twice = (in_turn(blocks, dials) for dials in (ONE_GROUP, TWICE))
+    again = 2.0 + 3.0 * LAYERS + 2.0 + (LAYERS + 2) * (0.125 + 0.25) + 0.5 * (LAYERS + 1)
+    assert twice.seconds == pytest.approx(once.seconds + again)
 
 
 def test_where_everything_shares_the_cores_it_adds_up() -> None:

@@ -222,6 +222,10 @@ class MemoryOptions(Options):
     retained_on_host: _NumberOrAuto = Field(
         default="auto", description="Of the layers that train.retained leaves out, so many send what their backward needs to host RAM."
     )
+    second_backward: v.FlagOrAuto = Field(
+        default="auto",
+        description="Clip without stored gradients, which are computed twice: 2 bytes a parameter less; auto: if it must be.",
+    )
     nvme: Annotated[None, BeforeValidator(_no_nvme)] = Field(default=None, description=f"Folder for a third tier: {NOT_BUILT}.")
 
     @model_validator(mode="after")
@@ -282,9 +286,20 @@ class Config(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.memory.second_backward is True:
+            self._check_second_backward()
         if self.method == "pretrain" and self.data.train_on != "all":
             raise wrong("method: pretrain trains on every token; remove data.train_on or set it to all", key="data.train_on")
         return self
+
+    def _check_second_backward(self) -> None:
+        key = "memory.second_backward"
+        if self.train.max_grad_norm is None:
+            raise wrong("without train.max_grad_norm there is no norm to wait for; set a norm, or remove this key", key)
+        if self.train.groups not in ("auto", 1) or self.train.retained not in ("auto", 0):
+            raise wrong("it begins with the inputs of all layers of all micro-batches; set train.groups: 1 and train.retained: 0", key)
+        if self.memory.retained_on_host not in ("auto", 0):
+            raise wrong("it begins with the inputs of all layers; set memory.retained_on_host: 0", key)
 
     def where(self, key: str) -> str:
         """Name a key in an error message: `cfg.yaml:7: train.seq_len` as its user wrote it, or `train.seq_len` where a default stands."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,13 +23,16 @@ from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater, diverged
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import Loss, next_token
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.compiled import naming_the_compiler
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
+
+T = TypeVar("T")
+OnGradient = Callable[[Gradient], None]
 
 
 class _NotFinite(Exception):
@@ -46,6 +49,7 @@ class Engine:
         optimizer: hyper-parameters and update rule.
         precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with fp8 products) or "float32".
         max_grad_norm: clip the global gradient norm to this; None: no clipping and no model-sized gradient buffer, `train_step` only.
+            `Settings.second_backward` clips without one.
         device: where to compute. On the CPU the same schedule runs with worker threads for streams.
         seed: of dropout and of random initialisation.
     """
@@ -65,6 +69,8 @@ class Engine:
         self.max_grad_norm, self.device, self.settings, self.seed = max_grad_norm, device, settings, seed
         self.updates = 0
         self.skipped = 0
+        if settings.second_backward and max_grad_norm is None:
+            raise ConfigError("second_backward: without max_grad_norm there is no norm to wait for; set a max_grad_norm, or leave it out")
         self._pending: list[Gradient] | None = None
         self._targets = 0
         self._closed = False
@@ -81,15 +87,16 @@ class Engine:
 
     def _open(self, resources: ExitStack) -> None:
         """Allocate all memory and start all threads; `resources` closes them in reverse order: whoever uses before what is used."""
-        skeleton, settings, cuda, clip = self.skeleton, self.settings, self.device.type == "cuda", self.max_grad_norm is not None
+        skeleton, settings, cuda = self.skeleton, self.settings, self.device.type == "cuda"
+        stored = self.max_grad_norm is not None and not settings.second_backward  # gradients, until their norm is known
         layouts, dtype, threads = layouts_of(skeleton.anatomy), PRECISIONS[self.precision], settings.update_threads
         placement = Placement.of(settings, len(layouts))
         with naming_the_gpu("the resident blocks' state"):
             self.store = resources.enter_context(
-                open_store(layouts, self.optimizer, self.precision, placement, clip=clip, device=self.device, threads=threads)
+                open_store(layouts, self.optimizer, self.precision, placement, gradients=stored, device=self.device, threads=threads)
             )
         self._ring: GradientRing | None = None
-        if not clip:
+        if not stored:
             largest = max((layout.numel for layout in layouts[placement.resident :]), default=0)
             self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready)
             resources.callback(self._ring.close)
@@ -162,7 +169,7 @@ class Engine:
             MegaTrainError: called twice without `step`, or without gradient clipping (use `train_step`).
             DataError: a micro-batch lacks something, or holds a token that the model does not know.
         """
-        if self._ring is not None:
+        if self.max_grad_norm is None:
             raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
         pending: list[Gradient] = []
         return self._run(micro_batches, loss, pending.append, check_loss=False, pending=pending)
@@ -205,41 +212,32 @@ class Engine:
 
         Returns:
             The global gradient norm before clipping. If it is not finite the step is skipped, and the state stays as it was, bit for bit.
+
+        Raises:
+            DivergedError: a second backward's gradient is not finite, where the first one's was, after other blocks were updated.
         """
         self._check_usable()
         pending, self._pending = self._pending, None
         if pending is None:
             raise MegaTrainError("step was called without forward_backward")
-        norm = self._gradients.norm(pending) if pending else 0.0
-        if not pending or not math.isfinite(norm):
+        computed = bool(pending) or self._passes.waiting
+        norm = self._gradients.norm(pending) if computed else 0.0
+        if not computed or not math.isfinite(norm):
+            self._passes.forget()
             self.skipped += 1
             return norm
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
-        with self._all_or_nothing():
+        if self._passes.waiting:
+            with self._computing("a second backward's activations"):
+                self._update_at_once(rate, scale, self._passes.backward_again)
+            return norm
+        with self._updater.all_or_nothing():
             self._streamer.invalidate()
             self.updates += 1
             for gradient in sorted(pending, key=lambda g: g.block):  # forward order: the next forward needs embed first
                 self._updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
         return norm
-
-    @contextmanager
-    def _all_or_nothing(self, begun: Sequence[Gradient] | None = None) -> Iterator[None]:
-        """If this is left by an exception, some blocks may have been updated and others not: then nothing may use the model again.
-
-        `begun`: the gradients whose update was queued so far; while there is none, nothing is lost.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if begun is None or begun:
-                self._updater.give_up(
-                    MegaTrainError(
-                        f"the engine stopped in the middle of an update ({type(error).__name__}: {error}), so that its weights are of two "
-                        "steps; resume from the last checkpoint"
-                    )
-                )
-            raise
 
     def train_step(self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None) -> StepResult:
         """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward still runs.
@@ -247,38 +245,50 @@ class Engine:
         Raises:
             DivergedError: without clipping, a gradient that is not finite after other blocks were updated. (A non-finite loss is skipped.)
         """
-        if self._ring is None:
+        if self.max_grad_norm is not None:
             result = self.forward_backward(micro_batches, loss)
             norm = self.step(lr)
             skipped = self._targets == 0 or not math.isfinite(norm)
-            return StepResult(result.loss, result.target_tokens, norm, skipped, result.stalls_s)
+            again = self._compute.take_stalls()  # in a second backward
+            stalls_s = {cause: result.stalls_s.get(cause, 0.0) + again.get(cause, 0.0) for cause in result.stalls_s | again}
+            return StepResult(result.loss, result.target_tokens, norm, skipped, stalls_s)
         return self._train_unclipped(micro_batches, loss, self._rate(lr))
 
     def _train_unclipped(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
-        pending: list[Gradient] = []
-
-        def on_gradient(gradient: Gradient) -> None:
-            pending.append(gradient)
-            self._updater.submit(gradient, lr=lr, step=self.updates + 1, grad_scale=1.0, check_finite=True)
-
         try:
-            with self._all_or_nothing(pending):
-                result = self._run(micro_batches, loss, on_gradient, check_loss=True, pending=pending)
+            result, norm = self._update_at_once(lr, 1.0, lambda update: self._run(micro_batches, loss, update, check_loss=True, pending=[]))
         except _NotFinite:
             self.skipped += 1
             return StepResult(math.nan, self._targets, math.nan, True, self._compute.take_stalls())
         self._pending = None
-        if not pending:
+        if norm is None:
             self.skipped += 1
             return StepResult(0.0, 0, 0.0, True)
+        return StepResult(result.loss, result.target_tokens, norm, False, result.stalls_s)
+
+    def _update_at_once(self, lr: float, grad_scale: float, backward: Callable[[OnGradient], T]) -> tuple[T, float | None]:
+        """Update each block as soon as `backward` has its gradient. Returns what that returns, and the norm; None: of no gradients.
+
+        Raises DivergedError if the norm is not finite.
+        """
+        begun: list[Gradient] = []
+
+        def on_gradient(gradient: Gradient) -> None:
+            begun.append(gradient)
+            self._updater.submit(gradient, lr=lr, step=self.updates + 1, grad_scale=grad_scale, check_finite=True)
+
+        with self._updater.all_or_nothing(begun):
+            result = backward(on_gradient)
+        if not begun:
+            return result, None
         self._streamer.invalidate()
         self.updates += 1
-        norm = self._gradients.norm(pending)
+        norm = self._gradients.norm(begun)
         if not math.isfinite(norm):
             self._updater.give_up(diverged("a gradient"))
-            for gradient in pending:
+            for gradient in begun:
                 self.wait_ready(gradient.block)  # raises, with the block's name if its own update found out
-        return StepResult(result.loss, result.target_tokens, norm, False, result.stalls_s)
+        return result, norm
 
     def _rate(self, lr: float | None) -> float:
         return self.optimizer.lr if lr is None else lr

@@ -92,9 +92,14 @@ class Gradients:
         self._open: dict[int, OpenSum] = {}
         self._sums_landed: dict[int, Event] = {}
         self._started: set[int] = set()
+        self._only_measured = False
 
-    def begin_step(self) -> None:
-        """Forget the sums of the previous step."""
+    def begin_step(self, *, only_measured: bool = False) -> None:
+        """Forget the sums of the previous step, or of its first backward.
+
+        only_measured: finished gradients count in the norm, and are dropped.
+        """
+        self._only_measured = only_measured
         self._started.clear()
         self._sums_landed.clear()
         self._open.clear()
@@ -146,11 +151,14 @@ class Gradients:
         return opened.sums
 
     def close(self, block: int, *, last_group: bool) -> Gradient | None:
-        """The block's backward of this group is complete. In the last group, measure, round and download its gradient."""
+        """The block's backward of this group is complete. In the last group, round, measure and download its gradient, if it is kept."""
         for open_sum in self.sums(block).values():
             open_sum.fill()
         buffer = self._open.pop(block).buffer
         flat = buffer.flat[: self.layouts[block].numel]
+        if last_group and self._only_measured:
+            self._square_sums[block] = square_sum(self._rounded(block, flat))
+            return None
         if last_group:
             return self._finish(block, flat, buffer)
         if block not in self._own:

@@ -49,6 +49,9 @@ class Passes:
         self.chunk, self.groups, self.group_size = settings.head_chunk, settings.groups, settings.group_size
         self.fused = settings.compile
         self.graphs_of = graphs_of_layers(len(skeleton.layers), settings.retained, settings.retained_on_host)
+        self.second_backward = settings.second_backward
+        self._repeats = False  # this backward runs again, over what was kept for it
+        self._waiting: tuple[Sequence[MicroBatch], Loss, float] | None = None  # what the second one begins with
         self.seed = seed
         self.device = streamer.compute.device
         self.step = 0  # of dropout seeds
@@ -68,9 +71,11 @@ class Passes:
         """Gradients of `scale` times the summed loss, which is returned as a device scalar.
 
         Calls `on_gradient` with each block's, as its download is queued, and `on_loss` with the summed loss after the last group's head.
+        If there is a second backward, gradients are measured only, and all that it needs stays: `backward_again` or `forget` must follow.
         """
         self.skeleton.set_training(True)
-        self.gradients.begin_step()
+        self._repeats = self.second_backward
+        self.gradients.begin_step(only_measured=self._repeats)
         micro_batches = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
         wanted = [mb for mb in micro_batches if len(mb.targets)]  # one without targets adds nothing, so it is not computed
         grouped = cut(wanted, self._group_count(len(wanted)))
@@ -86,7 +91,38 @@ class Passes:
                     on_loss(total)
                 self._close(self.head, last, on_gradient)
                 self._backward(group, visits, last, on_gradient)
+        if self._repeats:
+            self._waiting = wanted, loss, scale
         return total
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a second backward is to come."""
+        return self._waiting is not None
+
+    def forget(self) -> None:
+        """There will be no second backward of the last step."""
+        self._waiting = None
+
+    def backward_again(self, on_gradient: Callable[[Gradient], None]) -> None:
+        """The second backward: head, layers and embed as in the first, from the inputs it left. Calls `on_gradient` as `forward_backward`.
+
+        A block may be updated from then on: its weights do not travel again, and a tied embedding, which the head reads, comes last.
+        """
+        assert self._waiting is not None
+        (group, loss, scale), self._waiting = self._waiting, None
+        self.skeleton.set_training(True)
+        self._repeats = False
+        self.gradients.begin_step()
+        route = self._there_and_back()[self.head :]
+        if self.skeleton.anatomy.embed_feeds_head:
+            route = [self.embed, *route]
+        with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
+            if self.skeleton.anatomy.embed_feeds_head:
+                assert next(visits) == self.embed
+            self._turn(group, loss, scale, visits)
+            self._close(self.head, True, on_gradient)
+            self._backward(group, visits, True, on_gradient)
 
     def _group_count(self, micro_batches: int) -> int:
         """Groups of a step: what padding adds to the micro-batches must not make groups larger than memory was planned for."""
@@ -179,7 +215,7 @@ class Passes:
         total = torch.zeros((), device=self.device)
         for mb in group:
             self._seed_dropout(self.head, mb)
-            hidden, mb.hidden = mb.hidden, None
+            hidden, mb.hidden = mb.hidden, mb.hidden if self._repeats else None
             assert hidden is not None
             rows = hidden.flatten(0, 1)
             value, grad = loss_and_gradients(
@@ -213,7 +249,8 @@ class Passes:
         self.gradients.open(self.embed)
         sums = self.gradients.sums(self.embed)
         for mb in group:
-            mb.calls.clear()  # masks are large, and running the embedding again makes them anew
+            if not self._repeats:
+                mb.calls.clear()  # masks are large, and running the embedding again makes them anew
             self._seed_dropout(self.embed, mb)
             with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
                 hidden, _ = self.skeleton.embed(mb.inputs)
@@ -223,7 +260,7 @@ class Passes:
         self._close(self.embed, last, on_gradient)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
-        kept = mb.kept.pop(index, None)
+        kept = mb.kept.get(index) if self._repeats else mb.kept.pop(index, None)
         if self.graphs_of[index] != "nowhere":
             self._differentiate(block, mb, mb.graphs.pop(index))
             return

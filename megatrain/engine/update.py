@@ -7,15 +7,16 @@ Every reader of a block calls `wait_ready`, so no stale weight is ever seen and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.errors import DivergedError
+from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
@@ -186,6 +187,24 @@ class Updater:
     def give_up(self, error: BaseException) -> None:
         """From now on every wait and check raises `error`, or what stopped the updates before it: the weights are of two steps."""
         self._given_up = error
+
+    @contextmanager
+    def all_or_nothing(self, begun: Sequence[Gradient] | None = None) -> Iterator[None]:
+        """If this is left by an exception, some blocks may have been updated and others not: then nothing may use the model again.
+
+        `begun`: the gradients whose update was queued so far; while there is none, nothing is lost.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if begun is None or begun:
+                self.give_up(
+                    MegaTrainError(
+                        f"the engine stopped in the middle of an update ({type(error).__name__}: {error}), so that its weights are of two "
+                        "steps; resume from the last checkpoint"
+                    )
+                )
+            raise
 
     def check(self) -> None:
         """Raise what stopped the updates, if anything did so far."""

@@ -79,6 +79,8 @@ def resumed_configs(run_dir: Path, overrides: Sequence[str]) -> tuple[Config, Co
     asked = load_config(path, overrides)
     if asked.memory.offload_activations is False:
         kept["memory.retained_on_host"] = 0  # the one excludes the other
+    if asked.memory.second_backward is True:
+        kept |= {"train.groups": 1, "train.retained": 0, "memory.retained_on_host": 0}  # so does it
     return load_config(path).with_values(kept), unless_set(asked, kept)
 
 

@@ -39,6 +39,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "memory.resident": choices.resident,
         "memory.offload_activations": choices.offload,
         "memory.retained_on_host": choices.retained_on_host,
+        "memory.second_backward": choices.second_backward,
         "precision": machine.precision,
         "compile": plan.job.compiled,
         "device": machine.device.type,
@@ -69,6 +70,7 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
         f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}"
+        f"{'gradients computed twice, ' if choices.second_backward else ''}"
         f"{choices.update_threads} update thread(s)"
     )
 
@@ -78,7 +80,9 @@ def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) ->
     choices, layers = plan.choices, len(parts.shape.block_numel) - 2
     dials = {
         "memory.gpu": config.memory.gpu,
+        "memory.host": config.memory.host,
         "memory.resident": config.memory.resident,
+        "memory.second_backward": config.memory.second_backward,
         "train.groups": config.train.groups,
         "train.retained": config.train.retained,
     }
@@ -91,6 +95,7 @@ def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) ->
         layers=layers,
         recomputed=layers - choices.retained - choices.retained_on_host,
         streams=choices.resident < len(parts.shape.block_numel),
+        second_backward=choices.second_backward,
         update_threads=choices.update_threads,
         idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
         asked=frozenset(key for key, value in dials.items() if value != "auto" and key not in kept),
