@@ -45,6 +45,15 @@ CASES = [
     ("recomputing under a cap", COMPUTING, CAPPED, 0.4, "for lack of it 28 of 28 layers are computed twice"),
     ("recomputing by request", COMPUTING, replace(H200, asked=frozenset({"train.retained"})), 0.4, "set train.retained: auto: 28 of 28"),
     ("recomputing for want of memory", COMPUTING, H200, 0.4, "nothing is worth changing"),
+    (
+        "gradients twice by request",
+        COMPUTING,
+        replace(H200, second_backward=True, asked=frozenset({"memory.second_backward", "memory.host"})),
+        0.4,
+        "set memory.second_backward: auto",
+    ),
+    ("twice under a cap", COMPUTING, replace(H200, second_backward=True, asked=frozenset({"memory.host"})), 0.4, "raise memory.host"),
+    ("twice for want of memory", COMPUTING, replace(H200, second_backward=True), 0.4, "nothing is worth changing"),
     ("all retained", COMPUTING, replace(CAPPED, recomputed=0), 0.6, "nothing is worth changing"),
     ("a CPU that computes", COMPUTING, CPU, None, "nothing is worth changing: the CPU computes 98% of the time"),
 ]

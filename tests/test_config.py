@@ -63,6 +63,7 @@ memory:
   resident: auto
   offload_activations: true
   retained_on_host: 1
+  second_backward: false
   nvme: null
 precision: float32
 attention: sdpa
@@ -218,8 +219,16 @@ def test_steps_alone_decide_the_length(write):
         (["train.keep=1"], "command line: train.keep: did you mean checkpoint.keep?"),
         (["memory.offload_activations=false", "memory.retained_on_host=2"], "memory.retained_on_host: what is sent to host RAM includes"),
         (
+            ["memory.second_backward=true", "train.max_grad_norm=null"],
+            "memory.second_backward: without train.max_grad_norm there is no norm",
+        ),
+        (["memory.second_backward=true", "train.groups=2"], "set train.groups: 1 and train.retained: 0"),
+        (["memory.second_backward=true", "train.retained=3"], "set train.groups: 1 and train.retained: 0"),
+        (["memory.second_backward=true", "memory.retained_on_host=1"], "set memory.retained_on_host: 0"),
+        (
             ["memory.zzz=1"],
-            "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, nvme",
+            "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, "
+            "second_backward, nvme",
         ),
     ],
 )

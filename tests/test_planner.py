@@ -186,12 +186,52 @@ def test_the_most_that_fits(limit: int) -> None:
     assert most(10, lambda count: count <= limit or count == 10) == 10
 
 
+# -- computing gradients twice ------------------------------------------------------------------------------------------------------
+
+SHORT = with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB)  # of host RAM: the state of 7B, and not its gradients too
+
+
+def test_gradients_are_computed_twice_where_they_cannot_be_stored() -> None:
+    plan = plan_of(JOB_7B, hardware=SHORT)
+    plan.check()
+    assert plan.choices.second_backward
+    assert (plan.choices.groups, plan.choices.retained, plan.choices.retained_on_host) == (1, 0, 0)
+    assert "grad" not in plan.host
+    assert plan.timing.phases["second backward"] > plan.timing.phases["backward"]
+    assert dict(plan.reasons)["gradients"].startswith("are computed twice, so that none is kept")
+
+
+@pytest.mark.parametrize("hardware", [H200, replace(SHORT, host_available_bytes=100 * GIB), LAPTOP])
+def test_and_nowhere_else(hardware: Hardware) -> None:
+    """The second is that machine with room for all but what speed may not use up."""
+    job, shape = (TINY_JOB, TINY) if hardware is LAPTOP else (JOB_7B, QWEN_7B)
+    plan = plan_of(job, shape, hardware)
+    plan.check()
+    assert not plan.choices.second_backward
+    assert plan.timing.phases["second backward"] == 0
+
+
+def test_not_beside_groups_or_graphs_that_were_asked_for_nor_without_clipping() -> None:
+    for asked in ({"groups": 2}, {"retained": 1}, {"retained_on_host": 1, "offload": True}, {"second_backward": False}):
+        assert not plan_of(replace(JOB_7B, **asked), hardware=SHORT).fits
+    unclipped = plan_of(replace(JOB_7B, clipping=False), hardware=SHORT)
+    assert unclipped.fits and not unclipped.choices.second_backward
+
+
+def test_asked_for_it_leaves_no_graphs_and_costs_a_head_and_a_backward() -> None:
+    twice, once = (plan_of(replace(JOB_7B, second_backward=second, **ALL_STREAMED)) for second in (True, False))
+    assert twice.choices == replace(once.choices, second_backward=True)
+    assert twice.timing.phases["second backward"] == pytest.approx(once.timing.phases["head"] + once.timing.phases["backward"], rel=0.05)
+    alone = plan_of(replace(JOB_7B, second_backward=True)).choices
+    assert (alone.groups, alone.retained, alone.retained_on_host) == (1, 0, 0)
+
+
 # -- refusing -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
 def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
-    job = replace(JOB_7B, micro_batch_tokens=1024, **ALL_STREAMED)
+    job = replace(JOB_7B, micro_batch_tokens=1024, second_backward=False, **ALL_STREAMED)
     need = next(need for name, need, _ in plan_of(job).tiers if name == tier)
 
     def limited(nbytes: int) -> Plan:
@@ -215,14 +255,23 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
 @pytest.mark.parametrize(
     ("job", "hardware", "fix"),
     [
-        (JOB_7B, with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB), "set train.tokens_per_step: 16384"),
-        (JOB_7B, with_gpu(replace(H200, host_available_bytes=85 * GIB), 25 * GIB), "set optimizer.moments: bfloat16"),
+        (JOB_7B, with_gpu(replace(H200, host_available_bytes=78 * GIB), 25 * GIB), "set train.tokens_per_step: 16384"),
+        (JOB_7B, with_gpu(replace(H200, host_available_bytes=72 * GIB), 25 * GIB), "set optimizer.moments: bfloat16"),
         (
             JOB_7B,
             with_gpu(replace(H200, host_available_bytes=54 * GIB), 25 * GIB),
-            "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16 and train.max_grad_norm: null",
+            "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16",
         ),
-        (replace(JOB_7B, precision="float32"), with_gpu(replace(H200, host_available_bytes=95 * GIB), 30 * GIB), "set precision: bfloat16"),
+        (
+            replace(JOB_7B, second_backward=False),
+            with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB),
+            "set memory.second_backward: auto",
+        ),
+        (
+            replace(JOB_7B, precision="float32", tokens_per_step=1024),
+            with_gpu(replace(H200, host_available_bytes=130 * GIB), 10 * GIB),
+            "set precision: bfloat16",
+        ),
         (
             replace(JOB_7B, tokens_per_step=131_072, groups=1, offload=False),
             with_gpu(H200, 22 * GIB),

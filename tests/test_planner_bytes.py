@@ -129,6 +129,17 @@ def test_padding_is_part_of_the_boundaries() -> None:
     )  # 64 tokens and their padding
 
 
+def test_a_second_backward_stores_no_gradient_and_keeps_the_inputs_of_the_head() -> None:
+    twice = replace(ALL_STREAMED, second_backward=True)
+    assert device(twice)["boundary activations"] == 64 * 10 * 2 * 4  # two layers' inputs, the head's, and what backward carries
+    assert device(replace(twice, resident=4))["resident state"] == 10_000 * 12
+    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
+    host = host_bytes(twice, TINY_JOB, shape, LAPTOP)
+    assert host == host_bytes(twice, replace(TINY_JOB, clipping=False), shape, LAPTOP)
+    assert "grad" not in host
+    assert host["gradient staging"] == 6 * HUGE  # 3 x 2,000,000 x 2 bytes: 5.7 huge pages
+
+
 def test_host_arrays_are_of_streamed_blocks() -> None:
     shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
     assert host_bytes(ALL_STREAMED, TINY_JOB, shape, LAPTOP) == {

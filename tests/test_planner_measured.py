@@ -45,6 +45,7 @@ class Case:
     sums: int = 0
     retained: int = 0
     offload: bool = False
+    second_backward: bool = False
 
     @property
     def config(self) -> LlamaConfig:
@@ -74,6 +75,7 @@ class Case:
             resident=self.resident,
             retained=self.retained,
             offload=self.offload,
+            second_backward=self.second_backward,
         )
         hardware = replace(probe(folder, "cpu"), resident_bytes=0, library_bytes=0)
         plan = make_plan(job, shape, hardware, typical(hardware))
@@ -116,6 +118,11 @@ CASES = {
     "half retained": Case(retained=2),
     "all retained, in groups": Case(layers=16, retained=16, groups=4),
     "offloaded": Case(layers=16, offload=True),
+    "computed twice": Case(second_backward=True),
+    "computed twice, tied": Case(second_backward=True, tied=True, precision="float32"),
+    "computed twice, offloaded": Case(layers=16, offload=True, second_backward=True),
+    "computed twice, half resident": Case(second_backward=True, resident=3, tied=True),
+    "computed twice, all resident": Case(second_backward=True, resident=6),
     "offloaded, half retained": Case(layers=16, offload=True, retained=8, micro_batch_tokens=128),
 }
 

@@ -20,6 +20,7 @@ MODES: dict[str, dict[str, Any]] = {
     "one group": {},
     "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=64)},
     "unclipped": {"max_grad_norm": None},
+    "gradients twice": {"settings": Settings(second_backward=True, head_chunk=64)},
 }
 
 
@@ -50,7 +51,8 @@ def measure(depth: int, family: str, mode: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("llama", "one group"), ("llama", "two groups, sums travel"), ("llama", "unclipped"), ("qwen2-tied", "one group")]
+    ("family", "mode"),
+    [*(("llama", mode) for mode in MODES), ("qwen2-tied", "one group"), ("qwen2-tied", "gradients twice")],
 )
 def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
     kept = {depth: measure(depth, family, mode)[0] for depth in (4, 16)}
@@ -69,6 +71,16 @@ def test_a_step_leaves_nothing_behind():
         for seed in range(5):
             engine.train_step(full_batches(seed, SHAPES))
         assert allocated() == before
+
+
+def test_gradients_that_are_computed_twice_take_no_host_memory_but_their_staging():
+    """And on the device only the head's inputs beside what stored ones take."""
+    with make(8) as stored, make(8, settings=Settings(second_backward=True, head_chunk=64)) as twice:
+        numel = sum(layout.numel for layout in stored.store.layouts)
+        assert stored.store.nbytes - twice.store.nbytes == pytest.approx(2 * numel, abs=4 << 20)
+        assert "grad" not in twice.store.arrays
+    boundary = sum(rows * width for rows, width in SHAPES) * HIDDEN * 2
+    assert measure(8, "llama", "gradients twice")[1] - measure(8, "llama", "one group")[1] <= 2 * boundary
 
 
 def test_a_closed_engine_gives_the_device_memory_back():
