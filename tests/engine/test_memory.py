@@ -18,6 +18,7 @@ TOKENS = sum(batch["input_ids"].numel() for batch in BATCHES)
 MODES: dict[str, dict[str, Any]] = {
     "one group": {},
     "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=7)},
+    "gradients twice": {"settings": Settings(second_backward=True, head_chunk=7)},
 }
 
 

@@ -147,6 +147,15 @@ def test_another_seed_or_boundary_in_the_second_one_would_show(broken: str, monk
         assert differing(state_of(engine), state)
 
 
+def test_staging_that_is_taken_before_its_update_is_done_would_show() -> None:
+    _, state = run(make(settings=ONCE), STEPS[:1])
+    with delay(make(), ["update"], longest_s=0.03, shortest_s=0.03) as engine:
+        assert engine._ring is not None
+        engine._ring._wait_ready = lambda _: None
+        engine.train_step(STEPS[0])
+        assert differing(state_of(engine), state)
+
+
 # -- memory -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,18 @@ def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_se
     same_run(project / "run", finished_project / "run")
 
 
+def test_gradients_may_be_computed_twice_from_a_break_on_and_groups_and_graphs_give_way(
+    megatrain: Command, project: Path, finished_project: Path, stop_after: Any
+) -> None:
+    stop_after(4)
+    assert megatrain("train", "cfg.yaml").code == 75
+    assert load_config("run/config.resolved.yaml").train.retained == 2
+    done = megatrain("resume", "run", "memory.second_backward=true")
+    assert done.code == 0, done.err
+    assert "gradients computed twice" in done.err
+    same_run(project / "run", finished_project / "run")
+
+
 def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain: Command, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own checkpoints fill the disk; they make room for the next ones."""
     from megatrain import hardware
