@@ -104,9 +104,13 @@ def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path: Any) -> No
     assert differing(again, state) == []
 
 
-@pytest.mark.parametrize("slow", [*((lane,) for lane in LANES), LANES], ids="+".join)
 @pytest.mark.parametrize(
-    ("family", "settings"), [("llama", TWICE), ("qwen2-tied", replace(TWICE, offload=True)), ("qwen2-tied", replace(TWICE, resident=2))]
+    ("family", "settings", "slow"),
+    [
+        *(("qwen2-tied", replace(TWICE, offload=True), (lane,)) for lane in LANES),
+        ("llama", TWICE, LANES),
+        ("qwen2-tied", replace(TWICE, resident=2), LANES),
+    ],
 )
 def test_delays_change_no_bit(family: str, settings: Settings, slow: tuple[str, ...]) -> None:
     _, state = run(make(family, replace(settings, second_backward=False), precision="bfloat16"))
