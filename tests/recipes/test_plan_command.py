@@ -40,7 +40,7 @@ def test_a_config_may_have_any_name(megatrain: Command, project: Path) -> None:
 
 
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain: Command) -> None:
-    done = megatrain("plan", "qwen2.5-7b", "--gpu", "RTX 4090", "--ram", "80GiB", *SHORT)
+    done = megatrain("plan", "qwen2.5-7b", "--gpu", "RTX 4090", "--ram", "66GiB", *SHORT)
     assert done.code == 4
     assert "set optimizer.moments: bfloat16" in done.err
 
