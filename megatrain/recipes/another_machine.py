@@ -58,7 +58,7 @@ def _words(name: str) -> set[str]:
 def _nearest(gpu: str, known: Iterable[str]) -> str:
     """The names most like what was asked for: those that share a word, then those that are spelled like it."""
     known = list(known)
-    sharing = [name for name in known if any(word.isdigit() or word[:1].isalpha() and word != "RTX" for word in _words(name) & _words(gpu))]
+    sharing = [name for name in known if _words(name) & _words(gpu) - {"RTX"}]
     spelled = difflib.get_close_matches(gpu.upper(), [name.upper() for name in known], n=3)
     near = [name for name in known if name in sharing or name.upper() in spelled]
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
