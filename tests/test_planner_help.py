@@ -71,8 +71,8 @@ def test_a_few_suggestions_worth_making_the_harmless_first() -> None:
 
 
 def test_a_dial_that_was_set_by_hand_is_given_back_first() -> None:
-    plan = plan_of(replace(JOB_7B, groups=64), H200)
-    assert plan.faster[0].words == "train.groups: auto"
+    plan = plan_of(replace(JOB_7B, retained=0), H200)
+    assert plan.faster[0].words == "train.retained: auto"
     assert plan.faster[0].cost == "exact"
 
 
