@@ -95,7 +95,7 @@ def _unregister(pointer: int) -> None:
 def _forget_error() -> None:
     """CUDA keeps a refusal as its last error, which the next launch would raise."""
     try:
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device="cuda").add_(1)
     except RuntimeError as error:
         logger.debug(f"forgotten: {error}")
 

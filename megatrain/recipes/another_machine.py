@@ -56,11 +56,11 @@ def _words(name: str) -> set[str]:
 
 
 def _nearest(gpu: str, known: Iterable[str]) -> str:
-    """The names most like what was asked for: those that share a word, then those that are spelled like it."""
+    """The names most like what was asked for: those that share a word, else those that are spelled like it."""
     known = list(known)
     sharing = [name for name in known if _words(name) & _words(gpu) - {"RTX"}]
     spelled = difflib.get_close_matches(gpu.upper(), [name.upper() for name in known], n=3)
-    near = [name for name in known if name in sharing or name.upper() in spelled]
+    near = sharing or [name for name in known if name.upper() in spelled]
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
 
 
