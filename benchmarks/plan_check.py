@@ -175,7 +175,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         "predicted": predicted | {"seconds": plan.timing.seconds},
         "measured": peak,
         "steps_s": seconds,
-        "other": peak["host"] - (plan.host_bytes - plan.host["libraries at work"]),
+        "other": peak["host"] - (plan.host_bytes - plan.host["libraries at work"] - plan.host.get("the libraries' forms of the head", 0)),
         "device": plan.device,
         "host": plan.host,
         "working_sets": plan.working_sets,
