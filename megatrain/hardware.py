@@ -29,7 +29,7 @@ CUDA_CONTEXT_BYTES = 828 * MIB
 CUBLAS_WORKSPACE_BYTES = 64 * MIB
 # Resident memory that libraries take after planning, when they compute: the update kernel's compiler and code, oneDNN's kernels or CUDA's
 # host side. `benchmarks/plan_check.py` measures it: the host's peak less all other rows of the plan.
-CPU_LIBRARY_BYTES = 200 * MIB
+CPU_LIBRARY_BYTES = 140 * MIB  # besides what grows with the head, see planner_bytes.CPU_HEAD_BYTES
 CUDA_LIBRARY_BYTES = 1080 * MIB
 COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cache; 70 MiB with all of it there
 
@@ -102,8 +102,11 @@ def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may use (its affinity mask can be smaller than the machine)."""
+    """Physical cores that this process may use: its affinity mask can be smaller than the machine, and its container's share of time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_cpus()
+    if quota is not None:
+        allowed = min(allowed, int(quota))  # more threads than that are stopped in the middle, all of them
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
@@ -201,38 +204,67 @@ def _nvml() -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _CgroupFiles:
-    """Where one version of the memory controller keeps its figures."""
+    """Where one version of the memory controller keeps its figures. Swap is left out: a run that needs it would not end."""
 
-    limit: str
+    limits: tuple[str, ...]  # the smallest counts
     usage: str
-    reclaimable: str  # key in memory.stat: page cache that the kernel gives up before it kills
+    cache: tuple[str, str]  # keys in memory.stat: page cache not used lately and used lately, which the kernel gives up before it kills
+    mapped: str  # of it, what processes have mapped: code that runs, ours among it, which is counted with us
 
 
-_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
-_CGROUP_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# memory.high does not kill, but a group above it is slowed down to a crawl.
+_CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"), "file_mapped")
+_CGROUP_V1 = _CgroupFiles(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"), "total_mapped_file"
+)
 _V1_UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned 64-bit number
+_CPU_V2, _CPU_V1 = "cpu.max", "cpu.cfs_quota_us"
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def cgroup_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int | None]:
+def cgroup_memory(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int | None, int | None]:
     """(smallest memory limit, room left under the tightest one) over this process's cgroup and its parents; None where no limit is set.
 
-    Both versions of cgroups are read, for a machine may mount either, or version 1 for memory beside an empty version 2.
+    Both versions of cgroups are read, for a machine may mount either, or version 1 for memory beside an empty version 2. Page cache, such
+    as that of checkpoints just written, is room; what lies in /dev/shm is not.
     """
     limits: list[int] = []
     rooms: list[int] = []
-    for folder, files in _cgroup_folders(mount, membership):
-        limit = _number(folder / files.limit)
-        usage = _number(folder / files.usage)
+    for folder, version in _cgroup_folders(mount, membership, "memory", (_CGROUP_V1.limits[0], _CGROUP_V2.limits[0])):
+        files = _CGROUP_V2 if version == 2 else _CGROUP_V1
+        stat = _stat(folder / "memory.stat")
+        set_here = [_number(folder / name) for name in files.limits]
+        # version 1 tells of limits of parents that a container does not see
+        limit = min((n for n in (*set_here, stat.get("hierarchical_memory_limit")) if n is not None), default=None)
         if limit is None or limit >= _V1_UNLIMITED:
             continue
         limits.append(limit)
+        usage = _number(folder / files.usage)
         if usage is not None:
-            rooms.append(max(0, limit - usage + _stat(folder / "memory.stat", files.reclaimable)))
+            rooms.append(max(0, limit - usage + _reclaimable(stat, files)))
     return min(limits, default=None), min(rooms, default=None)
 
 
-def _cgroup_folders(mount: Path, membership: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """The existing folders of this process's memory controllers, from its own up to the mount point."""
+def _reclaimable(stat: dict[str, int], files: _CgroupFiles) -> int:
+    inactive, active = (stat.get(key, 0) for key in files.cache)
+    return max(inactive, inactive + active - stat.get(files.mapped, 0))  # shared memory counts as mapped, and not as cache
+
+
+def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """How many processors' time this process's cgroup and its parents may use (a container's --cpus); None without a limit."""
+    quotas = []
+    for folder, version in _cgroup_folders(mount, membership, "cpu", (_CPU_V1, _CPU_V2)):
+        if version == 2:
+            quota, period = (folder / _CPU_V2).read_text().split()
+        else:
+            quota, period = (str(_number(folder / name) or "max") for name in (_CPU_V1, "cpu.cfs_period_us"))  # -1: no limit
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(mount: Path, membership: Path, controller: str, markers: tuple[str, str]) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's controllers from its own up to the mount point, where the version's marker exists, and the version."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux
@@ -240,16 +272,16 @@ def _cgroup_folders(mount: Path, membership: Path) -> Iterator[tuple[Path, _Cgro
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, files = mount, _CGROUP_V2
-        elif "memory" in controllers.split(","):
-            root, files = mount / "memory", _CGROUP_V1
+            root, version = mount, 2
+        elif controller in controllers.split(","):
+            root, version = mount / controller, 1
         else:
             continue
         own = Path(path.lstrip("/"))
         # inside a container the path may be the host's and lead nowhere; the mount point itself is then the container's group
         for folder in [own, *own.parents]:
-            if (root / folder / files.limit).exists():
-                yield root / folder, files
+            if (root / folder / markers[version - 1]).exists():
+                yield root / folder, version
 
 
 def _number(file: Path) -> int | None:
@@ -260,9 +292,9 @@ def _number(file: Path) -> int | None:
     return int(text) if text.isdigit() else None  # "max": no limit
 
 
-def _stat(file: Path, key: str) -> int:
+def _stat(file: Path) -> dict[str, int]:
     try:
         lines = file.read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(key + " ")), 0)
+        return {}
+    return {key: int(value) for key, value in (line.split() for line in lines)}

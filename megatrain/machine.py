@@ -21,6 +21,7 @@ from megatrain.errors import StorageError
 from megatrain.hardware import GIB, Hardware, _nvml, bf16_is_fast, update_threads
 
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
+Link = int | str  # PCIe's generation, or "C2C"
 
 FORMAT = 2  # of the measurements: a higher number makes every cached profile stale
 UPDATE_BYTES = 26  # memory traffic of one parameter's AdamW update: weight, remainder, two fp32 moments read and written, gradient read
@@ -160,32 +161,50 @@ def save(profile: MachineProfile) -> Path:
 
 @dataclass(frozen=True)
 class _DataSheet:
-    """A GPU by its maker's figures: dense products in TFLOP/s (fp8 0: none), memory in GB/s, PCIe generation, its usual host, MiB of
-    memory as nvidia-smi shows them, and compute capability."""
+    """A GPU by its maker's figures: dense products in TFLOP/s (fp8 0: none), memory in GB/s, its link to the host (a PCIe generation, or
+    NVLink-C2C), its usual host, MiB of memory as nvidia-smi shows them, compute capability, and board power in watts (0: not known)."""
 
     bfloat16: float
     float32: float
     fp8: float
     memory: float
-    pcie: int
+    link: Link
     host: str
     mebibytes: int
     capability: tuple[int, int]
+    watts: int
 
 
-# From NVIDIA's data sheets and architecture papers. The first row whose words all occur in the device's name counts.
+# From NVIDIA's public data sheets and architecture papers: products without sparsity and with fp32 accumulation. GH200's watts are those of
+# the whole module, processor included. The first row whose words all occur in the device's name counts.
 GPUS: tuple[tuple[str, _DataSheet], ...] = (
-    ("B200", _DataSheet(2250, 75, 4500, 8000, 5, "server", 183_359, (10, 0))),
-    ("H200", _DataSheet(989, 67, 1979, 4800, 5, "server", 143_771, (9, 0))),
-    ("H100 PCIe", _DataSheet(756, 51, 1513, 2000, 5, "server", 81_559, (9, 0))),
-    ("H100", _DataSheet(989, 67, 1979, 3350, 5, "server", 81_559, (9, 0))),
-    ("A100", _DataSheet(312, 19.5, 0, 1935, 4, "server", 81_920, (8, 0))),
-    ("L40S", _DataSheet(362, 91.6, 733, 864, 4, "server", 46_068, (8, 9))),
-    ("RTX 5090", _DataSheet(209.5, 104.8, 419, 1792, 5, "desktop", 32_607, (12, 0))),
-    ("RTX 4090", _DataSheet(165, 82.6, 330, 1008, 4, "desktop", 24_564, (8, 9))),
-    ("RTX 3090", _DataSheet(71, 35.6, 0, 936, 4, "desktop", 24_576, (8, 6))),
+    ("B200", _DataSheet(2250, 75, 4500, 8000, 5, "server", 183_359, (10, 0), 1000)),
+    ("H200", _DataSheet(989, 67, 1979, 4800, 5, "server", 143_771, (9, 0), 700)),
+    ("H100 PCIe", _DataSheet(756, 51, 1513, 2000, 5, "server", 81_559, (9, 0), 350)),
+    ("H100 NVL", _DataSheet(835, 60, 1671, 3938, 5, "server", 95_830, (9, 0), 400)),
+    ("H100", _DataSheet(989, 67, 1979, 3350, 5, "server", 81_559, (9, 0), 700)),
+    ("GH200", _DataSheet(989, 67, 1979, 4000, "C2C", "server", 97_871, (9, 0), 1000)),
+    ("A100 PCIe 40GB", _DataSheet(312, 19.5, 0, 1555, 4, "server", 40_960, (8, 0), 250)),
+    ("A100 40GB", _DataSheet(312, 19.5, 0, 1555, 4, "server", 40_960, (8, 0), 400)),
+    ("A100 PCIe", _DataSheet(312, 19.5, 0, 1935, 4, "server", 81_920, (8, 0), 300)),
+    ("A100", _DataSheet(312, 19.5, 0, 2039, 4, "server", 81_920, (8, 0), 400)),
+    ("L40S", _DataSheet(362, 91.6, 733, 864, 4, "server", 46_068, (8, 9), 350)),
+    ("RTX PRO 6000", _DataSheet(503.8, 126, 1007.6, 1792, 5, "desktop", 97_887, (12, 0), 600)),
+    ("RTX 6000 Ada", _DataSheet(364.2, 91.1, 728.5, 960, 4, "desktop", 49_140, (8, 9), 300)),
+    ("RTX A6000", _DataSheet(154.8, 38.7, 0, 768, 4, "desktop", 49_140, (8, 6), 300)),
+    ("RTX 5090", _DataSheet(209.5, 104.8, 419, 1792, 5, "desktop", 32_607, (12, 0), 575)),
+    ("RTX 5080", _DataSheet(112.6, 56.3, 225.1, 960, 5, "desktop", 16_303, (12, 0), 360)),
+    ("RTX 5070 Ti", _DataSheet(87.9, 43.9, 175.8, 896, 5, "desktop", 16_303, (12, 0), 300)),
+    ("RTX 4090", _DataSheet(165, 82.6, 330, 1008, 4, "desktop", 24_564, (8, 9), 450)),
+    ("RTX 4080 SUPER", _DataSheet(104.4, 52.2, 208.9, 736, 4, "desktop", 16_376, (8, 9), 320)),
+    ("RTX 4080", _DataSheet(97.5, 48.7, 194.9, 717, 4, "desktop", 16_376, (8, 9), 320)),
+    ("RTX 4070 Ti SUPER", _DataSheet(88.2, 44.1, 176.4, 672, 4, "desktop", 16_376, (8, 9), 285)),
+    ("RTX 3090 Ti", _DataSheet(80, 40, 0, 1008, 4, "desktop", 24_564, (8, 6), 450)),
+    ("RTX 3090", _DataSheet(71, 35.6, 0, 936, 4, "desktop", 24_576, (8, 6), 350)),
+    ("RTX 3080 Ti", _DataSheet(68.2, 34.1, 0, 912, 4, "desktop", 12_288, (8, 6), 350)),
+    ("RTX 3080", _DataSheet(59.5, 29.8, 0, 760, 4, "desktop", 10_240, (8, 6), 320)),
 )
-UNKNOWN_GPU = _DataSheet(60, 25, 0, 500, 4, "desktop", 8_192, (8, 0))
+UNKNOWN_GPU = _DataSheet(60, 25, 0, 500, 4, "desktop", 8_192, (8, 0), 0)
 
 # What of a data sheet was sustained on an H200: products by tokens, under the power that a whole step draws (in short bursts they reach
 # 750 TFLOP/s instead of 690), cuDNN's attention by sequence length.
@@ -195,8 +214,9 @@ FLOAT32_SHARE = 0.8
 FP8_SHARE = 0.71
 MEMORY_SHARE = 0.85
 
-# Bytes/s through 16 lanes of a generation: one way, and both at once. The fifth as measured beside an H200.
-PCIE = {4: (25e9, 44e9), 5: (55.5e9, 101e9)}
+# Bytes/s through 16 lanes of a generation: one way, and both at once. The fifth as measured beside an H200. NVLink-C2C: five sixths of its
+# 450 GB/s each way, and together no more than the processor's memory; assumed.
+LINKS: dict[Link, tuple[float, float]] = {4: (25e9, 44e9), 5: (55.5e9, 101e9), "C2C": (375e9, 410e9)}
 # Bytes/s of host memory by threads: a server with 16 cores to a GPU as measured (fused AdamW), a desktop with two channels as usual.
 HOST_MEMORY: dict[str, Rates] = {
     "server": ((1, 20e9), (4, 78e9), (8, 122e9), (12, 148e9), (16, 159e9)),
@@ -234,12 +254,17 @@ def thread_counts(cores: int) -> Sequence[int]:
 
 
 def data_sheet(gpu_name: str) -> _DataSheet:
-    words = set(gpu_name.replace("-", " ").split())
-    return next((sheet for name, sheet in GPUS if words.issuperset(name.split())), UNKNOWN_GPU)
+    words = set(gpu_name.upper().replace("-", " ").split())
+    return next((sheet for name, sheet in GPUS if words.issuperset(name.upper().split())), UNKNOWN_GPU)
+
+
+def board_power_w(gpu_name: str) -> float | None:
+    """What the GPU's board may draw by its data sheet, in watts; None for one that is not in the table."""
+    return data_sheet(gpu_name).watts or None
 
 
 def _computing_on_gpu(sheet: _DataSheet) -> dict[str, Any]:
-    one_way, both = PCIE[sheet.pcie]
+    one_way, both = LINKS[sheet.link]
     memory = MEMORY_SHARE * sheet.memory * 1e9
     return {
         "upload": one_way,

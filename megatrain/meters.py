@@ -80,6 +80,23 @@ class GpuMeter:
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         return self._peak_bytes
 
+    def energy_j(self) -> float | None:
+        """Joules that the device has counted since its driver was loaded, neighbours' work included; None if it does not count them."""
+        return self._reading("nvmlDeviceGetTotalEnergyConsumption")
+
+    def power_w(self) -> float | None:
+        """Watts that the device draws now; None if it does not say."""
+        return self._reading("nvmlDeviceGetPowerUsage")
+
+    def _reading(self, function: str) -> float | None:
+        """A figure in thousandths."""
+        if self._nvml is None:
+            return None
+        try:
+            return float(getattr(self._nvml, function)(self._handle)) / 1000
+        except self._nvml.NVMLError:  # the device or its virtualisation lacks it
+            return None
+
     def _used_bytes(self) -> int:
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
             if process.pid == os.getpid() and process.usedGpuMemory:

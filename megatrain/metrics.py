@@ -99,6 +99,7 @@ class StepMetrics:
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
+    energy_j: float | None  # of the GPU and the host, as far as it was measured or given; None where neither was
     time: StepTime
     advice: str  # one sentence: the setting most worth changing, or that there is none
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatrain.economy import Economy
 from megatrain.errors import PlanError
 from megatrain.hardware import GIB, Hardware
 from megatrain.machine import MachineProfile
 from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, host_bytes, working_sets
-from megatrain.planner_changes import smaller_jobs
+from megatrain.planner_help import TIER_WORDS, Suggestion, cheapest_fix, faster
 from megatrain.planner_job import Choices, Job
 from megatrain.planner_search import AUTO_MICRO_BATCH_TOKENS, Room, Search
 from megatrain.planner_words import reasons
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from megatrain.models.shape import ModelShape
 
 __all__ = ["AUTO_MICRO_BATCH_TOKENS", "TIER_WORDS", "Budget", "Choices", "Job", "Plan", "lay_out", "make_plan"]
-
-TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,9 @@ class Plan:
     parameters: int
     timing: Timing  # predicted; of a plan that does not fit, too
     fix: str | None  # what would make it fit, if it does not
+    economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
+    steps: int | None = None  # of the whole run, if known
+    faster: tuple[Suggestion, ...] = ()  # what would make it faster, if it fits and that was asked for
 
     @property
     def boundary_bytes(self) -> int:
@@ -108,7 +110,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values, for plan.json and `plan --json`. Bytes throughout."""
         totals = {name: {"need": need, "have": have, "fits": need <= have} for name, need, have in self.tiers}
-        return asdict(self) | {"reasons": dict(self.reasons), "totals": totals, "fits": self.fits}
+        economy = None if self.economy is None else self.economy.to_dict()
+        return asdict(self) | {"reasons": dict(self.reasons), "totals": totals, "fits": self.fits, "economy": economy}
 
     def render(self, console: Console) -> None:
         """Print the plan as tables: bytes per tier and array, choices and what decided them."""
@@ -125,11 +128,13 @@ def make_plan(
     *,
     gpu_limit: int | None = None,
     host_limit: int | None = None,
+    suggest: bool = False,
 ) -> Plan:
     """Choose what `job` leaves open and lay out the bytes and the step. Never raises for lack of memory: `Plan.check` does.
 
     gpu_limit, host_limit: the user's own budgets in bytes (memory.gpu, memory.host); None takes what the machine has. A host budget
     above what the machine shows is taken at its word: some virtual machines show more RAM only as it is used.
+    suggest: also find out what would make it faster.
     """
     budget = Budget(
         gpu=None if hardware.gpu is None else min(gpu_limit or hardware.gpu.free_bytes, hardware.gpu.free_bytes),
@@ -138,7 +143,9 @@ def make_plan(
     )
     search = Search(job, shape, hardware, machine, Room(budget.gpu, budget.host))
     plan = lay_out(search.fastest(), job, shape, hardware, machine, budget)
-    return plan if plan.fits else replace(plan, fix=_cheapest_fix(plan, search))
+    if not plan.fits:
+        return replace(plan, fix=cheapest_fix(plan, search))
+    return replace(plan, faster=faster(plan, search)) if suggest else plan
 
 
 def lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, machine: MachineProfile, budget: Budget) -> Plan:
@@ -156,21 +163,3 @@ def lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, m
         timing=predict(choices, job, shape, machine),
         fix=None,
     )
-
-
-# -- what would help ----------------------------------------------------------------------------------------------------------------
-
-
-def _cheapest_fix(plan: Plan, search: Search) -> str:
-    """For memory and for disk, if too small: the first setting, from harmless to costly, that makes it fit; else what would."""
-    fixes = []
-    if memory := set(plan.short) - {"disk"}:
-        words = " and ".join(TIER_WORDS[tier] for tier in sorted(memory))
-        milder = (change.words for change in smaller_jobs(plan.job) if replace(search, job=change.job).fits_somehow())
-        found = next(milder, None)
-        fixes.append(f"set {found}" if found else f"no setting frees enough {words}: take a larger machine or a smaller model")
-    if "disk" in plan.short:
-        fewer = replace(plan, disk=disk_bytes(replace(plan.job, checkpoints_kept=1), search.shape))
-        enough = "disk" not in fewer.short
-        fixes.append("set checkpoint.keep: 1" if enough else "free disk space, or set output to a folder on a larger disk")
-    return "; ".join(fixes)

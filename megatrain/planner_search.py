@@ -103,6 +103,15 @@ class Search:
         """Those of them that need the least memory."""
         yield from self.combined(self.retained_counts()[:1])
 
+    def about(self, found: Choices) -> Iterator[Choices]:
+        """Combinations with the micro-batch found, in one group, as many groups as found, half or twice as many."""
+        tokens = self.job.micro_batch_tokens or min(found.micro_batch_tokens, self.micro_batch_sizes()[-1])
+        chunk = self.job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
+        counts = {self.job.groups} if self.job.groups else {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
+        for groups in sorted(counts):
+            for retained in self.retained_counts():
+                yield from self.placed(tokens, groups, retained, chunk)
+
     def combined(self, retained_counts: Sequence[int]) -> Iterator[Choices]:
         for tokens in self.micro_batch_sizes():
             for groups in self.group_counts(tokens):

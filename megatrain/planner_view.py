@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.economy import described, human_hours
 from megatrain.hardware import GIB, MIB
 from megatrain.planner import TIER_WORDS, Choices, Plan
 
@@ -16,8 +17,13 @@ def render(plan: Plan, console: Console) -> None:
     console.print(_step(plan))
     console.print(_arrays(plan))
     console.print(_tiers(plan))
+    for line in _economy(plan):
+        console.print(Text(line))
     if plan.fits:
         console.print(Text("fits", style="bold green"))
+        for better in plan.faster:
+            gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
+            console.print(Text(f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"))
     else:
         console.print(Text(f"does not fit: {plan.fix}", style="bold red"))
 
@@ -66,6 +72,16 @@ def _step(plan: Plan) -> Table:
         if seconds:
             table.add_row(phase, f"{seconds:.3g}", f"{seconds / timing.seconds:.0%}", timing.bound_by[phase])
     return table
+
+
+def _economy(plan: Plan) -> list[str]:
+    """Time and cost of the whole run, where its steps are known, and what a million tokens take."""
+    if plan.economy is None:
+        return []
+    lines = [f"{name}: {words}" for name, words in described(plan.economy, whole=plan.steps is not None)]
+    if plan.steps is not None:
+        lines.insert(0, f"run: {plan.steps:,} steps, {plan.economy.tokens:,} tokens, {human_hours(plan.economy.seconds)} of steps")
+    return lines
 
 
 def _arrays(plan: Plan) -> Table:

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.economy import Economy, compared
 from megatrain.metrics import StepTime
 from megatrain.report import human_bytes, human_seconds, time_in_words
 
@@ -79,6 +80,8 @@ class RunSummary:
     gpu: PredictedBytes = PredictedBytes()
     step_s: PredictedSeconds = PredictedSeconds()
     time: StepTime | None = None  # where the seconds went, summed over the steps
+    economy: Economy | None = None  # of the steps
+    planned_economy: Economy | None = None
     eval_s: float = 0.0  # between the steps
     save_s: float = 0.0
     advice: str = ""  # the setting most worth changing, or that there is none; empty if no step was made
@@ -87,7 +90,9 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; a loss that is not finite is null."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        economies = {"economy": self.economy, "planned_economy": self.planned_economy}
+        plain = {name: None if economy is None else economy.to_dict() for name, economy in economies.items()}
+        return {name: _plain(value) for name, value in asdict(self).items()} | plain
 
     def render(self, console: Console) -> None:
         """Print the summary, and how to go on after a stop."""
@@ -115,6 +120,7 @@ class RunSummary:
             rows.append(("step", str(self.step_s)))
         if self.time is not None:
             rows.append(("time", f"{time_in_words(self.time)}; besides, {self._outside()}"))
+        rows += compared(self.economy, self.planned_economy)
         if self.advice:
             rows.append(("advice", self.advice))
         if self.host.measured is not None:

@@ -65,6 +65,12 @@ memory:
   retained_on_host: 1
   second_backward: false
   nvme: null
+economy:
+  price_per_hour: 3.5
+  price_per_kwh: 0.3
+  currency: EUR
+  gpu_power_w: 600
+  host_power_w: 250
 precision: float32
 attention: sdpa
 compile: false
@@ -88,7 +94,17 @@ def keys_of(text: str) -> list[tuple[int, str]]:
     return keys
 
 
-FREE_TEXT = ("model.path", "model.revision", "data.train", "data.eval", "data.split", "data.text_field", "output", "sample_prompt")
+FREE_TEXT = (
+    "model.path",
+    "model.revision",
+    "data.train",
+    "data.eval",
+    "data.split",
+    "data.text_field",
+    "economy.currency",
+    "output",
+    "sample_prompt",
+)
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
 

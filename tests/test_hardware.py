@@ -1,5 +1,6 @@
 """Limits are read from the machine, and the tightest one counts."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -7,7 +8,7 @@ import pytest
 
 from megatrain import hardware
 from megatrain.errors import ConfigError
-from megatrain.hardware import MIB, bf16_is_fast, cgroup_memory, disk_free, probe, update_threads
+from megatrain.hardware import MIB, bf16_is_fast, cgroup_cpus, cgroup_memory, disk_free, probe, update_threads
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -40,6 +41,71 @@ def test_version_1(tmp_path: Path) -> None:
     write(mount / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="5")
     write(mount / "memory/job", memory__limit_in_bytes="700", memory__usage_in_bytes="600", memory__stat="total_inactive_file 50")
     assert cgroup_memory(mount, membership(tmp_path, "4:cpu:/\n3:memory:/job\n0::/\n")) == (700, 150)
+
+
+CACHE_V2 = "anon 1\nfile 500\nshmem 150\ninactive_file 200\nactive_file 150\nfile_mapped {mapped}"
+
+
+@pytest.mark.parametrize(("mapped", "reclaimable"), [(0, 350), (30, 320), (170, 200), (9999, 200)])
+def test_cache_in_use_lately_is_room_too_but_not_code_that_runs_or_shared_memory(tmp_path: Path, mapped: int, reclaimable: int) -> None:
+    """What was read twice, such as weights that were verified and loaded, is `active`."""
+    mount = write(tmp_path / "cgroup", memory__max="1000", memory__current="900", memory__stat=CACHE_V2.format(mapped=mapped))
+    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (1000, 100 + reclaimable)
+
+
+def test_the_cache_of_a_checkpoint_just_written_takes_nothing_away(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", memory__max="1000", memory__current="300", memory__stat="inactive_file 0\nactive_file 0")
+    after = write(tmp_path / "after", memory__max="1000", memory__current="990", memory__stat="inactive_file 590\nactive_file 100")
+    own = membership(tmp_path, "0::/\n")
+    assert cgroup_memory(before, own) == cgroup_memory(after, own) == (1000, 700)
+
+
+def test_a_group_is_not_filled_beyond_where_it_is_slowed_down(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    write(mount, memory__max="1000", memory__high="600", memory__current="100")
+    write(mount / "job", memory__max="max", memory__high="max", memory__current="100")
+    assert cgroup_memory(mount, membership(tmp_path, "0::/job\n")) == (600, 500)
+
+
+def test_swap_is_no_memory(tmp_path: Path) -> None:
+    mount = write(tmp_path / "cgroup", memory__max="500", memory__current="100", memory__swap__max="max", memory__swap__current="0")
+    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (500, 400)
+
+
+def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    stat = "hierarchical_memory_limit 800\ntotal_inactive_file 10\ntotal_active_file 20\ntotal_mapped_file 5"
+    write(mount / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="300", memory__stat=stat)
+    assert cgroup_memory(mount, membership(tmp_path, "3:memory:/docker/abc\n")) == (800, 525)
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cpus"),
+    [
+        ({"": "max 100000"}, "0::/\n", None),
+        ({"": "150000 100000"}, "0::/\n", 1.5),
+        ({"": "800000 100000", "pod": "400000 100000", "pod/box": "max 100000"}, "0::/pod/box\n", 4.0),
+        ({"": "50000 100000"}, "0::/../elsewhere\n", 0.5),
+    ],
+)
+def test_processors_of_a_container(tmp_path: Path, files: dict[str, str], own: str, cpus: float | None) -> None:
+    for folder, quota in files.items():
+        write(tmp_path / "cgroup" / folder, cpu__max=quota)
+    assert cgroup_cpus(tmp_path / "cgroup", membership(tmp_path, own)) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("-1", None), ("250000", 2.5)])
+def test_processors_of_a_container_in_version_1(tmp_path: Path, quota: str, cpus: float | None) -> None:
+    write(tmp_path / "cgroup/cpu/job", cpu__cfs_quota_us=quota, cpu__cfs_period_us="100000")
+    assert cgroup_cpus(tmp_path / "cgroup", membership(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n")) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (3.5, 3), (0.5, 1), (64.0, 8)])
+def test_threads_follow_the_containers_share_of_time(monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int) -> None:
+    monkeypatch.setattr(hardware, "cgroup_cpus", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    assert hardware.physical_cores() == cores
 
 
 def test_no_limit(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "engine", "measure", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
         "planner", "planner_bytes", "planner_job", "planner_search", "planner_view", "planner_words", "simulation", "timing",
-        "planner_changes",
+        "planner_changes", "planner_help", "economy", "energy",
         "advice", "metrics", "meters", "tracing", "flops", "report", "summary",
     ),
     ("recipes",),

@@ -30,6 +30,7 @@ STEP = StepMetrics(
     gpu_peak_bytes=None,
     host_bytes=2**30,
     skipped=False,
+    energy_j=None,
     time=StepTime(compute=1.5, wait_update=0.5),
     advice="nothing is worth changing",
 )
@@ -47,8 +48,8 @@ def write(run_dir: Path, steps: int, eval_every: int = 2) -> None:
 def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     write(tmp_path, 1)
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
-    keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped time shares"
-    assert " ".join(row) == f"{keys} advice"
+    keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped"
+    assert " ".join(row) == f"{keys} energy_j time shares advice"
     assert list(row["time"]) == list(row["shares"]) == ["compute", "wait_upload", "wait_update", "wait_download", "data"]
     assert row["shares"] == {"compute": 0.75, "wait_upload": 0.0, "wait_update": 0.25, "wait_download": 0.0, "data": 0.0}
     assert row["loss"] == 2.5

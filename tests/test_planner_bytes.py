@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, GIB, MIB, Hardware
 from megatrain.models.shape import ModelShape
-from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, head_bytes, host_bytes
+from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, device_bytes, disk_bytes, head_bytes, host_bytes
 from megatrain.planner_job import Choices, Job
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
@@ -150,11 +150,12 @@ def test_host_arrays_are_of_streamed_blocks() -> None:
         "grad": 2 * HUGE,
         "the process so far": 70,
         "libraries at work": 30,
+        HEAD_COPIES: 4600,  # of 100 x 10 weights
     }
     rest = host_bytes(replace(ALL_STREAMED, resident=2), TINY_JOB, shape, LAPTOP)
     assert rest["weight"] == rest["exp_avg"] == HUGE  # 7,000 elements
     everything = host_bytes(replace(ALL_STREAMED, resident=4), TINY_JOB, shape, LAPTOP)
-    assert everything == {"the process so far": 70, "libraries at work": 30}
+    assert everything == {"the process so far": 70, "libraries at work": 30, HEAD_COPIES: 4600}
 
 
 def test_sums_that_travel_wait_in_host_RAM() -> None:

@@ -27,6 +27,7 @@ STEP = StepMetrics(
     gpu_peak_bytes=None,
     host_bytes=3 * 2**29,
     skipped=False,
+    energy_j=None,
     time=StepTime(compute=1.4, wait_update=0.6),
     advice="raise the roof",
 )

@@ -235,6 +235,22 @@ class MemoryOptions(Options):
         return self
 
 
+class EconomyOptions(Options):
+    """What the machine costs and draws, for the figures that a plan and a run show. No price is assumed."""
+
+    price_per_hour: v.PositiveOrNull = Field(default=None, description="Price of the whole machine for an hour; null shows no cost.")
+    price_per_kwh: v.PositiveOrNull = Field(default=None, description="Price of electricity, added where it is paid besides.")
+    currency: v.Text = Field(default="USD", description="Of the prices; only shown.")
+    gpu_power_w: v.PositiveOrNull = Field(
+        default=None,
+        description="Watts that the GPU draws; null measures them in a run, and assumes a share of its data sheet's in a plan.",
+    )
+    host_power_w: v.PositiveOrNull = Field(
+        default=None,
+        description="Watts of everything but the GPU; null counts what the processors' own counters show, if they can be read.",
+    )
+
+
 @dataclass(frozen=True)
 class Places:
     """Where each key was set: dotted name -> `cfg.yaml:7: train.seq_len`. Two configs with equal values are equal whatever their places."""
@@ -254,6 +270,7 @@ class Config(Options):
     checkpoint: CheckpointOptions = CheckpointOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     memory: MemoryOptions = MemoryOptions()
+    economy: EconomyOptions = EconomyOptions()
     precision: Annotated[_PRECISION, choice(_PRECISION, _OTHER_PRECISIONS)] = Field(
         default="auto",
         description="bfloat16 computes in bf16 over an exact fp32 master; fp8 does so with fp8 operands in the layers' matrix products; "

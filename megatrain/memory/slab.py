@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,9 @@ from megatrain.memory.layout import round_up
 
 HUGE_PAGE = 2 << 20
 TOUCH_BYTES = 1 << 30  # one thread's share of a first touch
+REFUSED_FOR_WANT = (2, 801)  # cudaErrorMemoryAllocation: a limit, or no room; cudaErrorNotSupported: systems that cannot register memory
+
+logger = logging.getLogger("megatrain")
 
 
 class Slab:
@@ -24,16 +28,19 @@ class Slab:
 
     Args:
         nbytes: size; rounded up to whole huge pages.
-        pinned: register the memory with CUDA, so that copies run asynchronously at full PCIe speed.
+        pinned: register the memory with CUDA, so that copies run asynchronously at full PCIe speed. Where the system does not let CUDA pin
+            so much, the slab stays pageable, and says so in the log: CUDA carries such memory through a small pinned buffer of its own,
+            and a copy holds up the thread that asks for it. Slower, and the numbers are the same.
         threads: that touch the memory first; the kernel zeroes pages on the touching core.
 
     Raises:
-        OutOfMemory: the mapping or its registration was refused.
+        OutOfMemory: the mapping was refused, or its registration for another reason than a limit.
     """
 
     def __init__(self, name: str, nbytes: int, *, pinned: bool, threads: int) -> None:
         self.name = name
         self.nbytes = round_up(max(nbytes, 1), HUGE_PAGE)
+        self.pinned = False
         self._unpin: weakref.finalize[..., Slab] | None = None
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -60,11 +67,16 @@ class Slab:
 
     def _register(self) -> None:
         code = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))
-        if code != 0:
-            raise OutOfMemory(
-                f"CUDA could not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code}); "
-                "raise the memlock limit (ulimit -l unlimited) or lower the model's size"
+        if code in REFUSED_FOR_WANT:
+            _forget_error()
+            logger.warning(
+                f"CUDA may not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code}): it stays pageable, and its "
+                "transfers are several times slower; raise the memlock limit (ulimit -l unlimited, docker --ulimit memlock=-1)"
             )
+            return
+        if code != 0:
+            raise OutOfMemory(f"CUDA could not pin {self.nbytes / 2**30:.1f} GiB of host memory for {self.name} (error {code})")
+        self.pinned = True
         # also for a slab that nobody closes: pages that go while they are registered stay pinned for as long as the process lives
         self._unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr())
         self._unpin.atexit = False
@@ -78,6 +90,14 @@ class Slab:
 
 def _unregister(pointer: int) -> None:
     _cudart().cudaHostUnregister(pointer)
+
+
+def _forget_error() -> None:
+    """CUDA keeps a refusal as its last error, which the next launch would raise."""
+    try:
+        torch.zeros(1, device="cuda").add_(1)
+    except RuntimeError as error:
+        logger.debug(f"forgotten: {error}")
 
 
 def _cudart() -> Any:

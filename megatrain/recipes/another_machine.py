@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 import psutil
 import torch
 
@@ -25,9 +28,9 @@ def another_machine(config: Config, gpu: str, ram: str, cores: int | None = None
     Raises ConfigError for a GPU that is not known, a size that is none, and a precision that the GPU has not.
     """
     sheets = dict(GPUS)
-    name = next((known for known in sheets if set(gpu.upper().split()) == set(known.upper().split())), None)
+    name = next((known for known in sheets if _words(gpu) == _words(known)), None)
     if name is None:
-        raise ConfigError(f"--gpu: {gpu!r} is not known; choose one of {', '.join(sheets)}")
+        raise ConfigError(f"--gpu: {gpu!r} is not known; {_nearest(gpu, sheets)}")
     size = parse_size(ram)
     if not isinstance(size, int) or size <= SYSTEM_BYTES:
         raise ConfigError(f"--ram: must be a size of more than {SYSTEM_BYTES // GIB} GiB, such as 128GiB, not {ram!r}")
@@ -46,6 +49,19 @@ def another_machine(config: Config, gpu: str, ram: str, cores: int | None = None
         library_bytes=CUDA_LIBRARY_BYTES,
     )
     return Machine(torch.device("cuda"), _precision(config, name, sheet.capability), hardware, typical(hardware), compiles=True)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split()) - {"NVIDIA", "GEFORCE", "SXM", "80GB"}
+
+
+def _nearest(gpu: str, known: Iterable[str]) -> str:
+    """The names most like what was asked for: those that share a word, else those that are spelled like it."""
+    known = list(known)
+    sharing = [name for name in known if _words(name) & _words(gpu) - {"RTX"}]
+    spelled = difflib.get_close_matches(gpu.upper(), [name.upper() for name in known], n=3)
+    near = sharing or [name for name in known if name.upper() in spelled]
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
 
 
 def _precision(config: Config, name: str, capability: tuple[int, int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain.advice import Facts
 from megatrain.config import Config
+from megatrain.economy import Economy
 from megatrain.hardware import update_threads
 from megatrain.meters import host_bytes
 from megatrain.metrics import read_metrics
@@ -18,7 +19,7 @@ from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, packed_to
+from megatrain.recipes.setup import Parts, packed_to, prices_of
 from megatrain.recipes.signals import StopRequest
 from megatrain.run_folder import write_text
 from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
@@ -120,12 +121,29 @@ def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, 
         gpu=PredictedBytes(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=PredictedSeconds(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
+        economy=spent_economy(run),
+        planned_economy=plan.economy,
         eval_s=run.progress.outside_s["evaluating"],
         save_s=run.progress.outside_s["saving"],
         advice=run.advice,
         skipped=run.engine.skipped,
         exit_code=0 if stop is None else stop.exit_code,
     )
+
+
+def spent_economy(run: Run) -> Economy:
+    """Of the steps of this process."""
+    host_w = run.config.economy.host_power_w
+    gpu = ("GPU measured" if run.energy.measures_gpu else "GPU as given") if run.spent.gpu_j is not None else ""
+    host = (
+        "the host as given"
+        if host_w is not None
+        else "processors measured"
+        if run.spent.host_j is not None
+        else "the host's power is not counted"
+    )
+    tokens = run.tokens - run.first_tokens
+    return Economy(tokens, run.spent_s, run.spent.total_j, prices_of(run.config), f"{gpu}; {host}" if gpu else host)
 
 
 def summarize_finished(run_dir: Path) -> RunSummary:

@@ -19,6 +19,7 @@ from megatrain.config import Config
 from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.energy import Energy, EnergyMeter
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
@@ -53,6 +54,7 @@ class Run:
     writer: MetricsWriter
     progress: Progress
     meter: GpuMeter
+    energy: EnergyMeter
     work: Work
     gpu_name: str | None
     total_steps: int
@@ -61,8 +63,11 @@ class Run:
     traced_step: int = 0
     steady: SteadyTime = field(default_factory=SteadyTime)
     advice: str = ""  # the latest
+    spent_s: float = 0.0  # in the steps of this process, and what they took
+    spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
     step: int = 0
     tokens: int = 0
+    first_tokens: int = 0  # those of the processes before this one
     best: dict[str, Any] = field(default_factory=dict)  # step and loss of the best evaluation so far
     non_finite: int = 0  # steps in a row
 
@@ -135,11 +140,17 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     """One optimizer step, its metrics written and shown."""
     rate = run.learning_rate
     with traced(run):
-        started = time.perf_counter()
+        started, before = time.perf_counter(), run.energy.read()
         result = run.engine.train_step(batch.micro_batches, next_token, rate)
         seconds = time.perf_counter() - started + data_s
+        drawn = (
+            run.energy.read()
+            .since(before)
+            .or_given(seconds, run.config.economy.gpu_power_w if run.gpu_name else None, run.config.economy.host_power_w)
+        )
     run.step += 1
     run.tokens += batch.tokens
+    run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
     spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
     run.steady.add(spent)
     mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
@@ -159,6 +170,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         gpu_peak_bytes=run.meter.peak_bytes(),
         host_bytes=host_bytes(),
         skipped=result.skipped,
+        energy_j=drawn.total_j,
         time=spent,
         advice=run.advice,
     )

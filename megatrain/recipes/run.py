@@ -17,6 +17,7 @@ from megatrain.config import Config, load_config
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.show import describe
+from megatrain.energy import EnergyMeter
 from megatrain.errors import ConfigError, StorageError
 from megatrain.flops import Work
 from megatrain.hardware import keep_heap_small
@@ -71,7 +72,12 @@ def plan(config: Config | str | Path, machine: Machine | None = None, shape_alon
     quiet_libraries()
     keep_heap_small()
     model = shape_model(config) if shape_alone else read_model(config)
-    return make_run_plan(config, assemble(config, model, machine or find_machine(config)))
+    return make_run_plan(
+        config,
+        assemble(config, model, machine or find_machine(config)),
+        steps=config.train.max_steps if config.train.epochs is None else None,
+        suggest=True,
+    )
 
 
 def train(config: Config | str | Path, profile: Path | None = None) -> RunSummary:
@@ -138,7 +144,8 @@ def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loa
     pack_to = packed_to(config, parts.skeleton, parts.machine)
     loader = make_loader(config, parts.model, rows, make_run_plan(config, parts).choices.micro_batch_tokens, pack_to)
     every = config.checkpoint.every
-    return make_run_plan(config, parts, 1 if every is None else -(-loader.steps_total() // every)), loader
+    steps = loader.steps_total()
+    return make_run_plan(config, parts, 1 if every is None else -(-steps // every), steps), loader
 
 
 def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | None = None) -> RunSummary:
@@ -164,7 +171,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
     if resuming is not None:
         state = load_checkpoint(resuming, engine, verify=False)  # find_resumable has read it to its last byte
         loader.restore(state.pop("position"))
-    total = loader.steps_total()
+    total, meter = loader.steps_total(), stack.enter_context(GpuMeter(parts.machine.device))
     writer = stack.enter_context(MetricsWriter(config.output))
     writer.truncate_to(state["step"] or -1)  # a run that begins with step 0 begins with an evaluation
     return Run(
@@ -178,10 +185,12 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
         progress=Progress(console, total_steps=total, first_step=state["step"], log_every=config.train.log_every),
-        meter=stack.enter_context(GpuMeter(parts.machine.device)),
+        meter=meter,
+        energy=EnergyMeter(meter),
         work=Work.of(parts.skeleton.anatomy, parts.model.config),
         gpu_name=parts.machine.hardware.gpu.name if parts.machine.hardware.gpu else None,
         total_steps=total,
         facts=facts_of(config, plan, parts, resumed=resuming is not None),
+        first_tokens=state["tokens"],
         **state,
     )

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config import Config
+from megatrain.economy import Economy, Prices, predicted, predicted_power
 from megatrain.engine.build import choose_device, choose_precision, randomize
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.settings import PRECISIONS, Settings
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.hardware import Hardware, keep_heap_small, probe
-from megatrain.machine import MachineProfile
+from megatrain.machine import MachineProfile, board_power_w
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
@@ -151,8 +152,13 @@ def make_optimizer(config: Config) -> Optimizer:
 # -- plan ---------------------------------------------------------------------------------------------------------------------------
 
 
-def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None = None) -> Plan:
-    """Decide what the config leaves open, and lay out memory and step. Raises nothing for lack of memory: `Plan.check` does."""
+def make_run_plan(
+    config: Config, parts: Parts, checkpoints_written: int | None = None, steps: int | None = None, suggest: bool = False
+) -> Plan:
+    """Decide what the config leaves open, and lay out memory and step. Raises nothing for lack of memory: `Plan.check` does.
+
+    steps: of the whole run, if known. suggest: find out what would make it faster, too.
+    """
     train = config.train
     job = Job(
         precision=parts.machine.precision,
@@ -178,7 +184,21 @@ def make_run_plan(config: Config, parts: Parts, checkpoints_written: int | None 
         checkpoints_written=checkpoints_written,
     )
     limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
-    return make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, **limits)
+    plan = make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, suggest=suggest, **limits)
+    return replace(plan, economy=predicted_economy(config, parts.machine.hardware, plan, steps), steps=steps)
+
+
+def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
+    """Time, energy and cost of so many steps, or of one."""
+    options, count = config.economy, steps or 1
+    board_w = None if hardware.gpu is None else board_power_w(hardware.gpu.name)
+    power = predicted_power(plan.timing.busy, board_w, options.gpu_power_w if hardware.gpu else None, options.host_power_w)
+    return predicted(count * plan.job.tokens_per_step, count * plan.timing.seconds, power, prices_of(config))
+
+
+def prices_of(config: Config) -> Prices:
+    options = config.economy
+    return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
 
 
 def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:

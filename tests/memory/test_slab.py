@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
+from megatrain.memory.host_store import ArraySpec, HostStore
+from megatrain.memory.layout import FlatLayout
 from megatrain.memory.slab import HUGE_PAGE, Slab
 
 
@@ -18,9 +21,13 @@ class Cuda:
     def __init__(self, code: int = 0) -> None:
         self.registered: dict[int, int] = {}
         self.code = code
+        self.heeds_memlock = False
+        self.forgotten = 0
 
     def register(self, pointer: int, nbytes: int, flags: int) -> int:
         assert pointer not in self.registered, "registered twice"
+        if self.heeds_memlock and sum(self.registered.values()) + nbytes > resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]:
+            return 2
         if self.code == 0:
             self.registered[pointer] = nbytes
         return self.code
@@ -28,6 +35,9 @@ class Cuda:
     def unregister(self, pointer: int) -> int:
         del self.registered[pointer]  # KeyError: it was not, or not any more
         return 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     @property
     def runtime(self) -> SimpleNamespace:
@@ -38,6 +48,7 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
     monkeypatch.setattr(slab, "_cudart", lambda: fake.runtime)
+    monkeypatch.setattr(slab, "_forget_error", fake.forget)
     return fake
 
 
@@ -64,8 +75,42 @@ def test_a_slab_that_nobody_closed_is_unpinned_when_it_goes(cuda):
     assert cuda.registered == {}
 
 
-def test_a_slab_that_could_not_be_pinned_is_none(cuda):
-    cuda.code = 2
-    with pytest.raises(OutOfMemory, match=r"could not pin 0\.0 GiB of host memory for test \(error 2\)"):
+@pytest.mark.parametrize("code", [2, 801])
+def test_memory_that_may_not_be_pinned_stays_pageable_and_says_so(cuda, code, caplog):
+    cuda.code = code
+    made = Slab("weight", 100, pinned=True, threads=1)
+    assert not made.pinned
+    assert cuda.registered == {}
+    assert cuda.forgotten == 1, "CUDA would raise its refusal again at the next launch"
+    assert not torch.any(made.bytes)
+    assert f"may not pin 0.0 GiB of host memory for weight (error {code})" in caplog.text
+    assert "ulimit -l unlimited" in caplog.text
+    made.close()
+
+
+def test_memory_that_cannot_be_pinned_for_another_reason_is_refused(cuda):
+    cuda.code = 1
+    with pytest.raises(OutOfMemory, match=r"could not pin 0\.0 GiB of host memory for test \(error 1\)"):
         Slab("test", 100, pinned=True, threads=1)
+    assert cuda.registered == {}
+
+
+def test_where_the_memlock_limit_binds_what_is_within_it_is_pinned(cuda, caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = 3 * HUGE_PAGE if hard == resource.RLIM_INFINITY else min(3 * HUGE_PAGE, hard)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, hard))
+    cuda.heeds_memlock = True
+    try:
+        arrays = [ArraySpec("weight", torch.uint8, transferred=True)]
+        layouts = [FlatLayout.pack([("w", (HUGE_PAGE,), True)])] * 2
+        slabs = [Slab(f"{number}", HUGE_PAGE, pinned=True, threads=1) for number in range(5)]
+        with HostStore(layouts, arrays, pinned=True) as store:
+            store.array("weight", 1).fill_(7)
+            assert int(store.array("weight", 1)[-1]) == 7
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    assert [made.pinned for made in slabs] == [n < limit // HUGE_PAGE for n in range(5)]
+    assert len(caplog.records) == 5 - limit // HUGE_PAGE + 1
+    for made in slabs:
+        made.close()
     assert cuda.registered == {}

@@ -39,6 +39,20 @@ def test_a_config_may_have_any_name(megatrain: Command, project: Path) -> None:
     assert named["job"] == usual["job"]
 
 
+def test_it_says_what_the_run_takes(megatrain: Command) -> None:
+    asked = ("plan", "tiny", "--gpu", "RTX 4090", "--ram", "32GiB", "train.seq_len=64", "train.tokens_per_step=256", "train.max_steps=100")
+    silent, priced = (megatrain(*asked, *more) for more in ((), ("economy.price_per_hour=3.6", "economy.currency=EUR")))
+    assert "run: 100 steps, 25,600 tokens" in silent.out and "run: 100 steps, 25,600 tokens" in priced.out
+    assert "cost: " not in silent.out, "no price is assumed"
+    assert "EUR per million tokens" in priced.out
+    assert "assumed; the host's power is not counted" in " ".join(silent.out.split())
+    economy = json.loads(megatrain(*asked, "economy.price_per_hour=3.6", "economy.gpu_power_w=360", "--json").out)["economy"]
+    assert economy["tokens"] == 25_600
+    assert economy["cost"] == pytest.approx(3.6 * economy["hours"])
+    assert economy["kwh"] == pytest.approx(0.36 * economy["hours"])
+    assert economy["cost_per_million_tokens"] == pytest.approx(economy["cost"] / 0.0256)
+
+
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain: Command) -> None:
     done = megatrain("plan", "qwen2.5-7b", "--gpu", "RTX 4090", "--ram", "66GiB", *SHORT)
     assert done.code == 4
@@ -56,6 +70,8 @@ def test_every_gpu_of_the_table_can_be_planned_for(megatrain: Command, name: str
         (("--gpu", "RTX 4090"), "command line: --gpu and --ram belong together"),
         (("--ram", "64GiB"), "command line: --gpu and --ram belong together"),
         (("--gpu", "Voodoo 2", "--ram", "64GiB"), "--gpu: 'Voodoo 2' is not known; choose one of B200, H200, H100 PCIe"),
+        (("--gpu", "RTX 4070", "--ram", "64GiB"), "--gpu: 'RTX 4070' is not known; did you mean RTX 4070 Ti SUPER?"),
+        (("--gpu", "A6000", "--ram", "64GiB"), "--gpu: 'A6000' is not known; did you mean RTX A6000?"),
         (("--gpu", "H200", "--ram", "much"), "--ram: must be a size of more than 2 GiB, such as 128GiB, not 'much'"),
         (("--gpu", "H200", "--ram", "1GiB"), "--ram: must be a size of more than 2 GiB"),
         (("--gpu", "A100", "--ram", "64GiB", "precision=fp8"), "the A100 has no fp8 units; set precision: bfloat16"),

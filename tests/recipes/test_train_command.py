@@ -26,7 +26,7 @@ from tests.support import tiny_config
 
 STEP_KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "epoch", "step_s", "tokens_per_s", "tflops", "mfu", "gpu_peak_bytes",
-    "host_bytes", "skipped", "time", "shares", "advice",
+    "host_bytes", "skipped", "energy_j", "time", "shares", "advice",
 ]  # fmt: skip
 TIME_KEYS = ["compute", "wait_upload", "wait_update", "wait_download", "data"]
 
@@ -312,3 +312,18 @@ def test_packing_is_refused_where_rows_would_see_each_other(megatrain: Command, 
     assert done.code == 2
     assert "rows of a llama model that share a sequence would see each other; set data.packing: false" in done.err
     assert megatrain("plan", "cfg.yaml", "data.packing=auto").code == 0
+
+
+def test_a_run_says_what_it_took_beside_what_was_planned(megatrain: Command) -> None:
+    done = megatrain(
+        "train", "cfg.yaml", "train.max_steps=2", "economy.price_per_hour=36", "economy.host_power_w=100", "output=priced", "--json"
+    )
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    seconds = sum(row["step_s"] for row in steps_of(Path("priced")))
+    assert found["economy"]["cost"] == pytest.approx(0.01 * seconds)
+    assert found["economy"]["kwh"] == pytest.approx(100 * seconds / 3.6e6)
+    assert found["economy"]["tokens"] == found["tokens"]
+    assert found["planned_economy"]["hours"] > 0
+    assert [row["energy_j"] for row in steps_of(Path("priced"))] == pytest.approx([100 * row["step_s"] for row in steps_of(Path("priced"))])
+    assert json.loads((Path("priced") / "plan.json").read_text())["steps"] == 2

@@ -1,0 +1,72 @@
+"""On CUDA: training from memory that may not be pinned, and what the GPU's meters say of energy."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.energy import EnergyMeter
+from megatrain.engine.settings import Settings
+from megatrain.memory import slab
+from megatrain.meters import GpuMeter
+from tests.support import engine_of, full_batches, tiny_config
+
+SHAPES = [(2, 64), (2, 64)]
+MODES: dict[str, dict[str, Any]] = {
+    "clipped": {"max_grad_norm": 0.5},
+    "unclipped": {"max_grad_norm": None},
+    "groups, sums travel": {"settings": Settings(groups=2, head_chunk=64)},
+    "offloaded": {"settings": Settings(offload=True)},
+}
+
+
+def trained(mode: str) -> list[torch.Tensor]:
+    """The weights after three steps."""
+    with engine_of(tiny_config("llama", num_hidden_layers=4), device="cuda", precision="bfloat16", **MODES[mode]) as engine:
+        for seed in range(3):
+            engine.train_step(full_batches(seed, SHAPES), lr=1e-3)
+        for block in engine.anatomy.blocks:
+            engine.wait_ready(block.index)
+        return [engine.store.array("weight", block.index).clone() for block in engine.anatomy.blocks]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_may_not_be_pinned_gives_the_same_bits(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = trained(mode)
+    monkeypatch.setattr(slab, "_cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with caplog.at_level(logging.WARNING, "megatrain"):
+        pageable = trained(mode)
+    assert "stays pageable" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(pinned, pageable, strict=True))
+
+
+def test_a_refusal_to_pin_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own refusal, of memory that is registered already, must not come back at the next launch."""
+    held = slab.Slab("first", 1 << 21, pinned=True, threads=1)
+    code = int(slab._cudart().cudaHostRegister(held.bytes.data_ptr(), held.nbytes, 0))
+    assert code != 0
+    slab._forget_error()
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+    held.close()
+
+
+def test_a_busy_gpu_takes_energy() -> None:
+    device = torch.device("cuda")
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    with GpuMeter(device) as gpu:
+        if gpu.power_w() is None:
+            pytest.skip("the driver does not tell the power")
+        meter, started = EnergyMeter(gpu), time.monotonic()
+        while time.monotonic() - started < 1.0:
+            a @ a
+            torch.cuda.synchronize()
+        drawn = meter.read().gpu_j
+    assert drawn is not None
+    assert 20 < drawn < 2000  # a second of between 20 and 2000 W
