@@ -48,6 +48,9 @@ VARIANTS = {
     "bfloat16": Variant(),
     "float32": Variant({"precision": "float32"}),  # how far bf16 is itself from something better
     "bf16-moments": Variant({"optimizer.moments": "bfloat16"}),
+    "int8-moments": Variant({"optimizer.moments": "int8"}),
+    "lion": Variant({"optimizer.name": "lion", "train.learning_rate": 1e-5}),
+    "lion-int8": Variant({"optimizer.name": "lion", "optimizer.moments": "int8", "train.learning_rate": 1e-5}),
     "fp8": Variant(policy=Fp8Policy()),
     "fp8-attention-in-bf16": Variant(policy=Fp8Policy(keep=(*ROUTERS, *ATTENTION))),
     "fp8-attention-too": Variant(policy=Fp8Policy(keep_output=())),

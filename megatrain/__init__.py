@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import Engine as Engine
     from megatrain.engine.settings import Settings as Settings
     from megatrain.optim import AdamW as AdamW
+    from megatrain.optim import Lion as Lion
     from megatrain.recipes.run import plan as plan
     from megatrain.recipes.run import train as train
 
@@ -21,13 +22,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamW": "megatrain.optim",
     "Engine": "megatrain.engine.engine",
+    "Lion": "megatrain.optim",
     "Settings": "megatrain.engine.settings",
     "plan": "megatrain.recipes.run",
     "train": "megatrain.recipes.run",
 }
 _MODULES = {"losses"}
 
-__all__ = ["AdamW", "Engine", "Settings", "losses", "plan", "train"]
+__all__ = ["AdamW", "Engine", "Lion", "Settings", "losses", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,8 +72,10 @@ def _compiled(job: Job) -> Settings:
 
 
 def _smaller_moments(job: Job) -> Settings:
-    in_bfloat16 = tuple((name, min(size, 2)) for name, size in job.state_bytes)
-    return {} if in_bfloat16 == job.state_bytes else {"optimizer.moments: bfloat16": {"state_bytes": in_bfloat16}}
+    return {
+        f"optimizer.moments: {moments}": {"state_bytes": state, "update_arithmetic": arithmetic}
+        for moments, state, arithmetic in job.lighter_moments
+    }
 
 
 def _unclipped(job: Job) -> Settings:

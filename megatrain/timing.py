@@ -231,7 +231,9 @@ class _Costs:
         busy = min(alone, self.machine.update_busy)
         directions = 1 if self.choices.stores_gradients(self.job) else 2  # else gradients come down meanwhile
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
-        return (alone - (alone - busy) * share) * self._update_scale
+        bounded_by_memory = (alone - (alone - busy) * share) * self._update_scale
+        one_thread = interpolate(self.machine.update, 1) * self.job.update_arithmetic
+        return min(bounded_by_memory, self.choices.update_threads * one_thread)
 
     def _transfer_rates(self) -> tuple[float, float]:
         """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""

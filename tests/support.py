@@ -348,7 +348,7 @@ def differing(a: Mapping[Any, Tensor], b: Mapping[Any, Tensor]) -> list[Any]:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bit patterns, so that NaN equals NaN and 0 differs from -0."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 # -- delays -------------------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,6 @@ def test_values_out_of_range_are_refused(refusal, key, bad):
     [
         *[("method", name) for name in ("dpo", "kto", "grpo", "ppo")],
         ("optimizer.name", "adafactor"),
-        ("optimizer.moments", "int8"),
         ("memory.nvme", "/mnt/fast"),
     ],
 )

@@ -282,7 +282,7 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
         (replace(JOB_7B, retained=28, groups=1), H200, "set train.retained: auto"),
         (
             JOB_7B,
-            with_gpu(replace(H200, host_available_bytes=40 * GIB), 24 * GIB),
+            with_gpu(replace(H200, host_available_bytes=30 * GIB), 24 * GIB),
             "no setting frees enough host RAM: take a larger machine or a smaller model",
         ),
         (JOB_7B, replace(H200, disk_free_bytes=300 * GIB), "set checkpoint.keep: 1"),

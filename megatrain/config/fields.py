@@ -24,15 +24,14 @@ _FORMAT = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt",
 _TRAIN_ON = Literal["assistant", "all"]
 _BAD_ROW = Literal["refuse", "skip"]
 _SCHEDULE = Literal["constant", "linear", "cosine", "wsd"]
-_OPTIMIZER = Literal["adamw"]
-_MOMENTS = Literal["float32", "bfloat16"]
+_OPTIMIZER = Literal["adamw", "lion"]
+_MOMENTS = Literal["float32", "bfloat16", "int8"]
 _PRECISION = Literal["auto", "bfloat16", "float32", "fp8"]
 _ATTENTION = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 _DEVICE = Literal["auto", "cpu", "cuda"]
 
 _OTHER_METHODS = dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "grpo", "rloo", "reward", "distill", "gkd"), NOT_BUILT)
-_OTHER_OPTIMIZERS = dict.fromkeys(("adam", "adafactor", "sgd", "lion", "muon", "lamb", "adagrad", "rmsprop", "sophia"), NOT_BUILT)
-_OTHER_MOMENTS = {"int8": NOT_BUILT}
+_OTHER_OPTIMIZERS = dict.fromkeys(("adam", "adafactor", "sgd", "muon", "lamb", "adagrad", "rmsprop", "sophia"), NOT_BUILT)
 _OTHER_PRECISIONS = {
     "float8": "called fp8 here",
     "float16": "not offered, since it needs loss scaling and bfloat16 does not",
@@ -200,11 +199,12 @@ class OptimizerOptions(Options):
     """How gradients become updates."""
 
     name: Annotated[_OPTIMIZER, choice(_OPTIMIZER, _OTHER_OPTIMIZERS)] = Field(default="adamw", description="Optimizer.")
-    moments: Annotated[_MOMENTS, choice(_MOMENTS, _OTHER_MOMENTS)] = Field(
-        default="float32", description="Type the moments are kept in; bfloat16, rounded stochastically, saves 4 bytes a parameter."
+    moments: Annotated[_MOMENTS, choice(_MOMENTS)] = Field(
+        default="float32",
+        description="Type the moments are kept in: 4, 2 or 1 bytes each a parameter; bfloat16 and int8 are rounded stochastically.",
     )
-    betas: v.Betas = Field(default=(0.9, 0.999), description="Decay rates of the two moments.")
-    eps: v.Positive = Field(default=1e-8, description="Added to the root of the second moment.")
+    betas: v.BetasOrAuto = Field(default="auto", description="Decay rates of the moments; auto: adamw [0.9, 0.999], lion [0.9, 0.99].")
+    eps: v.PositiveOrAuto = Field(default="auto", description="Added to the root of the second moment; auto: adamw 1e-8.")
     weight_decay: v.NotNegative = Field(default=0.0, description="Decoupled; norms and biases are spared.")
 
 

@@ -17,6 +17,7 @@ ROWS_PER_DEVICE: Key = ("train", "per_device_train_batch_size")
 ACCUMULATION: Key = ("train", "gradient_accumulation_steps")
 BETA1: Key = ("optimizer", "betas.0")
 BETA2: Key = ("optimizer", "betas.1")
+ADAM_BETAS = (0.9, 0.999)  # Hugging Face's defaults of the two
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ _schedule = _among(
     ("cosine", "cosine"),
     ("warmup_stable_decay", "wsd"),
 )
-_optimizer = _among(*[(name, "adamw") for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")])
+_optimizer = _among(
+    *[(name, "adamw") for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")],
+    *[(name, "lion") for name in ("lion", "lion_32bit")],
+)
 _only_answers = _among((True, "assistant"), (False, "all"))
 _seq_len = Alias(("train", "seq_len"))
 _model = Alias(("model", "path"))

@@ -17,7 +17,7 @@ import torch
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.errors import DivergedError, MegaTrainError
-from megatrain.memory.layout import FlatLayout, round_up
+from megatrain.memory.layout import FlatLayout, part, round_up
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
 from megatrain.optim.optimizer import UpdateRange
@@ -98,6 +98,7 @@ class Updater:
         self.store = store
         self.optimizer = optimizer
         self.compute = compute
+        self._per = {state.name: state.per for state in optimizer.state_arrays}
         self.lane = Lane("update")
         self.delay: Callable[[int], None] | None = None  # tests inject sleeps here: before each block's update
         self._threads = threads
@@ -139,7 +140,7 @@ class Updater:
     def _update_on_device(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
         arrays = self._arrays(gradient)
         for start, stop, decay in self._ranges(gradient.block):
-            views = {name: array[start:stop] for name, array in arrays.items()}
+            views = {name: array[part(self._per.get(name, "element"), start, stop)] for name, array in arrays.items()}
             first = self._first[gradient.block] + start
             self.optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
 

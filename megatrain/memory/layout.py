@@ -24,6 +24,15 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def part(per: Per, start: int, stop: int) -> slice:
+    """Where elements [start, stop) of a block lie in an array that has one element for each, or for each GROUP of them."""
+    if per == "element":
+        return slice(start, stop)
+    assert per == "group", per
+    assert start % GROUP == stop % GROUP == 0, (start, stop)
+    return slice(start // GROUP, stop // GROUP)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a block. `offset` and `numel` count elements; `decay` says whether weight decay applies."""

@@ -6,8 +6,9 @@ To add an optimizer: one file with a frozen dataclass that keeps the contract of
 
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.frozen import Frozen
+from megatrain.optim.lion import Lion
 from megatrain.optim.optimizer import Optimizer, StateArray
 
-OPTIMIZERS = {"adamw": AdamW}
+OPTIMIZERS = {"adamw": AdamW, "lion": Lion}
 
-__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Optimizer", "StateArray"]
+__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Lion", "Optimizer", "StateArray"]

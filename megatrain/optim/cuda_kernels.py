@@ -1,4 +1,4 @@
-"""AdamW on the GPU, for blocks whose state lives there: the formula of kernels.py, operation by operation, and so its bits.
+"""AdamW and Lion on the GPU, for blocks whose state lives there: the host's formulas, operation by operation, and so their bits.
 
 Every intrinsic below names its rounding, so no contraction can change a bit between the two. A thread takes four elements, loaded and
 stored as vectors; arrays are read and written once.
@@ -12,22 +12,33 @@ from typing import Any
 from torch import Tensor
 
 from megatrain import cuda
+from megatrain.memory.layout import GROUP
 
 VECTOR = 4  # elements a thread; the layouts' alignment of 64 makes every range a multiple of it
 
 SOURCE = r"""
+struct __align__(4) Byte4 { unsigned char x[4]; };
 struct __align__(8) Half4 { unsigned short x[4]; };
 struct __align__(16) Float4 { float x[4]; };
 
 // Scalars come as the bits of float32, which any launcher passes unchanged.
-struct Scalars { float grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2, root_correction2, eps, minus_step_size; };
+struct AdamW { float grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2, root_correction2, eps, minus_step_size; };
+struct Lion { float grad_scale, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, minus_lr; };
 
-__device__ float updated(float master, float g, float& m, float& v, const Scalars& s) {
+// The master after one update; moments become the next ones.
+__device__ float updated(float master, float g, float& m, float& v, const AdamW& s) {
     g = __fmul_rn(g, s.grad_scale);
     m = __fmaf_rn(__fsub_rn(g, m), s.one_minus_beta1, m);
     v = __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(v, s.beta2));
     float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.root_correction2), s.eps);
     return __fadd_rn(__fmul_rn(master, s.decay), __fdiv_rn(__fmul_rn(s.minus_step_size, m), denominator));
+}
+__device__ float updated(float master, float g, float& m, const Lion& s) {
+    g = __fmul_rn(g, s.grad_scale);
+    float towards = __fmaf_rn(s.one_minus_beta1, g, __fmul_rn(m, s.beta1));
+    m = __fmaf_rn(s.one_minus_beta2, g, __fmul_rn(m, s.beta2));
+    float sign = (float)(towards > 0) - (float)(towards < 0);
+    return __fadd_rn(__fmul_rn(master, s.decay), __fmul_rn(s.minus_lr, sign));
 }
 
 __device__ float of_bfloat16(unsigned int bits) { return __uint_as_float(bits << 16); }
@@ -38,17 +49,6 @@ __device__ float rounded_to_bfloat16(float value) {
     return __uint_as_float((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
 }
 
-template <typename Grad4> __device__ float gradient(const Grad4& grad, int k);
-template <> __device__ float gradient(const Half4& grad, int k) { return of_bfloat16(grad.x[k]); }
-template <> __device__ float gradient(const Float4& grad, int k) { return rounded_to_bfloat16(grad.x[k]); }
-
-__device__ float moment(const Half4& moments, int k) { return of_bfloat16(moments.x[k]); }
-__device__ float moment(const Float4& moments, int k) { return moments.x[k]; }
-__device__ void keep(Half4& moments, int k, float value, unsigned int chance) {
-    moments.x[k] = (unsigned short)((__float_as_uint(value) + chance) >> 16);
-}
-__device__ void keep(Float4& moments, int k, float value, unsigned int chance) { moments.x[k] = value; }
-
 __device__ unsigned int hash_of(unsigned int number, unsigned int key) {
     unsigned int x = number ^ key;
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -56,74 +56,185 @@ __device__ unsigned int hash_of(unsigned int number, unsigned int key) {
     return x ^ (x >> 16);
 }
 
-template <typename Moments4>
-__device__ float next(float master, float g, Moments4& exp_avg, Moments4& exp_avg_sq, int k,
-                      unsigned int number, unsigned int key, const Scalars& s) {
-    float m = moment(exp_avg, k), v = moment(exp_avg_sq, k);
-    float result = updated(master, g, m, v, s);
-    unsigned int chance = hash_of(number, key);
-    keep(exp_avg, k, m, chance & 0xFFFFu);
-    keep(exp_avg_sq, k, v, chance >> 16);
-    return result;
+// Arrays, four elements a thread. `chance`: 32 bits an element, of which a moment takes 16, from `shift` on.
+struct Split {
+    Half4 *weight, *remainder;
+    __device__ void load(unsigned int i, float* master) const {
+        Half4 w = weight[i], r = remainder[i];
+        for (int k = 0; k < 4; ++k) master[k] = __uint_as_float(((unsigned int)w.x[k] << 16) + (unsigned int)(int)(short)r.x[k]);
+    }
+    __device__ void store(unsigned int i, const float* master) const {
+        Half4 w, r;
+        for (int k = 0; k < 4; ++k) {
+            unsigned int bits = __float_as_uint(master[k]);
+            w.x[k] = (unsigned short)((bits + 0x8000u) >> 16);
+            r.x[k] = (unsigned short)bits;
+        }
+        weight[i] = w; remainder[i] = r;
+    }
+    __device__ static float gradient(const Half4& grad, int k) { return of_bfloat16(grad.x[k]); }
+    __device__ static float gradient(const Float4& grad, int k) { return rounded_to_bfloat16(grad.x[k]); }
+};
+struct Whole {
+    Float4* weight;
+    __device__ void load(unsigned int i, float* master) const {
+        Float4 w = weight[i];
+        for (int k = 0; k < 4; ++k) master[k] = w.x[k];
+    }
+    __device__ void store(unsigned int i, const float* master) const {
+        Float4 w;
+        for (int k = 0; k < 4; ++k) w.x[k] = master[k];
+        weight[i] = w;
+    }
+    __device__ static float gradient(const Float4& grad, int k) { return grad.x[k]; }
+};
+struct InFloat32 {
+    Float4* moments;
+    __device__ void load(unsigned int i, float* values) const {
+        Float4 m = moments[i];
+        for (int k = 0; k < 4; ++k) values[k] = m.x[k];
+    }
+    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+        Float4 m;
+        for (int k = 0; k < 4; ++k) m.x[k] = values[k];
+        moments[i] = m;
+    }
+};
+struct InBfloat16 {
+    Half4* moments;
+    __device__ void load(unsigned int i, float* values) const {
+        Half4 m = moments[i];
+        for (int k = 0; k < 4; ++k) values[k] = of_bfloat16(m.x[k]);
+    }
+    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+        Half4 m;
+        for (int k = 0; k < 4; ++k) m.x[k] = (unsigned short)((__float_as_uint(values[k]) + ((chance[k] >> shift) & 0xFFFFu)) >> 16);
+        moments[i] = m;
+    }
+};
+
+// The largest of the 16 threads of a group, which are half a warp; the other half may be beyond the array's end.
+__device__ unsigned int largest_of_group(unsigned int value) {
+    unsigned int half = 0xFFFFu << (threadIdx.x & 16);
+    for (int apart = 8; apart; apart >>= 1) {
+        unsigned int other = __shfl_xor_sync(half, value, apart);
+        value = other > value ? other : value;
+    }
+    return value;
 }
 
-template <typename Grad4, typename Moments4>
-__device__ void split(Half4* weight, Half4* remainder, Moments4* exp_avg, Moments4* exp_avg_sq, const Grad4* grad,
-                      unsigned int n, unsigned int first, unsigned int key, Scalars s) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
+// As int8_kernels.py has it: 64 elements share a scale; with a sign the largest has 15 binades above it, without 31 and no zero above zero.
+template <bool SIGNED> struct InBytes {
+    Byte4* moments;
+    unsigned char* scales;
+    __device__ void load(unsigned int i, float* values) const {
+        Byte4 m = moments[i];
+        unsigned int scale = (unsigned int)scales[i / 16] << 23;
+        for (int k = 0; k < 4; ++k) {
+            unsigned int code = SIGNED ? m.x[k] & 0x7Fu : m.x[k], sign = SIGNED ? (m.x[k] & 0x80u) << 24 : 0;
+            float magnitude = __fsub_rn(__uint_as_float((code << 20) + scale), __uint_as_float(scale));
+            values[k] = __uint_as_float(__float_as_uint(magnitude) | sign);
+        }
+    }
+    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+        unsigned int largest = 0;
+        for (int k = 0; k < 4; ++k) {
+            unsigned int bits = __float_as_uint(values[k]) & 0x7FFFFFFFu;
+            largest = bits > largest ? bits : largest;
+        }
+        int exponent = (int)((largest_of_group(largest) + 0x1FFFFFu) >> 23) - (SIGNED ? 15 : 31);
+        exponent = exponent > 0 ? exponent : 0;
+        unsigned int scale = (unsigned int)exponent << 23;
+        Byte4 m;
+        for (int k = 0; k < 4; ++k) {
+            unsigned int bits = __float_as_uint(values[k]);
+            float magnitude = __uint_as_float(bits & 0x7FFFFFFFu);
+            unsigned int above = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(scale))) - scale;
+            unsigned int code = (above + (((chance[k] >> shift) & 0xFFFFu) << 4 | 8u)) >> 20;
+            m.x[k] = (unsigned char)(SIGNED ? code | (bits >> 24 & 0x80u) : code ? code : (unsigned int)(magnitude > 0));
+        }
+        moments[i] = m;
+        if (i % 16 == 0) scales[i / 16] = (unsigned char)exponent;
+    }
+};
+
+template <typename Weights, typename Grad4, typename M, typename V>
+__device__ void adamw(Weights weights, M exp_avg, V exp_avg_sq, const Grad4* grad,
+                      unsigned int n, unsigned int first, unsigned int key, AdamW s) {
+    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, chance[4];
     if (i >= n) return;
-    Half4 w = weight[i], r = remainder[i];
-    Moments4 m = exp_avg[i], v = exp_avg_sq[i];
+    float master[4], m[4], v[4];
     Grad4 g = grad[i];
+    weights.load(i, master); exp_avg.load(i, m); exp_avg_sq.load(i, v);
     for (int k = 0; k < 4; ++k) {
-        float master = __uint_as_float(((unsigned int)w.x[k] << 16) + (unsigned int)(int)(short)r.x[k]);
-        unsigned int bits = __float_as_uint(next(master, gradient(g, k), m, v, k, first + 4 * i + k, key, s));
-        w.x[k] = (unsigned short)((bits + 0x8000u) >> 16);
-        r.x[k] = (unsigned short)bits;
+        master[k] = updated(master[k], weights.gradient(g, k), m[k], v[k], s);
+        chance[k] = hash_of(first + 4 * i + k, key);
     }
-    weight[i] = w; remainder[i] = r; exp_avg[i] = m; exp_avg_sq[i] = v;
+    weights.store(i, master); exp_avg.store(i, m, chance, 0); exp_avg_sq.store(i, v, chance, 16);
 }
 
-template <typename Moments4>
-__device__ void whole(Float4* weight, Moments4* exp_avg, Moments4* exp_avg_sq, const Float4* grad,
-                      unsigned int n, unsigned int first, unsigned int key, Scalars s) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
+template <typename Weights, typename Grad4, typename M>
+__device__ void lion(Weights weights, M exp_avg, const Grad4* grad, unsigned int n, unsigned int first, unsigned int key, Lion s) {
+    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, chance[4];
     if (i >= n) return;
-    Float4 w = weight[i], g = grad[i];
-    Moments4 m = exp_avg[i], v = exp_avg_sq[i];
-    for (int k = 0; k < 4; ++k) w.x[k] = next(w.x[k], g.x[k], m, v, k, first + 4 * i + k, key, s);
-    weight[i] = w; exp_avg[i] = m; exp_avg_sq[i] = v;
+    float master[4], m[4];
+    Grad4 g = grad[i];
+    weights.load(i, master); exp_avg.load(i, m);
+    for (int k = 0; k < 4; ++k) {
+        master[k] = updated(master[k], weights.gradient(g, k), m[k], s);
+        chance[k] = hash_of(first + 4 * i + k, key);
+    }
+    weights.store(i, master); exp_avg.store(i, m, chance, 0);
 }
 
-#define NUMBERS int n, int first, int key, int a, int b, int c, int d, int e, int f, int g, int h
 #define F(x) __int_as_float(x)
-#define GIVEN n, first, key, Scalars{F(a), F(b), F(c), F(d), F(e), F(f), F(g), F(h)}
-#define SPLIT(name, Moments4, Grad4) \
-    extern "C" __global__ void name( \
-        Half4* weight, Half4* remainder, Moments4* exp_avg, Moments4* exp_avg_sq, const Grad4* grad, NUMBERS) { \
-        split(weight, remainder, exp_avg, exp_avg_sq, grad, GIVEN); \
-    }
-#define WHOLE(name, Moments4) \
-    extern "C" __global__ void name(Float4* weight, Moments4* exp_avg, Moments4* exp_avg_sq, const Float4* grad, NUMBERS) { \
-        whole(weight, exp_avg, exp_avg_sq, grad, GIVEN); \
-    }
+#define COMMON int n, int first, int key
+#define ADAMW COMMON, int a, int b, int c, int d, int e, int f, int g, int h
+#define LION COMMON, int a, int b, int c, int d, int e, int f, int g
+#define OF_ADAMW n, first, key, AdamW{F(a), F(b), F(c), F(d), F(e), F(f), F(g), F(h)}
+#define OF_LION n, first, key, Lion{F(a), F(b), F(c), F(d), F(e), F(f), F(g)}
+#define SCALED Byte4 *m, unsigned char *m_scale
+#define SPLIT Half4 *weight, Half4 *remainder
+#define KERNEL(name) extern "C" __global__ void name
+#define KERNELS(name, Grad, weights, ...) \
+    KERNEL(adamw_##name)(__VA_ARGS__, Float4* m, Float4* v, const Grad* grad, ADAMW) { \
+        adamw(weights, InFloat32{m}, InFloat32{v}, grad, OF_ADAMW); \
+    } \
+    KERNEL(lion_##name)(__VA_ARGS__, Float4* m, const Grad* grad, LION) { lion(weights, InFloat32{m}, grad, OF_LION); }
+#define KERNELS_BF16(name, Grad, weights, ...) \
+    KERNEL(adamw_##name)(__VA_ARGS__, Half4* m, Half4* v, const Grad* grad, ADAMW) { \
+        adamw(weights, InBfloat16{m}, InBfloat16{v}, grad, OF_ADAMW); \
+    } \
+    KERNEL(lion_##name)(__VA_ARGS__, Half4* m, const Grad* grad, LION) { lion(weights, InBfloat16{m}, grad, OF_LION); }
+#define KERNELS_INT8(name, Grad, weights, ...) \
+    KERNEL(adamw_##name)(__VA_ARGS__, SCALED, Byte4* v, unsigned char* v_scale, const Grad* grad, ADAMW) { \
+        adamw(weights, InBytes<true>{m, m_scale}, InBytes<false>{v, v_scale}, grad, OF_ADAMW); \
+    } \
+    KERNEL(lion_##name)(__VA_ARGS__, SCALED, const Grad* grad, LION) { lion(weights, InBytes<true>{m, m_scale}, grad, OF_LION); }
+#define OF_SPLIT (Split{weight, remainder})
 
-SPLIT(adamw_split, Float4, Half4)
-SPLIT(adamw_split_of_sums, Float4, Float4)
-SPLIT(adamw_split_bf16, Half4, Half4)
-SPLIT(adamw_split_bf16_of_sums, Half4, Float4)
-WHOLE(adamw_float32, Float4)
-WHOLE(adamw_float32_bf16, Half4)
+KERNELS(split, Half4, OF_SPLIT, SPLIT)
+KERNELS(split_of_sums, Float4, OF_SPLIT, SPLIT)
+KERNELS(float32, Float4, Whole{weight}, Float4* weight)
+KERNELS_BF16(split_bf16, Half4, OF_SPLIT, SPLIT)
+KERNELS_BF16(split_bf16_of_sums, Float4, OF_SPLIT, SPLIT)
+KERNELS_BF16(float32_bf16, Float4, Whole{weight}, Float4* weight)
+KERNELS_INT8(split_int8, Half4, OF_SPLIT, SPLIT)
+KERNELS_INT8(split_int8_of_sums, Float4, OF_SPLIT, SPLIT)
+KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)
 """
 
 
 def launch(name: str, arrays: Sequence[Tensor], first: int, key: int, scalars: Sequence[Any]) -> None:
-    """Enqueue kernel `name` over equally long CUDA `arrays` on the current stream.
+    """Enqueue kernel `name` over CUDA `arrays` on the current stream: equally long, but for scales, which have one element a GROUP.
 
-    Kernels are named as kernels.py's, and take the same arrays; with "_of_sums" behind the name the gradient is fp32, and is rounded to
-    bfloat16 first. `first` and `key` are what stochastic rounding hangs on, `scalars` the eight float32 constants.
+    Kernels are named as the host's, and take the same arrays in the same order; with "_of_sums" behind the name the gradient is fp32, and
+    is rounded to bfloat16 first. `first` and `key` are what stochastic rounding hangs on, `scalars` the float32 constants.
     """
-    count = cuda.vectors(arrays, VECTOR)
+    numel = arrays[0].numel()
+    of_elements = [array for array in arrays if array.numel() * GROUP != numel]
+    count = cuda.vectors(of_elements, VECTOR)
     assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]
+    assert len(of_elements) == len(arrays) or numel % GROUP == 0, numel  # else threads of a group would lack partners
     numbers = [count, *map(cuda.signed, (first, key)), *map(cuda.float_bits, scalars)]
     cuda.launch(SOURCE, name, count, arrays, numbers)

@@ -60,7 +60,7 @@ fma: Any = intrinsic(_fma)  # a * b + c in float32, rounded once; a function cal
 
 
 def _adamw_split(
-    weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any,
+    weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
     grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
     root_correction2: Any, eps: Any, minus_step_size: Any,
 ) -> None:  # fmt: skip
@@ -78,7 +78,7 @@ def _adamw_split(
 
 
 def _adamw_float32(
-    weight: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any,
+    weight: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
     grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
     root_correction2: Any, eps: Any, minus_step_size: Any,
 ) -> None:  # fmt: skip
@@ -158,30 +158,31 @@ SCALARS = (float32,) * 8
 def adamw_split() -> Kernel:
     """The compiled kernel for bfloat16 precision.
 
-    Arguments: weight, remainder (int16 views of equal length n), exp_avg, exp_avg_sq (float32), grad (int16 view of bfloat16), then
-    as float32 grad_scale, 1 - lr * weight_decay, beta2, 1 - beta1, 1 - beta2, sqrt(1 - beta2^step), eps, -lr / (1 - beta1^step).
+    Arguments: weight, remainder (int16 views of equal length n), exp_avg, exp_avg_sq (float32), grad (int16 view of bfloat16), the number
+    of the first element and the step's key (which fp32 moments leave unused), then as float32 grad_scale, 1 - lr * weight_decay, beta2,
+    1 - beta1, 1 - beta2, sqrt(1 - beta2^step), eps, -lr / (1 - beta1^step).
     """
-    return compiled(_adamw_split, void(int16[::1], int16[::1], float32[::1], float32[::1], int16[::1], *SCALARS))
+    return compiled(_adamw_split, void(int16[::1], int16[::1], float32[::1], float32[::1], int16[::1], int64, uint32, *SCALARS))
 
 
 @cache
 def adamw_float32() -> Kernel:
     """The compiled kernel for float32 precision, whose weight is the master itself.
 
-    Arguments: weight, exp_avg, exp_avg_sq, grad (float32 of equal length n), then the scalars of `adamw_split`.
+    Arguments: weight, exp_avg, exp_avg_sq, grad (float32 of equal length n), then what `adamw_split` takes behind its arrays.
     """
-    return compiled(_adamw_float32, void(float32[::1], float32[::1], float32[::1], float32[::1], *SCALARS))
+    return compiled(_adamw_float32, void(float32[::1], float32[::1], float32[::1], float32[::1], int64, uint32, *SCALARS))
 
 
 @cache
 def adamw_split_bf16() -> Kernel:
-    """`adamw_split` with moments as int16 views of bfloat16, and behind the arrays the number of the first element and the step's key."""
+    """`adamw_split` with moments as int16 views of bfloat16."""
     return compiled(_adamw_split_bf16, void(int16[::1], int16[::1], int16[::1], int16[::1], int16[::1], int64, uint32, *SCALARS))
 
 
 @cache
 def adamw_float32_bf16() -> Kernel:
-    """`adamw_float32` with moments as int16 views of bfloat16, and behind the arrays the number of the first element and the step's key."""
+    """`adamw_float32` with moments as int16 views of bfloat16."""
     return compiled(_adamw_float32_bf16, void(float32[::1], int16[::1], int16[::1], float32[::1], int64, uint32, *SCALARS))
 
 

@@ -7,9 +7,9 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,8 @@ from megatrain.models.pretrained import Source, load_config_and_tokenizer, resol
 from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.models.weights import load_weights
-from megatrain.optim import OPTIMIZERS, Optimizer
+from megatrain.optim import OPTIMIZERS, AdamW, Lion, Optimizer
+from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.recipes.doctor import measured_or_typical
 from megatrain.report import human_bytes
@@ -143,10 +144,21 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     return shape_of(skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
 
 
+def optimizer_keys(config: Config) -> tuple[str, ...]:
+    """The keys that the config's optimizer has."""
+    made: type[Any] = OPTIMIZERS[config.optimizer.name]
+    return tuple(field.name for field in fields(made))
+
+
 def make_optimizer(config: Config) -> Optimizer:
-    options = config.optimizer
-    chosen = {key: value for key, value in options if key != "name"}
-    return OPTIMIZERS[options.name](lr=config.train.learning_rate, **chosen)
+    """The config's optimizer; what is left to it (auto) is its own default. Raises ConfigError for a key that it does not have."""
+    made = OPTIMIZERS[config.optimizer.name]
+    chosen = {key: value for key, value in config.optimizer if key != "name" and value != "auto"}
+    for key in chosen:
+        if key not in optimizer_keys(config):
+            raise ConfigError(f"{config.where(f'optimizer.{key}')}: {config.optimizer.name} has no {key}; remove the key")
+    optimizer: Optimizer = made(lr=config.train.learning_rate, **chosen)
+    return optimizer
 
 
 # -- plan ---------------------------------------------------------------------------------------------------------------------------
@@ -159,13 +171,18 @@ def make_run_plan(
 
     steps: of the whole run, if known. suggest: find out what would make it faster, too.
     """
-    train = config.train
+    train, optimizer = config.train, make_optimizer(config)
     job = Job(
         precision=parts.machine.precision,
         tokens_per_step=max(train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len, train.seq_len),
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
-        state_bytes=state_bytes(make_optimizer(config), parts.skeleton),
+        state_bytes=state_bytes(optimizer, parts.skeleton),
+        update_arithmetic=MOMENTS[config.optimizer.moments].arithmetic,
+        lighter_moments=tuple(
+            (moments, state_bytes(lighter, parts.skeleton), MOMENTS[moments].arithmetic)
+            for moments, lighter in with_lighter_moments(optimizer)
+        ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
         rows_vary=rows_vary(config, parts),
@@ -209,6 +226,14 @@ def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, fl
         (array.name, sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel)
         for array in optimizer.state_arrays
     )
+
+
+def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizer with every type of moments that is narrower than its own."""
+    if isinstance(optimizer, (AdamW, Lion)):
+        names = [*MOMENTS]
+        for moments in names[names.index(optimizer.moments) + 1 :]:
+            yield moments, replace(optimizer, moments=moments)
 
 
 def unless_auto(value: int | str) -> int | None:

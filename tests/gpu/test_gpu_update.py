@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.optim import AdamW
+from megatrain.optim import OPTIMIZERS, AdamW
+from megatrain.optim.elementwise import MOMENTS
 from tests.optim.test_adamw import Views, assert_same_bits, clone, random_grad, random_views
+from tests.optim.test_int8_moments import new_views
 
 NUMEL = 3 * 4096 + 64
 
@@ -15,15 +17,16 @@ def on_cuda(views: Views) -> Views:
     return {name: view.cuda() for name, view in views.items()}
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
 @pytest.mark.parametrize(("precision", "grad"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
-def test_the_update_has_the_bits_of_the_host_s(precision, grad, moments):
-    optimizer = AdamW(moments=moments)
-    host = random_views(precision, NUMEL)
-    host |= {name: host[name].to(getattr(torch, moments)) for name in ("exp_avg", "exp_avg_sq")}
+def test_the_update_has_the_bits_of_the_host_s(precision, grad, moments, name):
+    optimizer = OPTIMIZERS[name](moments=moments)
+    host = new_views(optimizer, precision, NUMEL)
     device = on_cuda(host)
     for step in range(1, 6):
-        host["grad"] = random_grad(grad, NUMEL, step)
+        host["grad"] = random_grad(grad, NUMEL, step) * (1.0 if step < 4 else 1e-6)
+        host["grad"][640:704] = 0  # a group of zeros
         device["grad"] = host["grad"].cuda()
         for views in (host, device):
             optimizer.update(views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37, first=(1 << 32) - 100)

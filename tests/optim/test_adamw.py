@@ -76,7 +76,7 @@ def reference(optimizer: AdamW, views: Views, *, lr: float, weight_decay: float,
 
 def assert_same_bits(views: Views, expected: Views) -> None:
     for name, view in views.items():
-        as_int = torch.int16 if view.element_size() == 2 else torch.int32
+        as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
         assert torch.equal(view.view(as_int), expected[name].view(as_int)), name
 
 

@@ -111,5 +111,5 @@ def test_threads_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.moments: 'float16' is none of float32, bfloat16"):
+    with pytest.raises(ConfigError, match=r"optimizer\.moments: 'float16' is none of float32, bfloat16, int8"):
         AdamW(moments="float16")

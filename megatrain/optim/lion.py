@@ -1,0 +1,39 @@
+"""Lion (Chen et al., 2023, arXiv:2302.06675): the sign of an average of gradients, one moment, decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megatrain.optim.elementwise import Elementwise, check_moments, check_range, checked_betas
+
+
+@dataclass(frozen=True)
+class Lion(Elementwise):
+    """Hyper-parameters of Lion, with the paper's defaults. Every element moves by `lr`, so rates are 3 to 10 times smaller than AdamW's.
+
+    `lr` is the base rate: what an update uses is passed to it. `moments`: as AdamW's. Raises ConfigError for a value out of range.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    moments: str = "float32"
+
+    name: ClassVar[str] = "lion"
+    moment_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    homes: ClassVar[dict[str, str]] = {"float32": "lion_kernels", "bfloat16": "lion_kernels", "int8": "int8_kernels"}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", checked_betas(self.betas))
+        check_range("lr", self.lr, 0.0, math.inf)
+        check_range("weight_decay", self.weight_decay, 0.0, math.inf)
+        check_moments(self.moments)
+
+    def scalars(self, lr: float, weight_decay: float, step: int, grad_scale: float) -> list[np.float32]:
+        """The kernels' constants, computed in double. No bias is corrected, so `step` changes nothing."""
+        beta1, beta2 = self.betas
+        return [np.float32(value) for value in (grad_scale, 1 - lr * weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, -lr)]
