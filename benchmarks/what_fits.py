@@ -20,14 +20,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "llama-3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 RAM = ("32GiB", "64GiB", "128GiB", "256GiB", "512GiB", "1024GiB")
 GPUS = ("RTX 4090", "H100", "H200")
+MOMENTS = {"float32": "", "bfloat16": " *with bf16*", "int8": " *with int8*"}
 STEP = ("train.seq_len=2048", "train.tokens_per_step=65536")
 INTRODUCTION = """# What fits
 
 By `megatrain plan MODEL --gpu GPU --ram RAM`, which you can ask about your own model, batch and machine. Every parameter is trained, by
 AdamW with exact clipping, in steps of 65,536 tokens and sequences of 2,048. A number is predicted tokens per second, from public figures of
-the GPU, with fp32 moments; *with bf16* is what `optimizer.moments: bfloat16` makes possible; a dash, that nothing does which leaves the
-batch as it is. Predictions are no measurements: those are in [performance.md](performance.md). Qwen2.5-1.5B is the shape without tied
-embeddings, 1.8B.
+the GPU, with fp32 moments; *with bf16* is what `optimizer.moments: bfloat16` makes possible, *with int8* what `optimizer.moments: int8`
+does; a dash, that nothing does which leaves the batch as it is. Predictions are no measurements: those are in
+[performance.md](performance.md). Qwen2.5-1.5B is the shape without tied embeddings, 1.8B.
 """
 
 
@@ -50,7 +51,7 @@ def row(model: str, gpu: str) -> Sequence[str]:
     parts = assemble(first, shape_model(first), another_machine(first, gpu, RAM[0]))
     cells = []
     for ram in RAM:
-        for moments in ("float32", "bfloat16"):
+        for moments, words in MOMENTS.items():
             config = bench_config(model, [*STEP, f"optimizer.moments={moments}"])
             machine = another_machine(config, gpu, ram)
             plan = make_run_plan(config, replace(parts, machine=machine))
@@ -59,7 +60,7 @@ def row(model: str, gpu: str) -> Sequence[str]:
             except PlanError:
                 continue
             rate = plan.job.tokens_per_step / plan.timing.seconds
-            cells.append(f"{rate:,.0f}" + (" *with bf16*" if moments == "bfloat16" else ""))
+            cells.append(f"{rate:,.0f}{words}")
             break
         else:
             cells.append("-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
@@ -16,7 +17,7 @@ class Job:
     seq_len: int
     clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known, or computes it again
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
-    update_arithmetic: float = 1.0  # one thread's rate of updates, of that with fp32 moments: where memory does not bound it, this does
+    update_arithmetic: float = math.inf  # parameters/s that one thread of the host could update if memory had no limit
     lighter_moments: tuple[tuple[str, tuple[tuple[str, float], ...], float], ...] = ()  # optimizer.moments, and those two with it
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused

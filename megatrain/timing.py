@@ -232,8 +232,7 @@ class _Costs:
         directions = 1 if self.choices.stores_gradients(self.job) else 2  # else gradients come down meanwhile
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
         bounded_by_memory = (alone - (alone - busy) * share) * self._update_scale
-        one_thread = interpolate(self.machine.update, 1) * self.job.update_arithmetic
-        return min(bounded_by_memory, self.choices.update_threads * one_thread)
+        return min(bounded_by_memory, self.choices.update_threads * self.job.update_arithmetic)
 
     def _transfer_rates(self) -> tuple[float, float]:
         """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""

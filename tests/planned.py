@@ -127,8 +127,8 @@ LAPTOP = replace(
     disk_free_bytes=GIB,
 )
 MOMENTS_BYTES = (  # optimizer.moments, bytes a parameter of AdamW's arrays, and how fast a thread is with them
-    ("bfloat16", (("exp_avg", 2.0), ("exp_avg_sq", 2.0)), 0.8),
-    ("int8", (("exp_avg", 1.0), ("exp_avg_scale", 1 / 64), ("exp_avg_sq", 1.0), ("exp_avg_sq_scale", 1 / 64)), 0.45),
+    ("bfloat16", (("exp_avg", 2.0), ("exp_avg_sq", 2.0)), 1.4e9),
+    ("int8", (("exp_avg", 1.0), ("exp_avg_scale", 1 / 64), ("exp_avg_sq", 1.0), ("exp_avg_sq_scale", 1 / 64)), 0.8e9),
 )
 JOB_7B = Job("bfloat16", tokens_per_step=65_536, seq_len=1024, lighter_moments=MOMENTS_BYTES, compiled=True)
 TINY_JOB = Job("bfloat16", tokens_per_step=64, seq_len=8, micro_batch_tokens=16)

@@ -263,6 +263,11 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
             "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16",
         ),
         (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=44 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 32768 and optimizer.moments: int8",
+        ),
+        (
             replace(JOB_7B, second_backward=False),
             with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB),
             "set memory.second_backward: auto",

@@ -179,3 +179,15 @@ def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it() -> None:
     }
     assert seconds[True, 16_384] > 1.2 * seconds[False, 16_384]
     assert seconds[True, 2048] < seconds[True, 16_384]
+
+
+def test_moments_of_8_bits_are_updated_faster_where_memory_bounds_the_update_but_no_faster_than_threads_can() -> None:
+    state, arithmetic = next((state, arithmetic) for moments, state, arithmetic in JOB_7B.lighter_moments if moments == "int8")
+    small = replace(JOB_7B, tokens_per_step=16_384)
+
+    def seconds(threads: int, job: Job) -> float:
+        return predict(replace(STREAMED, update_threads=threads), job, QWEN_7B, typical(H200)).seconds
+
+    int8 = replace(small, state_bytes=state, update_arithmetic=arithmetic)
+    assert seconds(14, int8) < 0.9 * seconds(14, small)
+    assert seconds(4, replace(int8, update_arithmetic=1e8)) == pytest.approx(QWEN_7B.parameters / 4e8, rel=0.1)

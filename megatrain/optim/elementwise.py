@@ -19,18 +19,18 @@ from megatrain.optim.optimizer import StateArray, UpdateRange
 
 @dataclass(frozen=True)
 class Format:
-    """How moments are kept. `arithmetic`: parameters/s of one thread of the host, of those with fp32 moments (docs/log.md)."""
+    """How moments are kept. `arithmetic`: parameters/s of one thread of the host with data in its caches, AVX-512 (docs/log.md)."""
 
     dtype: torch.dtype
     suffix: str = ""  # of the kernels that take them
     scaled: bool = False  # each GROUP has a scale
-    arithmetic: float = 1.0
+    arithmetic: float = 1.8e9
 
 
 MOMENTS = {  # from the widest to the narrowest
     "float32": Format(torch.float32),
-    "bfloat16": Format(torch.bfloat16, "_bf16", arithmetic=0.8),
-    "int8": Format(torch.uint8, "_int8", scaled=True, arithmetic=0.45),
+    "bfloat16": Format(torch.bfloat16, "_bf16", arithmetic=1.4e9),
+    "int8": Format(torch.uint8, "_int8", scaled=True, arithmetic=0.8e9),
 }
 
 
