@@ -2,6 +2,7 @@
 
 To add an optimizer: one file with a frozen dataclass that keeps the contract of `optimizer.Optimizer` (its hyper-parameters, `name`,
 `state_arrays`, `compile`, `update`, `updating`), and one row here. Store, planner, checkpoint and the parity test read the rest from it.
+Where an element's update depends on that element alone, `elementwise.Elementwise` has all but hyper-parameters, scalars and kernels.
 """
 
 from megatrain.optim.adamw import AdamW
