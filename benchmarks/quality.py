@@ -34,6 +34,7 @@ from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import rows as rows_of
 from megatrain.recipes import setup
+from megatrain.recipes.optimizers import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, co
         print(f"{taken} linear modules of {count} layers in fp8")
     engine = Engine(
         skeleton,
-        optimizer=setup.make_optimizer(config),
+        optimizer=make_optimizer(config),
         precision=machine.precision,
         max_grad_norm=config.train.max_grad_norm,
         device=machine.device,

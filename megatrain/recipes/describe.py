@@ -18,8 +18,9 @@ from megatrain.metrics import read_metrics
 from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
+from megatrain.recipes.optimizers import make_optimizer, optimizer_keys
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, make_optimizer, optimizer_keys, packed_to, prices_of
+from megatrain.recipes.setup import Parts, packed_to, prices_of
 from megatrain.recipes.signals import StopRequest
 from megatrain.run_folder import write_text
 from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary

@@ -7,9 +7,9 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,10 +27,11 @@ from megatrain.models.pretrained import Source, load_config_and_tokenizer, resol
 from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.models.weights import load_weights
-from megatrain.optim import OPTIMIZERS, AdamW, Lion, Optimizer
+from megatrain.optim import Optimizer
 from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.optimizers import make_optimizer, with_lighter_moments
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -144,23 +145,6 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     return shape_of(skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
 
 
-def optimizer_keys(config: Config) -> tuple[str, ...]:
-    """The keys that the config's optimizer has."""
-    made: type[Any] = OPTIMIZERS[config.optimizer.name]
-    return tuple(field.name for field in fields(made))
-
-
-def make_optimizer(config: Config) -> Optimizer:
-    """The config's optimizer; what is left to it (auto) is its own default. Raises ConfigError for a key that it does not have."""
-    made = OPTIMIZERS[config.optimizer.name]
-    chosen = {key: value for key, value in config.optimizer if key != "name" and value != "auto"}
-    for key in chosen:
-        if key not in optimizer_keys(config):
-            raise ConfigError(f"{config.where(f'optimizer.{key}')}: {config.optimizer.name} has no {key}; remove the key")
-    optimizer: Optimizer = made(lr=config.train.learning_rate, **chosen)
-    return optimizer
-
-
 # -- plan ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -226,14 +210,6 @@ def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, fl
         (array.name, sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel)
         for array in optimizer.state_arrays
     )
-
-
-def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizer with every type of moments that is narrower than its own."""
-    if isinstance(optimizer, (AdamW, Lion)):
-        names = [*MOMENTS]
-        for moments in names[names.index(optimizer.moments) + 1 :]:
-            yield moments, replace(optimizer, moments=moments)
 
 
 def unless_auto(value: int | str) -> int | None:

@@ -11,7 +11,7 @@ from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW, Lion
 from megatrain.recipes.describe import decided_of_optimizer
-from megatrain.recipes.setup import make_optimizer, with_lighter_moments
+from megatrain.recipes.optimizers import make_optimizer, with_lighter_moments
 
 
 @pytest.fixture
