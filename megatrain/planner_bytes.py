@@ -42,7 +42,7 @@ HEAD_COPIES = "the libraries' forms of the head"
 def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """Bytes of the computations that take turns: the device holds the largest."""
     return {
-        "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
+        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens),
         "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
         "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
     }
