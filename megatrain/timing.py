@@ -82,6 +82,7 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
         clipping=job.clipping,
         tied=shape.tied,
         second_backward=choices.second_backward,
+        graphs_on_host=choices.retained_on_host,
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short rows would cost more than padding.
 AUTO_PACKED_TOKENS = 4096
+MOST_LAYER_CHUNKS = 64  # smaller chunks save little beside hidden states of the whole length, and take long to dry-run
 
 logger = logging.getLogger("megatrain")
 
@@ -253,7 +254,7 @@ def layer_chunks(config: Config, largest: int) -> Iterable[int]:
     wanted = config.train.layer_chunk_tokens
     if wanted != "auto":
         return [int(wanted)] if wanted else []
-    return [size for size in LAYER_CHUNK_TOKENS if size < largest]
+    return [size for size in LAYER_CHUNK_TOKENS if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest]
 
 
 def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
