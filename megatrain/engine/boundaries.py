@@ -172,6 +172,9 @@ class Offload:
     transfer.
     """
 
+    _down: Ring
+    _up: Ring
+
     def __init__(self, width: int, dtype: torch.dtype, compute: Compute, download: Lane, fetch: Lane) -> None:
         self.row = width * dtype.itemsize  # bytes of a token's hidden state
         self.compute, self.download, self.fetch = compute, download, fetch
