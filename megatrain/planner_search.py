@@ -213,7 +213,9 @@ class Search:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
                     for again in self.second_backwards(groups, retained, sent):
-                        yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent, again, in_chunks))
+                        yield self.filled(
+                            Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent, again, in_chunks)
+                        )
 
     def filled(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""
