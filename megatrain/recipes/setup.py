@@ -250,10 +250,13 @@ def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> lis
 
 
 def layer_chunks(config: Config, largest: int) -> Iterable[int]:
-    """Chunks of layers whose memory the planner should know: the one asked for, or some that are shorter than the largest micro-batch."""
+    """Chunks of layers whose memory the planner should know: the one asked for, or some that are shorter than the largest micro-batch.
+
+    Those too if none is asked for: where that does not fit, the plan says what would.
+    """
     wanted = config.train.layer_chunk_tokens
-    if wanted != "auto":
-        return [int(wanted)] if wanted else []
+    if isinstance(wanted, int):
+        return [wanted]
     return [size for size in LAYER_CHUNK_TOKENS if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest]
 
 
