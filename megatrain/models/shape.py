@@ -16,6 +16,7 @@ from megatrain.models.work import ModelWork
 HEAD_CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)  # sizes in which the head may walk through a micro-batch
 
 LAYER_CHUNK_TOKENS = (4096, 16_384)  # in which layers may walk through a longer micro-batch; larger ones run no faster
+MOST_LAYER_CHUNKS = 64  # smaller chunks save little beside hidden states of the whole length, and take long to dry-run
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,16 @@ def shape_of(
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
     )
+
+
+def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
+    """Chunks of layers whose memory the planner should know: the number wanted, or some that are shorter than the largest micro-batch.
+
+    Those too if none is wanted: where that does not fit, the plan says what would.
+    """
+    if isinstance(wanted, int):
+        return [wanted]
+    return [size for size in LAYER_CHUNK_TOKENS if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest]
 
 
 def _of_last_layers(saved: Mapping[int, Sequence[int]]) -> tuple[WorkingSet, ...]:

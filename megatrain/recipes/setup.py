@@ -24,7 +24,7 @@ from megatrain.hardware import Hardware, keep_heap_small, probe
 from megatrain.machine import MachineProfile, board_power_w
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
-from megatrain.models.shape import LAYER_CHUNK_TOKENS, ModelShape, shape_of
+from megatrain.models.shape import ModelShape, layer_chunks, shape_of
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.models.weights import load_weights
 from megatrain.optim import OPTIMIZERS, Optimizer
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short rows would cost more than padding.
 AUTO_PACKED_TOKENS = 4096
-MOST_LAYER_CHUNKS = 64  # smaller chunks save little beside hidden states of the whole length, and take long to dry-run
 
 logger = logging.getLogger("megatrain")
 
@@ -149,7 +148,7 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
         head_loss=next_token_on_meta,
         runs_on=device,
         compiled=compiled,
-        layer_chunks=layer_chunks(config, max(sizes)),
+        layer_chunks=layer_chunks(config.train.layer_chunk_tokens, max(sizes)),
     )
 
 
@@ -247,17 +246,6 @@ def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> lis
         return [wanted]
     largest = max(seq_len, AUTO_MICRO_BATCH_TOKENS[device_type])
     return [seq_len << i for i in range((largest // seq_len).bit_length())]
-
-
-def layer_chunks(config: Config, largest: int) -> Iterable[int]:
-    """Chunks of layers whose memory the planner should know: the one asked for, or some that are shorter than the largest micro-batch.
-
-    Those too if none is asked for: where that does not fit, the plan says what would.
-    """
-    wanted = config.train.layer_chunk_tokens
-    if isinstance(wanted, int):
-        return [wanted]
-    return [size for size in LAYER_CHUNK_TOKENS if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest]
 
 
 def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
