@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
 from megatrain.planner_job import Choices, Job
-from megatrain.retention import COMING, LEAVING, graphs_of_layers
+from megatrain.retention import graphs_of_layers, rings
 
 if TYPE_CHECKING:
     from megatrain.models.shape import ModelShape
@@ -42,7 +42,7 @@ HEAD_COPIES = "the libraries' forms of the head"
 def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """Bytes of the computations that take turns: the device holds the largest."""
     return {
-        "layer, one micro-batch": shape.layer.at(choices.micro_batch_tokens),
+        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens),
         "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
         "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
     }
@@ -148,10 +148,10 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
 
     The gradient that goes back through the layers takes the place of the head's input, which a second backward still needs.
     """
-    layers = len(shape.block_numel) - 2
+    layers, in_group = len(shape.block_numel) - 2, choices.micro_batches(job)
     row = shape.hidden_size * WEIGHT_BYTES[job.precision]
     travelling = choices.micro_batch_tokens * row + (max(graph_bytes(choices, job, shape)) if choices.retained_on_host else 0)
-    on_their_way = (LEAVING + COMING) * travelling if choices.offload else 0
+    on_their_way = sum(rings(in_group, choices.retained_on_host)) * travelling if choices.offload else 0
     return choices.group_tokens(job) * row * (layers + 1 + choices.second_backward) - _offloaded(choices, job, shape) + on_their_way
 
 

@@ -21,7 +21,12 @@ PLACING = {
     "memory.retained_on_host": "retained_on_host",
     "memory.second_backward": "second_backward",
 }
-CUTTING = {"train.micro_batch_tokens": "micro_batch_tokens", "train.groups": "groups", "train.head_chunk_tokens": "head_chunk_tokens"}
+CUTTING = {
+    "train.micro_batch_tokens": "micro_batch_tokens",
+    "train.groups": "groups",
+    "train.head_chunk_tokens": "head_chunk_tokens",
+    "train.layer_chunk_tokens": "layer_chunk_tokens",
+}
 EXACT = "exact"
 
 Settings = dict[str, dict[str, Any]]  # the words that ask for it -> fields of the job that it sets; mildest first

@@ -24,6 +24,7 @@ class Job:
     micro_batch_tokens: int | None = None
     groups: int | None = None
     head_chunk_tokens: int | None = None
+    layer_chunk_tokens: int | None = None  # 0: layers are computed whole
     resident: int | None = None
     retained: int | None = None
     cheap_retention: bool | None = None
@@ -68,6 +69,7 @@ class Choices:
     update_threads: int
     retained_on_host: int = 0  # of the layers that are not retained so many, evenly spread, send their graphs to host RAM
     second_backward: bool = False  # clip without stored gradients: compute them for their norm, and again to apply them
+    layer_chunk_tokens: int = 0  # the token-wise parts of a layer are computed so many tokens at a time; 0: a micro-batch at once
 
     def stores_gradients(self, job: Job) -> bool:
         """Whether every gradient waits for the norm."""

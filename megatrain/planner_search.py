@@ -88,10 +88,10 @@ class Search:
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
         return min(tied, key=self.complexity, default=None)
 
-    def complexity(self, choices: Choices) -> tuple[bool, int, bool, bool, bool, int]:
+    def complexity(self, choices: Choices) -> tuple[bool, int, bool, bool, bool, bool, int]:
         """What speaks against choices that are equally fast."""
-        graphs = choices.retained_on_host > 0, choices.cheap_retention
-        return choices.second_backward, choices.groups, choices.offload, *graphs, self.bytes(choices)
+        layers = choices.retained_on_host > 0, choices.cheap_retention, choices.layer_chunk_tokens > 0
+        return choices.second_backward, choices.groups, choices.offload, *layers, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -195,17 +195,27 @@ class Search:
             return [False]
         return [False, True] if self.job.second_backward is None else [self.job.second_backward]
 
+    def layer_chunks(self, tokens: int) -> list[int]:
+        """Sizes of chunks for the layers' token-wise parts, those that are shorter than a micro-batch; 0 for none."""
+        if self.job.layer_chunk_tokens is not None:
+            return [self.job.layer_chunk_tokens]
+        return [0, *(size for size, _ in self.shape.layer_chunked if size < tokens)]
+
     def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Choices]:
         """Where blocks, sums and boundaries may live."""
         threads = self.job.update_threads or update_threads(self.hardware.physical_cores)
         blocks = len(self.shape.block_numel)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
-            for sent in self.on_host(groups, retained, cheap, offload):
+            for sent, in_chunks in product(self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)):
+                if in_chunks and self.job.layer_chunk_tokens is None and (retained or sent):
+                    continue  # layers that need chunks leave no room for graphs
                 if cheap and not retained and not sent and self.job.cheap_retention is None:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
                     for again in self.second_backwards(groups, retained, sent):
-                        yield self.filled(Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent, again))
+                        yield self.filled(
+                            Choices(tokens, groups, 0, sums, retained, cheap, offload, chunk, threads, sent, again, in_chunks)
+                        )
 
     def filled(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""

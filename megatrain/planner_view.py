@@ -44,6 +44,7 @@ def _choices(plan: Plan) -> Table:
         "gradients": "twice" if choices.second_backward else "once",
         "boundaries": "offloaded" if choices.offload else "kept",
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
+        "layer chunk": f"{choices.layer_chunk_tokens:,} tokens" if choices.layer_chunk_tokens else "none",
         "update threads": str(choices.update_threads),
         "working set": human(plan.device["working set"]),
     }

@@ -23,6 +23,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "boundaries": job.offload,
         "gradients": job.second_backward,
         "head chunk": job.head_chunk_tokens,
+        "layer chunk": job.layer_chunk_tokens,
         "update threads": job.update_threads,
     }
     found = {
@@ -34,6 +35,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "gradients": _gradients(choices, job),
         "boundaries": "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed",
         "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
+        "layer chunk": _layer_chunk(choices),
         "update threads": "all physical cores but an eighth, or but two of few",
         "working set": f"decided by: {max(sets, key=lambda name: sets[name])}",
     }
@@ -44,6 +46,12 @@ def _groups(choices: Choices) -> str:
     if choices.groups == 1:
         return "every weight crosses once forward and once backward"
     return "smaller groups leave room, for which weights cross once a group"
+
+
+def _layer_chunk(choices: Choices) -> str:
+    if choices.layer_chunk_tokens:
+        return "MLPs and norms take so many tokens at a time, so that nothing wider than the hidden states exists for a whole micro-batch"
+    return "layers take a micro-batch at once"
 
 
 def _resident(choices: Choices, shape: ModelShape, hardware: Hardware) -> str:

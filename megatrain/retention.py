@@ -9,7 +9,16 @@ from typing import Literal
 # arrives while the other is read, and a graph takes longer to leave than the next micro-batch to compute.
 LEAVING, COMING = 3, 2
 
+
 Where = Literal["device", "host", "nowhere"]  # of a layer's graph; with none it is computed again in backward
+
+
+def rings(micro_batches: float, graphs: int) -> tuple[int, int]:
+    """(leaving, coming): how much of what one micro-batch leaves behind the rings hold, of a group of so many, and of so many graphs.
+
+    The boundary of a group's only micro-batch leaves while a whole layer computes, and the next one comes no sooner.
+    """
+    return (1 if micro_batches <= 1 and not graphs else LEAVING), COMING
 
 
 @lru_cache(maxsize=256)

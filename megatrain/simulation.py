@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatrain.retention import COMING, LEAVING
+from megatrain.retention import rings
 
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
 SIMULATED_GROUPS = 4  # the first, two in the middle, and the last; further ones take as long as the second in the middle
@@ -46,6 +46,7 @@ class Dials:
     clipping: bool
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
     second_backward: bool = False  # the first one measures gradients only
+    graphs_on_host: int = 0  # layers
 
     @property
     def stored(self) -> bool:
@@ -138,8 +139,9 @@ class _Play:
         self.staging_free = [0.0, 0.0]
         self.travelling_free = [0.0, 0.0]
         self.turn = 0
-        self.leaving = LEAVING * max(block.boundary_down for block in blocks) / max(1.0, dials.micro_batches)
-        self.coming = COMING * max(block.boundary_up for block in blocks) / max(1.0, dials.micro_batches)
+        leaving, coming = rings(dials.micro_batches, dials.graphs_on_host)
+        self.leaving = leaving * max(block.boundary_down for block in blocks) / max(1.0, dials.micro_batches)
+        self.coming = coming * max(block.boundary_up for block in blocks) / max(1.0, dials.micro_batches)
 
     def step(self) -> Course:
         """Play a whole step: from the moment the norm of the one before is known to that moment."""

@@ -82,6 +82,7 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
         clipping=job.clipping,
         tied=shape.tied,
         second_backward=choices.second_backward,
+        graphs_on_host=choices.retained_on_host,
     )
 
 
@@ -132,11 +133,13 @@ class _Costs:
         kept = self._kept_bytes(graph, number)
         key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident)
         if key not in self._known:  # layers are mostly of one kind
-            rate, quantising = self._layer_rate(tokens), self._quantising(self.shape.block_numel[number])
+            numel, chunk = self.shape.block_numel[number], self.choices.layer_chunk_tokens or tokens
+            rate, quantising = self._layer_rate(min(tokens, chunk)), self._quantising(numel)
+            adding = (-(-tokens // chunk) - 1) * self._adding(numel)
             forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
             again = forward - work.skippable_flops * tokens / rate if graph == "nowhere" else self._again(work, tokens)
             gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
-            self._known[key] = self._block(number, forward + gathering, backward + again, kept if self.choices.offload else 0.0)
+            self._known[key] = self._block(number, forward + gathering, backward + again + adding, kept if self.choices.offload else 0.0)
         return self._known[key]
 
     def _again(self, work: LayerWork, tokens: int) -> float:

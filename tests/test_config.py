@@ -32,6 +32,7 @@ train:
   micro_batch_tokens: 512
   groups: 1
   head_chunk_tokens: 256
+  layer_chunk_tokens: null
   retained: 4
   cheap_retention: false
   seq_len: 512

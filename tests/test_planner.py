@@ -96,6 +96,7 @@ def test_no_other_choice_is_predicted_to_be_faster() -> None:
         {"offload": True},
         {"offload": False},
         {"head_chunk_tokens": 512},
+        {"layer_chunk_tokens": 0},
         {"update_threads": 3},
     ],
 )

@@ -99,6 +99,8 @@ def test_boundaries_wait_on_the_device_or_in_host_RAM() -> None:
     assert device(TWO_GROUPS)["boundary activations"] == 32 * 10 * 2 * 3
     offloaded = replace(ALL_STREAMED, offload=True)
     assert device(offloaded)["boundary activations"] == 64 * 10 * 2 + 5 * 16 * 10 * 2  # what backward carries, and five on their way
+    alone = replace(offloaded, micro_batch_tokens=64)  # one micro-batch: its boundary is gone before the next one comes
+    assert device(alone)["boundary activations"] == 64 * 10 * 2 + 3 * 64 * 10 * 2
     assert host_bytes(offloaded, TINY_JOB, TINY, LAPTOP)["boundary activations"] == HUGE  # of 64 x 10 x 2 x 2 bytes
     assert "boundary activations" not in host_bytes(ALL_STREAMED, TINY_JOB, TINY, LAPTOP)
 

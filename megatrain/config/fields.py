@@ -130,6 +130,9 @@ class TrainOptions(Options):
     head_chunk_tokens: v.CountOrAuto = Field(
         default="auto", description="Targets whose logits exist at a time; changes memory and speed, not the result."
     )
+    layer_chunk_tokens: v.CountAutoOrNull = Field(
+        default="auto", description="Tokens that a layer's MLP and norms take at a time; null: a micro-batch. Memory, not the result."
+    )
     retained: _NumberOrAuto = Field(
         default="auto", description="The last so many layers keep what their backward needs; the others compute it twice. Not the result."
     )

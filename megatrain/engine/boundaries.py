@@ -16,7 +16,7 @@ import torch
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
-from megatrain.retention import COMING, LEAVING
+from megatrain.retention import rings
 
 TOUCHING_THREADS = 8
 ALIGNMENT = 64  # bytes, of tensors that travel together
@@ -172,6 +172,9 @@ class Offload:
     transfer.
     """
 
+    _down: Ring
+    _up: Ring
+
     def __init__(self, width: int, dtype: torch.dtype, compute: Compute, download: Lane, fetch: Lane) -> None:
         self.row = width * dtype.itemsize  # bytes of a token's hidden state
         self.compute, self.download, self.fetch = compute, download, fetch
@@ -179,6 +182,7 @@ class Offload:
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for
+        self._counts = rings(1, 0)
         self._drop_rings()
         self._last_down: Event | None = None
         self._last_up: Event | None = None
@@ -186,6 +190,7 @@ class Offload:
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
         """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
+        self._counts = rings(len(tokens), graphs)
         self._make_rings(max(tokens) * self.row)
         self._up.give_back(self.compute.record())  # what an abandoned step had asked for
         self._tokens, self._layers = sum(tokens), graphs
@@ -196,12 +201,13 @@ class Offload:
 
     def _make_rings(self, largest: int) -> None:
         """On the device, for pieces of so many bytes."""
-        if self._largest >= largest:
+        nbytes, device, (leaving, coming) = round_up(largest, ALIGNMENT), self.compute.device, self._counts
+        if self._largest >= nbytes and self._down.flat.numel() >= leaving * nbytes:
             return
         self._settle()
+        nbytes = max(nbytes, self._largest)
         self._drop_rings()  # first: there may be no room for both
-        nbytes, device = round_up(largest, ALIGNMENT), self.compute.device
-        self._down, self._up = (Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=device)) for count in (LEAVING, COMING))
+        self._down, self._up = (Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=device)) for count in (leaving, coming))
         self._largest, made = nbytes, self.compute.record()
         self.fetch.submit(lambda _: self.fetch.wait(made))  # wait: zeros must be there before what is fetched
 

@@ -77,6 +77,8 @@ class Engine:
         self._tuning = settings.compile and device.type == "cuda"  # until the first step is over
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
+        if settings.layer_chunk:
+            skeleton.chunk_layers(settings.layer_chunk, settings.compile)
         skeleton.find_skippable()
         if settings.compile:
             skeleton.compile_layers(settings.cheap_retention)

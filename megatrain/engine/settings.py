@@ -31,6 +31,7 @@ class Settings:
         retained_on_host: of those others so many, evenly spread, send their graphs to host RAM instead; their boundaries too.
         offload: boundary activations wait in host RAM between forward and backward.
         head_chunk: targets whose logits exist at a time.
+        layer_chunk: parts of a layer that treat every token alike, its MLP above all, are computed so many tokens at a time; None: whole.
         update_threads: host threads that run the optimizer.
         compile: fuse the element-wise parts of every decoder layer with torch.compile. Pays where micro-batches have few different shapes.
         cheap_retention: with `compile`, retained layers keep only what matrix products and attention need; what lies between is computed
@@ -54,9 +55,12 @@ class Settings:
     compile: bool = False
     cheap_retention: bool = False
     second_backward: bool = False
+    layer_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        ones: tuple[str, ...]
         ones, zeros = ("groups", "head_chunk", "update_threads"), ("resident", "sums_on_device", "retained", "retained_on_host")
+        ones = ones if self.layer_chunk is None else (*ones, "layer_chunk")
         for name, least in {**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from megatrain.models.compiled import CompiledLayer, trace_compiled
 from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, layer_peak_bytes, tensor_bytes
-from megatrain.models.recorder import LayerCall
+from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.skippable import skippable
 from megatrain.models.work import LayerWork, ModelWork, Pass, Tally, Traffic, tally, work_per_token
@@ -75,6 +74,12 @@ class DryRun:
             kept_compiled=compiled(lambda layer: layer.saved_bytes),
             kept_cheap=compiled(lambda layer: layer.cheap_saved_bytes),
         )
+
+    def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
+        """Working set of the hungriest layer whose token-wise parts are computed so many tokens at a time."""
+        calls = self._calls(rows)
+        with self.skeleton.chunked(chunk_tokens):
+            return max(self._layer(index, rows, calls[index]).peak_bytes for index in set(self.kinds))
 
     def head(self, chunk_tokens: int) -> Footprint:
         """Of the head and the loss for so many tokens."""
@@ -153,7 +158,7 @@ class DryRun:
         """For each layer the first one like it: layers of one class with equal parameter shapes and equal inputs need the same."""
         first: dict[Any, int] = {}
         return [
-            first.setdefault(_kind(layer, call), index)
+            first.setdefault(kind_of(layer, call), index)
             for index, (layer, call) in enumerate(zip(self.skeleton.layers, self._calls(1), strict=True))
         ]
 
@@ -180,14 +185,6 @@ class DryRun:
         if block == HEAD:
             names += [owner for _, owner in anatomy.tied]
         return [module.get_parameter(leaf) for module, leaf in map(self.skeleton.owner, names)]
-
-
-def _kind(layer: nn.Module, call: LayerCall) -> Any:
-    def describe(value: Any) -> Any:
-        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
-
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return type(layer), shapes, tuple(describe(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
 
 
 def _padded(calls: Iterable[LayerCall], rows: int, seq_len: int) -> list[LayerCall]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,13 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
     return rest.pop("hidden_states"), (), rest
+
+
+def kind_of(layer: nn.Module, call: LayerCall) -> Any:
+    """Equal for layers of one class with equal parameter shapes and equal inputs."""
+
+    def describe(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return type(layer), shapes, tuple(describe(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs)))

@@ -15,6 +15,9 @@ from megatrain.models.work import ModelWork
 
 HEAD_CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)  # sizes in which the head may walk through a micro-batch
 
+LAYER_CHUNK_TOKENS = (4096, 16_384)  # in which layers may walk through a longer micro-batch; larger ones run no faster
+MOST_LAYER_CHUNKS = 64  # smaller chunks save little beside hidden states of the whole length, and take long to dry-run
+
 
 @dataclass(frozen=True)
 class WorkingSet:
@@ -61,6 +64,11 @@ class ModelShape:
     retained_compiled: tuple[WorkingSet, ...]
     work: ModelWork  # arithmetic and memory traffic of every block
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
+    layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()  # as `layer`, where its token-wise parts run so many tokens at a time
+
+    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0) -> int:
+        """Working set of the hungriest layer. chunk_tokens: one of `layer_chunked`; 0, or what was not tried: a micro-batch at once."""
+        return dict(self.layer_chunked).get(chunk_tokens, self.layer).at(micro_batch_tokens)
 
     def retained_bytes(self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False) -> int:
         """Bytes that the graphs of the last `layers` layers hold between forward and backward of one micro-batch, less their outputs.
@@ -80,6 +88,7 @@ def shape_of(
     head_loss: Callable[[Tensor], Tensor] | None = None,
     runs_on: str = "cpu",
     compiled: bool = False,
+    layer_chunks: Iterable[int] = (),
 ) -> ModelShape:
     """Dry-run a skeleton whose parameters are still on the meta device. Nothing is allocated and no device is touched.
 
@@ -91,6 +100,7 @@ def shape_of(
         runs_on: "cpu" or "cuda", where the model will compute: not every attention kernel exists on both.
         compiled: find out too what torch.compile makes of the layers, which takes a second for each kind of layer; otherwise, and of
             layers that it could not compile whole, compiled figures are the eager ones, which are larger.
+        layer_chunks: find out too what layers need whose token-wise parts are computed so many tokens at a time.
 
     Raises:
         ModelError: a part of the model cannot run without data.
@@ -98,6 +108,7 @@ def shape_of(
     assert all(p.is_meta for layer in skeleton.layers for p in layer.parameters()), "shape_of needs a skeleton that is not bound yet"
     dry = DryRun(skeleton, seq_len, padded=padded, loss=head_loss or cross_entropy, runs_on=runs_on, compiled=compiled)
     runs = {rows * seq_len: dry.bytes_of(rows) for rows in sorted({max(1, n // seq_len) for n in micro_batch_tokens})}
+    chunked = {chunk: {tokens: dry.layer_in_chunks(tokens // seq_len, chunk) for tokens in runs} for chunk in sorted(layer_chunks)}
     anatomy = skeleton.anatomy
     return ModelShape(
         family=anatomy.family,
@@ -114,7 +125,18 @@ def shape_of(
         retained_compiled=_of_last_layers({tokens: run.kept_compiled for tokens, run in runs.items()}),
         retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
+        layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
     )
+
+
+def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
+    """Chunks of layers whose memory the planner should know: the number wanted, or some that are shorter than the largest micro-batch.
+
+    Those too if none is wanted: where that does not fit, the plan says what would.
+    """
+    if isinstance(wanted, int):
+        return [wanted]
+    return [size for size in LAYER_CHUNK_TOKENS if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest]
 
 
 def _of_last_layers(saved: Mapping[int, Sequence[int]]) -> tuple[WorkingSet, ...]:

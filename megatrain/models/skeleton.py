@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import ConfigError, ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
+from megatrain.models.chunked import chunk, unchunk
 from megatrain.models.compiled import inductor_with_cheap_retention
+from megatrain.models.documents import documents_known, documents_of, none_found, separates
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.skippable import skippable, skipping
+from megatrain.models.token_wise import ROWS, TOKENS, Modules, token_wise_modules
 
 # Of one class of layers, for all models of a process together; dynamo runs what goes beyond eagerly, and silently. Its own limit is 8. A
 # layer has four (without gradients in training and in evaluation, retained, computed again), each anew for rows of another length, then of
@@ -45,34 +49,6 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def documents_of(positions: torch.Tensor) -> torch.Tensor:
-    """Which document of its sequence each token belongs to, [batch, tokens]: another one begins where positions do not go on by one."""
-    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    return (steps != 1).cumsum(-1)
-
-
-def none_found(positions: torch.Tensor) -> None:
-    """Of positions that the model itself counted."""
-
-
-@contextmanager
-def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Have transformers ask `find` for the packed documents in positions. Its own search ends in a question to the GPU whether there are
-    any, for whose answer the GPU stands still, once with every run of the model."""
-    from transformers import masking_utils
-
-    search = "find_packed_sequence_indices"
-    found = getattr(masking_utils, search, None)
-    if found is None:  # a release that does not search
-        yield
-        return
-    setattr(masking_utils, search, find)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, search, found)
 
 
 def choose_attention(config: Any, attention: str) -> str:
@@ -257,6 +233,28 @@ class Skeleton:
         if taken == 0:
             raise ConfigError(f"precision: fp8 suits no layer of this {type(self.model).__name__}; set precision: bfloat16")
 
+    def chunk_layers(self, tokens: int, compiled: bool = False) -> None:
+        """Have layers compute what treats every token alike, such as MLPs, so many tokens at a time. Before `find_skippable`.
+
+        compiled: torch.compile makes the chunks' graphs; for layers that are compiled too, whose graphs break there.
+        """
+        chunk(self._token_wise, tokens, compiled)
+
+    @contextmanager
+    def chunked(self, tokens: int) -> Iterator[None]:
+        """`chunk_layers` while the context lasts."""
+        self.chunk_layers(tokens)
+        try:
+            yield
+        finally:
+            unchunk(self._token_wise)
+
+    @cached_property
+    def _token_wise(self) -> Modules:
+        with torch.random.fork_rng(devices=[]):
+            hidden, calls = self.dry_call(ROWS, TOKENS)
+        return token_wise_modules(self.layers, self.dtype, hidden.shape[-1], calls)
+
     def compile_layers(self, cheap: bool = False) -> None:
         """Have torch.compile fuse what lies between the matrix products of every layer, when it first runs.
 
@@ -379,14 +377,6 @@ class Skeleton:
         with zeros_outside(self.model, self.layers), torch.no_grad():
             hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
-
-
-def separates(mask: Any) -> bool:
-    """Whether this is a mask [.., 4, 4] under which the last two tokens do not see the first two, and each sees itself."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or mask.shape[-2:] != (4, 4):
-        return False
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    return bool(seen.diagonal(dim1=-2, dim2=-1).all()) and not bool(seen[..., 2:, :2].any())
 
 
 def flat_alias(flat: torch.Tensor) -> torch.Tensor:

@@ -18,17 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatrain.models.chunked import Chunks, chunks_of
 from megatrain.models.footprint import AssumeYes
 from megatrain.models.fp8 import Fp8LinearWithoutProduct
 from megatrain.models.probe import to_meta
 from megatrain.models.recorder import LayerCall
 
 
-def skippable(layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall) -> tuple[str, ...]:
+def skippable(layer: nn.Module, hidden_shape: tuple[int, ...], dtype: torch.dtype, call: LayerCall) -> tuple[str, ...]:
     """Names of the layer's modules whose products recomputation may leave out, such as ("mlp.down_proj",), in the layer's order.
 
-    Only modules that are nothing but a product count (STAND_INS), and none with dropout behind it. None of a layer that cannot run without
-    data, which is not an error: it is recomputed whole.
+    Only modules that are nothing but a product count (STAND_INS), and whole ones that are computed in chunks; none with dropout behind it.
+    None of a layer that cannot run without data, which is not an error: it is recomputed whole.
 
     layer: a decoder layer in the mode in which it trains, parameters on any device; only shapes are read.
     hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states. call: what the layer receives besides hidden states.
@@ -37,7 +38,7 @@ def skippable(layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch
     buffers = {name: to_meta(buffer) for name, buffer in layer.named_buffers()}
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     args, kwargs = to_meta((call.args, call.kwargs))
-    products = {name: module for name, module in layer.named_modules() if _kind(module) in STAND_INS}
+    products = dict(_products(layer))
     trail = Trail()
     handles = [module.register_forward_hook(partial(trail.begin, name)) for name, module in products.items()]
     try:
@@ -58,14 +59,32 @@ def skipping(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
     names: from `skippable`. A layer that torch.compile compiled runs another of its graphs inside, without these products; the compiler
     may fuse and so round the rest of it in another way.
     """
-    modules = [layer.get_submodule(name) for name in names]
+    named = [layer.get_submodule(name) for name in names]
+    chunked = [chunks for module in named if (chunks := chunks_of(module))]
+    modules = [module for module in named if not chunks_of(module)]
     classes = [type(module) for module in modules]
     stand_ins = [STAND_INS[_kind(module)] for module in modules]
     try:
         _become(modules, stand_ins)
+        _leave_out(chunked, True)
         yield
     finally:
         _become(modules, classes)
+        _leave_out(chunked, False)
+
+
+def _products(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what may be left out: modules that are nothing but a product, and whole ones that are computed in chunks."""
+    if chunks_of(module) or is_product(module):
+        yield name, module
+        return
+    for leaf, child in module.named_children():
+        yield from _products(child, f"{name}.{leaf}" if name else leaf)
+
+
+def _leave_out(chunked: Sequence[Chunks], absent: bool) -> None:
+    for chunks in chunked:
+        chunks.absent = absent
 
 
 def _become(modules: Sequence[nn.Module], classes: Sequence[type[nn.Module]]) -> None:
@@ -176,6 +195,11 @@ STAND_INS: dict[str, type[nn.Module]] = {
     "transformers.models.falcon.modeling_falcon.FalconLinear": _LinearWithoutProduct,
     "transformers.pytorch_utils.Conv1D": _Conv1DWithoutProduct,
 }
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether the module is nothing but a matrix product."""
+    return _kind(module) in STAND_INS
 
 
 def _kind(module: nn.Module) -> str:

@@ -35,6 +35,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "train.micro_batch_tokens": choices.micro_batch_tokens,
         "train.groups": choices.groups,
         "train.head_chunk_tokens": choices.head_chunk_tokens,
+        "train.layer_chunk_tokens": choices.layer_chunk_tokens or None,
         "train.retained": choices.retained,
         "train.cheap_retention": choices.cheap_retention,
         "data.packing": packed_to(config, parts.skeleton, machine) is not None,

@@ -24,7 +24,7 @@ from megatrain.hardware import Hardware, keep_heap_small, probe
 from megatrain.machine import MachineProfile, board_power_w
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
-from megatrain.models.shape import ModelShape, shape_of
+from megatrain.models.shape import ModelShape, layer_chunks, shape_of
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.models.weights import load_weights
 from megatrain.optim import Optimizer
@@ -142,7 +142,16 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens(config))
     compiled, packed = choose_compile(config, skeleton, machine), packed_to(config, skeleton, machine) is not None
     # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
-    return shape_of(skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
+    return shape_of(
+        skeleton,
+        seq_len,
+        sizes,
+        padded=packed,
+        head_loss=next_token_on_meta,
+        runs_on=device,
+        compiled=compiled,
+        layer_chunks=layer_chunks(config.train.layer_chunk_tokens, max(sizes)),
+    )
 
 
 # -- plan ---------------------------------------------------------------------------------------------------------------------------
@@ -173,6 +182,7 @@ def make_run_plan(
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
         head_chunk_tokens=unless_auto(train.head_chunk_tokens),
+        layer_chunk_tokens=unless_auto(train.layer_chunk_tokens or 0),
         resident=unless_auto(config.memory.resident),
         retained=unless_auto(train.retained),
         cheap_retention=flag_unless_auto(train.cheap_retention),
@@ -231,7 +241,7 @@ def micro_batch_tokens(config: Config) -> int | None:
     return tokens
 
 
-def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> Iterable[int]:
+def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> list[int]:
     """Sizes whose memory the planner should know: the one asked for, or one row and doublings up to the largest that pays."""
     if wanted is not None:
         return [wanted]
@@ -292,6 +302,7 @@ def settings_of(plan: Plan) -> Settings:
         head_chunk=choices.head_chunk_tokens,
         update_threads=choices.update_threads,
         compile=plan.job.compiled,
+        layer_chunk=choices.layer_chunk_tokens or None,
     )
 
 

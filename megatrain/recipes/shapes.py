@@ -83,6 +83,7 @@ def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
     model = config.model
     if model.source in SHAPES and not Path(model.source).exists():
         described: PretrainedConfig = AutoConfig.for_model(**SHAPES[model.source])
+        described.max_position_embeddings = max(described.max_position_embeddings, config.train.seq_len)  # random weights know no position
     else:
         described = load_model_config(resolve_source(model.source, model.revision, weights=False), model.trust_remote_code)
     if layers is not None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatrain.data.loader import collate, collate_packed
-from megatrain.models.skeleton import Skeleton, documents_of
+from megatrain.models.documents import documents_of
+from megatrain.models.skeleton import Skeleton
 from tests.data.test_loader import FakeRows
 from tests.support import FAMILIES, MORE_FAMILIES, engine_of, gradients_of, tiny_config
 

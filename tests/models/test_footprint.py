@@ -25,12 +25,16 @@ CONFIGS = {
 }
 
 
-def dry_and_real(config: PretrainedConfig, attention: str, dtype: torch.dtype, mask: bool = False) -> tuple[Footprint, Footprint]:
+def dry_and_real(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, mask: bool = False, chunk: int = 0
+) -> tuple[Footprint, Footprint]:
     skeleton = Skeleton(config, attention=attention, dtype=dtype)
     _, calls = skeleton.dry_call(ROWS, TOKENS)
     kwargs = dict(calls[0].kwargs)
     if mask:
         kwargs["attention_mask"] = torch.ones(ROWS, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+    if chunk:
+        skeleton.chunk_layers(chunk)
     layer, shape, args = skeleton.layers[0], (ROWS, TOKENS, HIDDEN), calls[0].args
     dry = layer_peak_bytes(layer, shape, dtype, kwargs, args, fused_attention=attention != "eager")
     real = layer_peak_bytes(layer, shape, dtype, kwargs, args, fused_attention=False, device="cpu")
@@ -41,6 +45,15 @@ def dry_and_real(config: PretrainedConfig, attention: str, dtype: torch.dtype, m
 def test_dry_run_in_fp32_equals_a_real_run(family: str) -> None:
     dry, real = dry_and_real(CONFIGS[family], "sdpa", torch.float32)
     assert dry == real
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "falcon-40b-form", "gpt-neox"])
+def test_a_layer_in_chunks_keeps_and_takes_what_its_dry_run_found(family: str) -> None:
+    dry, real = dry_and_real(CONFIGS[family], "sdpa", torch.float32, chunk=48)  # of two rows: 24 of each at a time
+    whole, _ = dry_and_real(CONFIGS[family], "sdpa", torch.float32)
+    assert dry == real
+    assert dry.saved_bytes < whole.saved_bytes
+    assert dry.peak_bytes < whole.peak_bytes
 
 
 @pytest.mark.parametrize("family", CONFIGS)
