@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain.activations import UNCHANGED
+
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
 
 
@@ -18,6 +20,7 @@ class Job:
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused
+    activations: str = UNCHANGED  # or the codec of recomputed layers' inputs
     micro_batch_tokens: int | None = None
     groups: int | None = None
     head_chunk_tokens: int | None = None
