@@ -1,6 +1,7 @@
 """What smaller numbers cost in loss: the same model on the same rows, trained step by step with each variant.
 
     python benchmarks/quality.py --json out.json train.max_steps=100
+    python benchmarks/quality.py --variants bfloat16 int8-activations int4-activations
     python benchmarks/quality.py --variants bfloat16 bf16-moments --config my.yaml device=cuda
 
 The config is that of `make demo` unless another is named, and any key can be set after it. Every variant starts from the same weights and
@@ -24,12 +25,14 @@ import torch
 import transformers
 
 import megatrain
+from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.config import Config, load_config
 from megatrain.data import held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import Settings
 from megatrain.hardware import update_threads
+from megatrain.memory.codecs import CODECS, Codec
 from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import rows as rows_of
@@ -39,10 +42,11 @@ from megatrain.recipes.optimizers import make_optimizer
 
 @dataclass(frozen=True)
 class Variant:
-    """What is different: keys of the config, or fp8 products by a policy."""
+    """What is different: keys of the config, fp8 products by a policy, or how layers' inputs are kept; all layers are recomputed."""
 
     overrides: dict[str, object] = field(default_factory=dict)
     policy: Fp8Policy | None = None
+    activations: str = UNCHANGED
 
 
 VARIANTS = {
@@ -58,7 +62,27 @@ VARIANTS = {
     "fp8-everywhere": Variant(policy=Fp8Policy(keep_output=(), ends=0)),
     "fp8-fast": Variant(policy=Fp8Policy(grad_input="fp8_fast", grad_weight="fp8_fast")),
     "fp8-grad-weight-bf16": Variant(policy=Fp8Policy(grad_weight="bfloat16")),
+    **{f"{name}-activations": Variant(activations=name) for name in CODECS},
 }
+
+
+@dataclass
+class Watched:
+    """A codec, and how far from what was kept it is: the relative error of every boundary, in the order of their keeping."""
+
+    codec: Codec
+    errors: list[float] = field(default_factory=list)
+
+    def nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(numel)
+
+    def encode(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        self.codec.encode(hidden, out)
+        apart = self.decode(out, hidden.shape, hidden.dtype).float() - hidden.float()
+        self.errors.append(float(apart.norm() / hidden.float().norm()))
+
+    def decode(self, flat: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return self.codec.decode(flat, shape, dtype)
 
 
 def arguments() -> argparse.Namespace:
@@ -72,8 +96,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, compile_layers: bool) -> Engine:
-    machine = setup.find_machine(config)
+def make_engine(config: Config, model: setup.Model, variant: Variant, compile_layers: bool) -> Engine:
+    machine, policy = setup.find_machine(config), variant.policy
     skeleton = setup.make_skeleton(config, model, machine)
     if policy is not None:
         count = len(skeleton.layers)
@@ -85,7 +109,7 @@ def make_engine(config: Config, model: setup.Model, policy: Fp8Policy | None, co
         precision=machine.precision,
         max_grad_norm=config.train.max_grad_norm,
         device=machine.device,
-        settings=Settings(update_threads=update_threads(), compile=compile_layers),
+        settings=Settings(update_threads=update_threads(), compile=compile_layers, activations=variant.activations),
         seed=config.train.seed,
     )
     setup.fill(engine, config)
@@ -100,7 +124,10 @@ def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Ro
     assert steps is not None
     warmup = warmup_steps(config.train.warmup, steps)
     losses, norms, seconds = [], [], []
-    with make_engine(config, model, variant.policy, args.compile) as engine:
+    with make_engine(config, model, variant, args.compile) as engine:
+        boundaries, watched = engine._boundaries, None
+        if boundaries.codec is not None:
+            boundaries.codec = watched = Watched(boundaries.codec)
 
         def evaluate() -> float:
             return engine.evaluate(list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))).loss
@@ -113,11 +140,16 @@ def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Ro
             losses.append(result.loss)
             norms.append(result.grad_norm)
             seconds.append(time.perf_counter() - started)
+            if watched is not None:
+                boundaries.codec = watched.codec  # one step has shown enough
             print(f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s", flush=True)
         after = evaluate()
+        width = engine.anatomy.hidden_size
     return {
         "overrides": variant.overrides,
         "policy": variant.policy and asdict(variant.policy),
+        "boundary_bytes_per_token": kept_row_bytes(variant.activations, width, 2),
+        "boundary_relative_errors": watched and watched.errors,
         "losses": losses,
         "grad_norms": norms,
         "mean_loss": statistics.fmean(losses),

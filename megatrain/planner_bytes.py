@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
@@ -40,9 +41,10 @@ HEAD_COPIES = "the libraries' forms of the head"
 
 
 def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
-    """Bytes of the computations that take turns: the device holds the largest."""
+    """Bytes of the computations that take turns: the device holds the largest. An input that a codec had kept is whole meanwhile."""
+    decoded = choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
     return {
-        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens),
+        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens) + decoded,
         "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
         "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
     }
@@ -143,22 +145,40 @@ def _device_sums(choices: Choices, shape: ModelShape) -> int:
     return _numel(sizes, staying) + buffers * max(sizes[staying:], default=0)
 
 
+def boundary_row_bytes(job: Job, shape: ModelShape) -> int:
+    """Of a token's hidden state, as the input of a recomputed layer is kept."""
+    return kept_row_bytes(job.activations, shape.hidden_size, WEIGHT_BYTES[job.precision])
+
+
+def _recomputed(choices: Choices, shape: ModelShape) -> int:
+    """Layers."""
+    return len(shape.block_numel) - 2 - choices.retained - choices.retained_on_host
+
+
+def _decodes(choices: Choices, job: Job, shape: ModelShape) -> bool:
+    return job.activations != UNCHANGED and _recomputed(choices, shape) > 0
+
+
 def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of a group's boundary activations on the device: every layer's input and the head's, less those that wait in host RAM.
 
-    The gradient that goes back through the layers takes the place of the head's input, which a second backward still needs.
+    The gradient that goes back through the layers takes the place of the head's input, which a second backward still needs. Whatever the
+    codec, inputs of retained layers and the head's are whole.
     """
-    layers, in_group = len(shape.block_numel) - 2, choices.micro_batches(job)
-    row = shape.hidden_size * WEIGHT_BYTES[job.precision]
-    travelling = choices.micro_batch_tokens * row + (max(graph_bytes(choices, job, shape)) if choices.retained_on_host else 0)
-    on_their_way = sum(rings(in_group, choices.retained_on_host)) * travelling if choices.offload else 0
-    return choices.group_tokens(job) * row * (layers + 1 + choices.second_backward) - _offloaded(choices, job, shape) + on_their_way
+    recomputed = _recomputed(choices, shape)
+    row, kept_row = shape.hidden_size * WEIGHT_BYTES[job.precision], boundary_row_bytes(job, shape)
+    graph = max(graph_bytes(choices, job, shape)) + choices.micro_batch_tokens * row if choices.retained_on_host else 0
+    travelling = max(graph, choices.micro_batch_tokens * kept_row)
+    on_their_way = sum(rings(choices.micro_batches(job), choices.retained_on_host)) * travelling
+    here = on_their_way if choices.offload else choices.group_tokens(job) * kept_row * recomputed
+    return choices.group_tokens(job) * row * (choices.retained + 1 + choices.second_backward) + here
 
 
 def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs, which hold their inputs, stay."""
-    layers = len(shape.block_numel) - 2 - choices.retained
-    return choices.group_tokens(job) * shape.hidden_size * WEIGHT_BYTES[job.precision] * layers if choices.offload else 0
+    recomputed = _recomputed(choices, shape)
+    of_graphs = choices.retained_on_host * shape.hidden_size * WEIGHT_BYTES[job.precision]
+    return choices.group_tokens(job) * (recomputed * boundary_row_bytes(job, shape) + of_graphs) if choices.offload else 0
 
 
 def _graphs_on_host(choices: Choices, job: Job, shape: ModelShape) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from megatrain.activations import UNCHANGED
 from megatrain.planner_job import Job
 
 # Keys of the config that leave less choice, and their names in a job: where things are kept, and how a step is cut.
@@ -83,6 +84,10 @@ def _smaller_moments(job: Job) -> Settings:
     }
 
 
+def _smaller_activations(job: Job) -> Settings:
+    return {"memory.activations: int8": {"activations": "int8"}} if job.activations == UNCHANGED else {}
+
+
 def _unclipped(job: Job) -> Settings:
     return {"train.max_grad_norm: null": {"clipping": False}} if job.clipping else {}
 
@@ -94,6 +99,7 @@ DIALS = (
     Dial("rounds products to 8 bits", faster=_to_fp8, needs_gpu=True),
     Dial("computes in bf16", smaller=_to_bfloat16, faster=_to_bfloat16),
     Dial("changes the batch", smaller=_fewer_tokens, faster=_more_tokens),
+    Dial("rounds kept activations to 8 bits", smaller=_smaller_activations),
     Dial("rounds in another order", faster=_compiled, needs_gpu=True),
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatrain.activations import UNCHANGED
+
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
 
 
@@ -21,6 +23,7 @@ class Job:
     lighter_moments: tuple[tuple[str, tuple[tuple[str, float], ...], float], ...] = ()  # optimizer.moments, and those two with it
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused
+    activations: str = UNCHANGED  # or the codec of recomputed layers' inputs
     micro_batch_tokens: int | None = None
     groups: int | None = None
     head_chunk_tokens: int | None = None

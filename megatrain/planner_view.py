@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.activations import UNCHANGED
 from megatrain.economy import described, human_hours
 from megatrain.hardware import GIB, MIB
 from megatrain.planner import TIER_WORDS, Choices, Plan
@@ -34,7 +35,7 @@ def human(nbytes: int) -> str:
 
 
 def _choices(plan: Plan) -> Table:
-    choices = plan.choices
+    choices, in_full = plan.choices, plan.job.activations == UNCHANGED
     chosen = {
         "micro-batch": f"{choices.micro_batch_tokens:,} tokens",
         "groups": str(choices.groups),
@@ -42,7 +43,7 @@ def _choices(plan: Plan) -> Table:
         "retained": _retained(choices),
         "gradient sums": "a block" if choices.groups == 1 else f"{choices.sums_on_device} blocks",
         "gradients": "twice" if choices.second_backward else "once",
-        "boundaries": "offloaded" if choices.offload else "kept",
+        "boundaries": ("offloaded" if choices.offload else "kept") + ("" if in_full else f", {plan.job.activations}"),
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
         "layer chunk": f"{choices.layer_chunk_tokens:,} tokens" if choices.layer_chunk_tokens else "none",
         "update threads": str(choices.update_threads),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatrain.activations import UNCHANGED
 from megatrain.hardware import Hardware
 from megatrain.planner_bytes import working_sets
 from megatrain.planner_job import Choices, Job
@@ -33,7 +34,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "retained": _retained(choices, shape),
         "gradient sums": _sums(choices, shape),
         "gradients": _gradients(choices, job),
-        "boundaries": "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed",
+        "boundaries": _boundaries(choices, job),
         "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
         "layer chunk": _layer_chunk(choices),
         "update threads": "all physical cores but an eighth, or but two of few",
@@ -83,6 +84,12 @@ def _gradients(choices: Choices, job: Job) -> str:
     if choices.second_backward:
         return "are computed twice, so that none is kept: the first time for their norm, then block by block to be applied"
     return "all wait for their norm" if job.clipping else "are applied block by block: nothing is clipped"
+
+
+def _boundaries(choices: Choices, job: Job) -> str:
+    where = "wait in host RAM, which makes room on the GPU" if choices.offload else "stay where they were computed"
+    kept = "" if job.activations == UNCHANGED else f", as {job.activations} where layers are recomputed, so gradients are near, not exact"
+    return where + kept
 
 
 def _sums(choices: Choices, shape: ModelShape) -> str:

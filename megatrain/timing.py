@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain import simulation
+from megatrain.activations import UNCHANGED
 from megatrain.machine import UPDATE_BYTES, MachineProfile, interpolate
-from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, graph_bytes, state_bytes_per_parameter
+from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, boundary_row_bytes, graph_bytes, state_bytes_per_parameter
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import Where, graphs_of_layers
 from megatrain.simulation import BlockTasks, Course, Dials
@@ -139,12 +140,21 @@ class _Costs:
             forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
             again = forward - work.skippable_flops * tokens / rate if graph == "nowhere" else self._again(work, tokens)
             gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
-            self._known[key] = self._block(number, forward + gathering, backward + again + adding, kept if self.choices.offload else 0.0)
+            coding = self._coding() if graph == "nowhere" else 0.0
+            offloaded = kept if self.choices.offload else 0.0
+            self._known[key] = self._block(number, forward + gathering + coding, backward + again + adding + coding, offloaded)
         return self._known[key]
 
     def _again(self, work: LayerWork, tokens: int) -> float:
         """What a retained layer's backward computes once more."""
         return work.cheap_bytes * tokens / self.machine.memory if self.choices.cheap_retention else 0.0
+
+    def _coding(self) -> float:
+        """Keeping a layer's input in fewer bits, or bringing it back: one form is read, the other written."""
+        if self.job.activations == UNCHANGED:
+            return 0.0
+        both = self.shape.hidden_size * self.weight + boundary_row_bytes(self.job, self.shape)
+        return self.choices.micro_batch_tokens * both / self.machine.memory
 
     def embedding(self) -> BlockTasks:
         """In backward it runs once more: nothing of it is kept."""
@@ -219,7 +229,7 @@ class _Costs:
         boundary = self.choices.micro_batch_tokens * self.shape.hidden_size * self.weight
         if graph == "host":
             return boundary + self.sent[self.graphs[: number - 1].count("host")]
-        return boundary if graph == "nowhere" else 0.0
+        return self.choices.micro_batch_tokens * boundary_row_bytes(self.job, self.shape) if graph == "nowhere" else 0.0
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ memory:
   offload_activations: true
   retained_on_host: 1
   second_backward: false
+  activations: int8
   nvme: null
 economy:
   price_per_hour: 3.5
@@ -245,7 +246,7 @@ def test_steps_alone_decide_the_length(write):
         (
             ["memory.zzz=1"],
             "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, "
-            "second_backward, nvme",
+            "second_backward, activations, nvme",
         ),
     ],
 )

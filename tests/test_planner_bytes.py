@@ -125,6 +125,21 @@ def test_graphs_in_host_RAM_take_their_inputs_along() -> None:
     assert "retained activations" not in host_bytes(ALL_STREAMED, TINY_JOB, large, LAPTOP)
 
 
+def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes() -> None:
+    """A hidden state of 10 elements is one group of int8: 64 codes and a scale. One micro-batch is whole while it is computed again."""
+    coded = replace(TINY_JOB, activations="int8")
+    assert device(ALL_STREAMED, job=coded)["boundary activations"] == 64 * (10 * 2 + 2 * 66)
+    assert device_bytes(ALL_STREAMED, coded, TINY, H200)["working set"] == 1600 + 16 * 10 * 2
+    assert device(replace(ALL_STREAMED, retained=1), job=coded)["boundary activations"] == 64 * (2 * 10 * 2 + 66)
+    assert device(replace(ALL_STREAMED, retained=2), job=coded) == device(replace(ALL_STREAMED, retained=2))
+    offloaded = replace(ALL_STREAMED, offload=True)
+    assert device(offloaded, job=coded)["boundary activations"] == 64 * 10 * 2 + 5 * 16 * 66
+    large = replace(coded, tokens_per_step=HUGE)
+    assert host_bytes(offloaded, large, TINY, LAPTOP)["boundary activations"] == HUGE * 2 * 66
+    sent = replace(offloaded, retained_on_host=1)
+    assert host_bytes(sent, large, TINY, LAPTOP)["boundary activations"] == HUGE * (66 + 10 * 2)  # its graph holds its input whole
+
+
 def test_padding_is_part_of_the_boundaries() -> None:
     assert (
         device(ALL_STREAMED, job=replace(TINY_JOB, rows_vary=True))["boundary activations"] == 88 * 10 * 2 * 3

@@ -47,6 +47,7 @@ class Case:
     retained: int = 0
     offload: bool = False
     second_backward: bool = False
+    activations: str = "none"
 
     @property
     def config(self) -> LlamaConfig:
@@ -77,6 +78,7 @@ class Case:
             retained=self.retained,
             offload=self.offload,
             second_backward=self.second_backward,
+            activations=self.activations,
         )
         hardware = replace(probe(folder, "cpu"), resident_bytes=0, library_bytes=0)
         plan = make_plan(job, shape, hardware, typical(hardware))
@@ -125,6 +127,10 @@ CASES = {
     "computed twice, half resident": Case(second_backward=True, resident=3, tied=True),
     "computed twice, all resident": Case(second_backward=True, resident=6),
     "offloaded, half retained": Case(layers=16, offload=True, retained=8, micro_batch_tokens=128),
+    "kept as int8": Case(layers=16, activations="int8"),
+    "kept as int4, half retained": Case(layers=16, activations="int4", retained=8, micro_batch_tokens=128),
+    "kept as int6, in groups": Case(layers=16, activations="int6", groups=2, micro_batch_tokens=128, precision="float32"),
+    "offloaded as int4": Case(layers=16, activations="int4", offload=True),
 }
 
 

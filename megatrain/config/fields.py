@@ -28,6 +28,7 @@ _OPTIMIZER = Literal["adamw", "lion"]
 _MOMENTS = Literal["float32", "bfloat16", "int8"]
 _PRECISION = Literal["auto", "bfloat16", "float32", "fp8"]
 _ATTENTION = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+_ACTIVATIONS = Literal["none", "fp8", "int8", "int6", "int4"]
 _DEVICE = Literal["auto", "cpu", "cuda"]
 
 _OTHER_METHODS = dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "grpo", "rloo", "reward", "distill", "gkd"), NOT_BUILT)
@@ -228,6 +229,11 @@ class MemoryOptions(Options):
     second_backward: v.FlagOrAuto = Field(
         default="auto",
         description="Clip without stored gradients, which are computed twice: 2 bytes a parameter less; auto: if it must be.",
+    )
+    activations: Annotated[_ACTIVATIONS, choice(_ACTIVATIONS)] = Field(
+        default="none",
+        description="Inputs of recomputed layers wait for backward in fewer bits, wherever that is: int8 takes 52% of bf16's bytes, "
+        "int6 39%, int4 28%. The loss stays exact and gradients are near; with none they are exact.",
     )
     nvme: Annotated[None, BeforeValidator(_no_nvme)] = Field(default=None, description=f"Folder for a third tier: {NOT_BUILT}.")
 

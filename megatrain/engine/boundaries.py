@@ -1,6 +1,6 @@
 """The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation.
 
-What a retained layer's graph saved may wait in host RAM beside them.
+What a retained layer's graph saved may wait in host RAM beside them. A codec may keep inputs in fewer bits, here or there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.memory.codecs import Codec
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
 from megatrain.retention import rings
@@ -48,18 +49,29 @@ class Boundaries(Protocol):
 
 
 class OnDevice:
-    """Boundaries stay where they are."""
+    """Boundaries stay where they are; or what a codec made of them does."""
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None: ...
 
     def park(self, hidden: torch.Tensor) -> Kept:
-        return hidden
+        if self.codec is None:
+            return hidden
+        place = Place.of(hidden, self.codec)
+        flat = torch.empty(place.nbytes, dtype=torch.uint8, device=hidden.device)
+        place.write(hidden, flat)
+        return place, flat
 
     def expect(self, kept: Iterable[Kept]) -> None: ...
 
     def take(self, kept: Kept) -> torch.Tensor:
-        hidden: torch.Tensor = kept
-        return hidden
+        if self.codec is None:
+            hidden: torch.Tensor = kept
+            return hidden
+        place: Place = kept[0]
+        return place.read(kept[1])
 
     def release(self, kept: Kept) -> None: ...
 
@@ -68,15 +80,34 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a stretch of bytes a contiguous tensor lies."""
+    """Where in a stretch of bytes a contiguous tensor lies, or what a codec made of it."""
 
     start: int
     nbytes: int
     shape: torch.Size
     dtype: torch.dtype
+    codec: Codec | None = None
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+    @classmethod
+    def of(cls, hidden: torch.Tensor, codec: Codec | None) -> Place:
+        """At the beginning."""
+        return cls(0, codec.nbytes(hidden.numel()) if codec else hidden.nbytes, hidden.shape, hidden.dtype, codec)
+
+    def write(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        if self.codec:
+            self.codec.encode(tensor, self._part(flat))
+        else:
+            self._view(flat).copy_(tensor)
+
+    def read(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view; what was encoded is a tensor of its own."""
+        return self.codec.decode(self._part(flat), self.shape, self.dtype) if self.codec else self._view(flat)
+
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.nbytes]
+
+    def _view(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._part(flat).view(self.dtype).view(self.shape)
 
 
 @dataclass
@@ -170,13 +201,17 @@ class Offload:
 
     Copies go through rings of device memory, filled and read on the computing stream: memory that the computation frees never waits for a
     transfer.
+
+    Args:
+        row: bytes of a token's boundary, as it is kept.
+        codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
     """
 
     _down: Ring
     _up: Ring
 
-    def __init__(self, width: int, dtype: torch.dtype, compute: Compute, download: Lane, fetch: Lane) -> None:
-        self.row = width * dtype.itemsize  # bytes of a token's hidden state
+    def __init__(self, row: int, compute: Compute, download: Lane, fetch: Lane, codec: Codec | None = None) -> None:
+        self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
@@ -228,8 +263,8 @@ class Offload:
 
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
-        place = Place(0, hidden.nbytes, hidden.shape, hidden.dtype)
-        return self._send([hidden], [place], hidden.nbytes, self._boundaries)
+        place = Place.of(hidden, self.codec)
+        return self._send([hidden], [place], place.nbytes, self._boundaries)
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
         """Send what a graph of so many tokens saved, contiguous. The first one of a group shows how much room all will need."""
@@ -250,7 +285,7 @@ class Offload:
         stretch, free = given
         self.compute.wait(free, "download")  # wait: what was sent before still leaves this stretch
         for tensor, place in zip(tensors, places, strict=True):
-            place.view(stretch.flat).copy_(tensor)
+            place.write(tensor, stretch.flat)
         ready = self.compute.record()
 
         def job(_: Event) -> None:
@@ -286,7 +321,7 @@ class Offload:
         """What was parked, on the device: valid until `release`. All is taken in the order that `expect` was told."""
         assert parked.stretch is not None, "taken out of order"
         self.compute.wait(parked.arrived, "upload")
-        return [place.view(parked.stretch.flat) for place in parked.places]
+        return [place.read(parked.stretch.flat) for place in parked.places]
 
     def release(self, parked: Parked) -> None:
         """What was computed so far has read it; the next one may come into its place."""

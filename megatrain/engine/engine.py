@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatrain.activations import kept_row_bytes
 from megatrain.engine.attention import fastest_attention
 from megatrain.engine.batches import Batch, check_batches
 from megatrain.engine.boundaries import Offload, OnDevice
@@ -25,6 +26,7 @@ from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater, diverged
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import Loss, next_token
+from megatrain.memory.codecs import CODECS
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.compiled import naming_the_compiler
 from megatrain.models.fp8 import Fp8Policy
@@ -130,9 +132,12 @@ class Engine:
 
     def _keeper(self) -> OnDevice | Offload:
         """Keeps the layers' inputs between forward and backward."""
+        activations = self.settings.activations
+        codec = CODECS.get(activations)
         if not self.settings.offload:
-            return OnDevice()
-        return Offload(self.anatomy.hidden_size, PRECISIONS[self.precision], self._compute, self._download, self._fetch)
+            return OnDevice(codec)
+        row = kept_row_bytes(activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
+        return Offload(row, self._compute, self._download, self._fetch, codec)
 
     # -- making one -----------------------------------------------------------------------------------------------------------
 

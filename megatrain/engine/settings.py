@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.activations import FORMS, UNCHANGED
 from megatrain.errors import ConfigError
 from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
@@ -30,6 +31,8 @@ class Settings:
         retained: the last so many layers keep their graphs from forward to backward; the others are computed again in backward.
         retained_on_host: of those others so many, evenly spread, send their graphs to host RAM instead; their boundaries too.
         offload: boundary activations wait in host RAM between forward and backward.
+        activations: "none", or the codec that keeps boundary activations of recomputed layers in fewer bits: their recomputation, and so
+            gradients, are of what it gives back (memory/codecs.py).
         head_chunk: targets whose logits exist at a time.
         layer_chunk: parts of a layer that treat every token alike, its MLP above all, are computed so many tokens at a time; None: whole.
         update_threads: host threads that run the optimizer.
@@ -39,8 +42,8 @@ class Settings:
         second_backward: clip the global norm without storing gradients: the first backward only measures them, the second computes them
             again and updates each block at once. 2 bytes a parameter less (4 in float32), for a head and a backward more.
 
-    Raises ConfigError for a number out of range, for cheap retention of layers that are not compiled, for graphs in host RAM without
-    `offload`, and for a second backward of several groups or of graphs, which the first one spends.
+    Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
+    host RAM without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
     """
 
     groups: int = 1
@@ -50,6 +53,7 @@ class Settings:
     retained: int = 0
     retained_on_host: int = 0
     offload: bool = False
+    activations: str = UNCHANGED
     head_chunk: int = 2048
     update_threads: int = 2
     compile: bool = False
@@ -65,6 +69,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
+        if self.activations not in (UNCHANGED, *FORMS):
+            raise ConfigError(f"activations: {self.activations!r} is unknown; choose one of {', '.join((UNCHANGED, *FORMS))}")
         if self.cheap_retention and not self.compile:
             raise ConfigError("cheap_retention: only compiled layers can keep less than their graphs; set compile: true as well")
         if self.retained_on_host and not self.offload:

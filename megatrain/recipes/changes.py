@@ -47,6 +47,7 @@ FLAGGED = {
     "train.cheap_retention": "compiled layers may round otherwise from here on",
     "train.retained": "compiled layers may round otherwise where they are computed again",
     "memory.retained_on_host": "compiled layers may round otherwise where they are computed again",
+    "memory.activations": "gradients round otherwise from here on",
     "train.deterministic": "other kernels round otherwise from here on",
     "attention": "other kernels round otherwise from here on",
     "compile": "other kernels round otherwise from here on",

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatrain.activations import UNCHANGED
 from megatrain.advice import Facts
 from megatrain.config import Config
 from megatrain.economy import Economy
@@ -75,10 +76,11 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
     """What the plan decided, as a line."""
     choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
     on_host = f"{choices.retained_on_host} more in host RAM, " if choices.retained_on_host else ""
+    kept = "" if plan.job.activations == UNCHANGED else f"activations kept as {plan.job.activations}, "
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
-        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}"
+        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}{kept}"
         f"{'gradients computed twice, ' if choices.second_backward else ''}"
         f"{choices.update_threads} update thread(s)"
     )

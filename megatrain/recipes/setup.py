@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -178,6 +178,7 @@ def make_run_plan(
         ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
+        activations=config.memory.activations,
         rows_vary=rows_vary(config, parts),
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
@@ -299,6 +300,7 @@ def settings_of(plan: Plan) -> Settings:
         second_backward=choices.second_backward,
         cheap_retention=choices.cheap_retention,
         offload=choices.offload,
+        activations=plan.job.activations,
         head_chunk=choices.head_chunk_tokens,
         update_threads=choices.update_threads,
         compile=plan.job.compiled,

@@ -20,6 +20,7 @@ MODES = {
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
     "boundaries offloaded": Settings(groups=2, offload=True),
+    "boundaries offloaded by a codec": Settings(offload=True, activations="int4"),
     "graphs on the host": Settings(offload=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }

@@ -1,0 +1,173 @@
+"""On CUDA: codecs.py's formula, operation by operation, and so its bits. Each element is read once and its code written once.
+
+A thread takes eight elements, whose codes fill as many bytes as a code has bits; neighbouring threads find a group's largest magnitude
+together. Every intrinsic names its rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain import cuda
+from megatrain.activations import Form
+
+ELEMENTS = 8  # a thread's
+
+SOURCE = r"""
+typedef unsigned int word;
+typedef unsigned long long codes;  // of eight elements
+struct __align__(16) Word4 { word x[4]; };
+
+__device__ float value(const unsigned short* values, int i) { return __uint_as_float((word)values[i] << 16); }
+__device__ float value(const float* values, int i) { return values[i]; }
+
+__device__ unsigned short bfloat16(float x) {
+    word bits = __float_as_uint(x);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
+    return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
+__device__ void keep(unsigned short* values, int i, float x) { values[i] = bfloat16(x); }
+__device__ void keep(float* values, int i, float x) { values[i] = x; }
+
+// Eight from `first` on: as vectors where all are there, else one by one, and zeros beyond the end.
+template <typename T> struct __align__(16) Eight { T x[8]; };
+template <typename T> __device__ void load(Eight<T>& eight, const T* values, long long first, int n) {
+    if (first + 8 <= n) {
+        for (int i = 0; i < sizeof(Eight<T>) / 16; ++i) ((Word4*)&eight)[i] = ((const Word4*)(values + first))[i];
+    } else {
+        for (int i = 0; i < 8; ++i) eight.x[i] = first + i < n ? values[first + i] : (T)0;
+    }
+}
+template <typename T> __device__ void store(T* values, const Eight<T>& eight, long long first, int n) {
+    if (first + 8 <= n) {
+        for (int i = 0; i < sizeof(Eight<T>) / 16; ++i) ((Word4*)(values + first))[i] = ((const Word4*)&eight)[i];
+    } else {
+        for (int i = 0; i < 8 && first + i < n; ++i) values[first + i] = eight.x[i];
+    }
+}
+
+// A number of at most 448 in magnitude, to the nearest; NaN, which the group's scale tells of, as zero.
+__device__ word e4m3(float x) {
+    word bits = __float_as_uint(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return 0;
+    if (magnitude < 0x3C800000u) return sign | (word)__float2int_rn(__fmul_rn(fabsf(x), 512.0f));  // below 2^-6 steps are even
+    return sign | min(((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3), 0x7Eu);
+}
+__device__ float of_e4m3(word code) {
+    float magnitude = __fmul_rn(__uint_as_float((code & 0x7Fu) << 20), __uint_as_float(247u << 23));  // by 2^120
+    return code & 0x80u ? -magnitude : magnitude;
+}
+
+// A group, of which each of `sharing` neighbouring threads has eight, times the Hadamard matrix.
+__device__ void turn(float* x, int sharing) {
+    for (int distance = 1; distance < 8; distance *= 2) {
+        for (int k = 0; k < 8; ++k) {
+            if (k & distance) continue;
+            float low = x[k], high = x[k + distance];
+            x[k] = __fadd_rn(low, high);
+            x[k + distance] = __fsub_rn(low, high);
+        }
+    }
+    for (int distance = 1; distance < sharing; distance *= 2) {
+        for (int k = 0; k < 8; ++k) {
+            float other = __shfl_xor_sync(0xFFFFFFFFu, x[k], distance);
+            x[k] = threadIdx.x & distance ? __fsub_rn(other, x[k]) : __fadd_rn(x[k], other);
+        }
+    }
+}
+
+template <typename Unit, int BITS> __device__ void write(unsigned char* to, codes packed) {
+    for (int i = 0; i < BITS; i += sizeof(Unit)) *(Unit*)(to + i) = (Unit)(packed >> (8 * i));
+}
+template <typename Unit, int BITS> __device__ codes read(const unsigned char* from) {
+    codes packed = 0;
+    for (int i = 0; i < BITS; i += sizeof(Unit)) packed |= (codes)*(const Unit*)(from + i) << (8 * i);
+    return packed;
+}
+
+template <typename T, typename Unit, int BITS, bool FLOATING>
+__device__ void encode(unsigned char* out, const T* hidden, int n, int group, int inverse, int smallest, int cap) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, sharing = group / 8, groups = (n + (long long)group - 1) / group;
+    long long first = 8LL * i;
+    Eight<T> eight;
+    load(eight, hidden, first, n);
+    float x[8];
+    for (int k = 0; k < 8; ++k) x[k] = FLOATING ? value(eight.x, k) : __fmul_rn(value(eight.x, k), 1.0f / group);
+    if (!FLOATING) turn(x, sharing);
+    word most = 0;  // bits of magnitudes are ordered as these are, NaN above infinity above all others
+    for (int k = 0; k < 8; ++k) most = max(most, __float_as_uint(x[k]) & 0x7FFFFFFFu);
+    for (int distance = sharing / 2; distance; distance /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, distance));
+    if (i / sharing >= groups) return;  // only now: the shuffles were everybody's
+    float wanted = fminf(fmaxf(__fmul_rn(__uint_as_float(most), __int_as_float(inverse)), __int_as_float(smallest)), __int_as_float(cap));
+    word scale = most < 0x7F800000u ? (__float_as_uint(wanted) + 0xFFFFu) >> 16 : 0x7FC0u;
+    float factor = __frcp_rn(__uint_as_float(scale << 16));
+    codes packed = 0;
+    for (int k = 0; k < 8; ++k) {
+        float scaled = __fmul_rn(x[k], factor);
+        const int largest = (1 << (BITS - 1)) - 1;
+        word code = FLOATING ? e4m3(scaled) : (word)min(max(__float2int_rn(scaled), -largest), largest);
+        packed |= (codes)(code & ((1u << BITS) - 1)) << (BITS * k);
+    }
+    write<Unit, BITS>(out + first / 8 * BITS, packed);
+    if (i % sharing == 0) ((unsigned short*)(out + (long long)groups * sharing * BITS))[i / sharing] = scale;
+}
+
+template <typename T, typename Unit, int BITS, bool FLOATING>
+__device__ void decode(T* hidden, const unsigned char* flat, int n, int group) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, sharing = group / 8, groups = (n + (long long)group - 1) / group;
+    long long first = 8LL * i;
+    bool inside = i / sharing < groups;
+    codes packed = inside ? read<Unit, BITS>(flat + first / 8 * BITS) : 0;
+    const unsigned short* scales = (const unsigned short*)(flat + (long long)groups * sharing * BITS);
+    float scale = inside ? __uint_as_float((word)scales[i / sharing] << 16) : 0.0f, x[8];
+    for (int k = 0; k < 8; ++k) {
+        word code = (word)(packed >> (BITS * k)) & ((1u << BITS) - 1);
+        float number = FLOATING ? of_e4m3(code) : (float)((int)(code << (32 - BITS)) >> (32 - BITS));
+        x[k] = __fmul_rn(number, scale);
+    }
+    if (!FLOATING) turn(x, sharing);  // shuffles are everybody's
+    if (!inside) return;
+    Eight<T> eight;
+    for (int k = 0; k < 8; ++k) keep(eight.x, k, x[k]);
+    store(hidden, eight, first, n);
+}
+
+#define CODEC(form, T, type, Unit, BITS, FLOATING) \
+    extern "C" __global__ void encode_##form##_##type(unsigned char* out, const T* hidden, int n, int group, int a, int b, int c) { \
+        encode<T, Unit, BITS, FLOATING>(out, hidden, n, group, a, b, c); \
+    } \
+    extern "C" __global__ void decode_##form##_##type(T* hidden, const unsigned char* flat, int n, int group) { \
+        decode<T, Unit, BITS, FLOATING>(hidden, flat, n, group); \
+    }
+#define BOTH(form, Unit, BITS, FLOATING) \
+    CODEC(form, unsigned short, bfloat16, Unit, BITS, FLOATING) \
+    CODEC(form, float, float32, Unit, BITS, FLOATING)
+
+BOTH(fp8, codes, 8, true)
+BOTH(int8, codes, 8, false)
+BOTH(int6, unsigned short, 6, false)
+BOTH(int4, word, 4, false)
+"""
+
+
+def encode(hidden: Tensor, out: Tensor, form: Form, floating: bool, inverse: float, smallest: float, cap: float) -> None:
+    """Write bf16 or fp32 `hidden` to `out`: scales are a group's largest magnitude times `inverse`, from `smallest` to `cap`."""
+    hidden = hidden.contiguous()
+    hidden = hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()  # vectors are loaded
+    numel = hidden.numel()
+    numbers = [numel, form.group, *map(cuda.float_bits, (inverse, smallest, cap))]
+    _launch("encode", form, floating, hidden.dtype, numel, [out, hidden], numbers)
+
+
+def decode(flat: Tensor, form: Form, floating: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """What `encode` wrote, of this shape and dtype."""
+    hidden = torch.empty(shape, dtype=dtype, device=flat.device)
+    _launch("decode", form, floating, dtype, hidden.numel(), [hidden, flat], [hidden.numel(), form.group])
+    return hidden
+
+
+def _launch(verb: str, form: Form, floating: bool, dtype: torch.dtype, numel: int, tensors: list[Tensor], numbers: list[int]) -> None:
+    assert numel < 1 << 31 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    name = f"{verb}_{'fp' if floating else 'int'}{form.bits}_{str(dtype).removeprefix('torch.')}"
+    cuda.launch(SOURCE, name, form.groups(numel) * form.group // ELEMENTS, tensors, numbers)

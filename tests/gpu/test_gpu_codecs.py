@@ -1,0 +1,96 @@
+"""On CUDA: codecs have the bits of their plain form, run at the memory's speed, and give the same training wherever boundaries wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatrain.engine.settings import Settings
+from megatrain.memory.codecs import CODECS
+from tests.memory.test_codecs import DTYPES, SHAPES, hidden_states
+from tests.support import State, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+
+STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
+AT_LEAST = 0.4  # of a plain copy's bytes a second
+
+
+def both(name: str, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(bytes, what comes back of them) on the CPU and on CUDA."""
+    found = []
+    for given in (hidden, hidden.cuda()):
+        flat = torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8, device=given.device)
+        CODECS[name].encode(given, flat)
+        found.append((flat.cpu(), CODECS[name].decode(flat, hidden.shape, hidden.dtype).cpu()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 333, 577), (2, 1024, 2048)], ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_bits_are_those_of_the_plain_form(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    (flat, back), (cuda_flat, cuda_back) = both(name, hidden_states(shape, dtype))
+    assert torch.equal(flat, cuda_flat)
+    assert torch.equal(back, cuda_back)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_extreme_values_too(name: str, dtype: torch.dtype) -> None:
+    hidden = hidden_states((1, 64, 128), dtype)
+    for row, value in enumerate([0.0, 1e-45, 1e-40, 1e-33, -1e-30, 1e-25, 3e37, float("inf"), float("-inf"), float("nan")]):
+        hidden[0, row] = value
+        hidden[0, 20 + row, 3] = value
+    (flat, back), (cuda_flat, cuda_back) = both(name, hidden)
+    assert torch.equal(flat, cuda_flat)
+    assert torch.equal(back.nan_to_num(nan=12.0), cuda_back.nan_to_num(nan=12.0))  # NaN has many patterns
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_parts_of_other_tensors(name: str) -> None:
+    hidden = hidden_states((4, 65, 96), torch.bfloat16)
+    (flat, _), _ = both(name, hidden[:, 1:, 1:].contiguous())
+    out = torch.zeros_like(flat, device="cuda")
+    CODECS[name].encode(hidden.cuda()[:, 1:, 1:], out)
+    assert torch.equal(out.cpu(), flat)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["here", "host"])
+@pytest.mark.parametrize("name", CODECS)
+def test_training_is_the_same_wherever_they_wait(name: str, offload: bool, deterministic: None) -> None:
+    def run(settings: Settings) -> tuple[list[float], State]:
+        with engine_of(tiny_config("llama"), precision="bfloat16", device="cuda", settings=settings) as engine:
+            return train_engine(engine, STEPS).norms, state_of(engine)
+
+    settings = Settings(activations=name)
+    norms, state = run(settings)
+    again, other = run(replace(settings, offload=offload))
+    assert norms == again
+    assert differing(state, other) == []
+
+
+def seconds(work: Callable[[], object], times: int = 20) -> float:
+    for _ in range(3):
+        work()
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(times):
+        work()
+    after.record()
+    torch.cuda.synchronize()
+    elapsed_ms: float = before.elapsed_time(after)
+    return elapsed_ms / 1000 / times
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_both_directions_run_near_the_memory_s_speed(name: str) -> None:
+    hidden = hidden_states((8, 2048, 4096), torch.bfloat16).cuda()
+    codec, copy = CODECS[name], torch.empty_like(hidden)
+    flat = torch.empty(codec.nbytes(hidden.numel()), dtype=torch.uint8, device="cuda")
+    copied = 2 * hidden.nbytes / seconds(lambda: copy.copy_(hidden))
+    moved = hidden.nbytes + flat.nbytes
+    encoding = moved / seconds(lambda: codec.encode(hidden, flat))
+    decoding = moved / seconds(lambda: codec.decode(flat, hidden.shape, hidden.dtype))
+    assert min(encoding, decoding) > AT_LEAST * copied, f"bytes/s: encodes {encoding:.3g}, decodes {decoding:.3g}, a copy {copied:.3g}"
