@@ -142,15 +142,9 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens(config))
     compiled, packed = choose_compile(config, skeleton, machine), packed_to(config, skeleton, machine) is not None
     # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
+    chunks = layer_chunks(config.train.layer_chunk_tokens, max(sizes))
     return shape_of(
-        skeleton,
-        seq_len,
-        sizes,
-        padded=packed,
-        head_loss=next_token_on_meta,
-        runs_on=device,
-        compiled=compiled,
-        layer_chunks=layer_chunks(config.train.layer_chunk_tokens, max(sizes)),
+        skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled, layer_chunks=chunks
     )
 
 
