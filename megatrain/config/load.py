@@ -10,8 +10,20 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
-from megatrain.config.fields import Config, OptimizerOptions
-from megatrain.config.names import ACCUMULATION, ALIASES, BETA1, BETA2, RIVALS, ROWS_PER_DEVICE, Alias, Key, is_harmless, refusal_of
+from megatrain.config.fields import Config
+from megatrain.config.names import (
+    ACCUMULATION,
+    ADAM_BETAS,
+    ALIASES,
+    BETA1,
+    BETA2,
+    RIVALS,
+    ROWS_PER_DEVICE,
+    Alias,
+    Key,
+    is_harmless,
+    refusal_of,
+)
 from megatrain.config.values import nearest, shown
 from megatrain.errors import ConfigError
 
@@ -205,8 +217,7 @@ def _combine_halves(leaves: Leaves) -> Leaves:
     given = next((beta for beta in betas if beta), None)
     key = ("optimizer", "betas")
     if given is not None and key not in whole:  # a whole `betas` that is no pair is refused as it stands
-        defaults = OptimizerOptions().betas
-        pair = [beta.value if beta else default for beta, default in zip(betas, defaults, strict=True)]
+        pair = [beta.value if beta else default for beta, default in zip(betas, ADAM_BETAS, strict=True)]
         whole[key] = Leaf(key, pair, given.place, given.typed)
     return whole
 

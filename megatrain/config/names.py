@@ -17,6 +17,7 @@ ROWS_PER_DEVICE: Key = ("train", "per_device_train_batch_size")
 ACCUMULATION: Key = ("train", "gradient_accumulation_steps")
 BETA1: Key = ("optimizer", "betas.0")
 BETA2: Key = ("optimizer", "betas.1")
+ADAM_BETAS = (0.9, 0.999)  # Hugging Face's defaults of the two
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,15 @@ Positive = Annotated[Annotated[float, Field(gt=0)], wanted("a number above 0")]
 PositiveOrNull = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null")]
 ClipNorm = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null for no clipping")]
 NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
+NotPositiveOrAuto = Annotated[Annotated[float, Field(le=0)] | Auto, wanted("a number of at most 0, or auto")]
+AtLeastOneOrAuto = Annotated[Annotated[float, Field(ge=1)] | Auto, wanted("a number of at least 1, or auto")]
+BetaOrAuto = Annotated[_Beta | Auto, wanted("a number of at least 0 and below 1, or auto")]
+PositiveOrAuto = Annotated[Annotated[float, Field(gt=0)] | Auto, wanted("a number above 0, or auto")]
 Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
 FractionOrNull = Annotated[Annotated[float, Field(gt=0, le=1)] | None, wanted("a share above 0 and at most 1, or null")]
-Betas = Annotated[tuple[_Beta, _Beta], wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999]", _as_tuple)]
+BetasOrAuto = Annotated[
+    tuple[_Beta, _Beta] | Auto, wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", _as_tuple)
+]
 SizeOrAuto = Annotated[_Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)]
 HeldOut = Annotated[
     _Share | _Count | _Text | None,

@@ -1,13 +1,17 @@
-"""Optimizers that update flat ranges of host arrays, the exact split of the master weight, and learning-rate schedules.
+"""Optimizers that update flat ranges of host arrays or whole tensors, the exact split of the master weight, and learning-rate schedules.
 
 To add an optimizer: one file with a frozen dataclass that keeps the contract of `optimizer.Optimizer` (its hyper-parameters, `name`,
-`state_arrays`, `compile`, `update`, `updating`), and one row here. Store, planner, checkpoint and the parity test read the rest from it.
+`state_arrays`, `compile`) and of `optimizer.RangeOptimizer` (`update`, `updating`) or `whole_tensors.WholeTensors` (`stages`, `scratch`),
+and one row here. Store, planner, checkpoint and the parity test read the rest from it.
 """
 
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.frozen import Frozen
+from megatrain.optim.muon import Muon
 from megatrain.optim.optimizer import Optimizer, StateArray
+from megatrain.optim.whole_tensors import WholeTensors
 
-OPTIMIZERS = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[AdamW] | type[Adafactor] | type[Muon]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon}
 
-__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Optimizer", "StateArray"]
+__all__ = ["OPTIMIZERS", "Adafactor", "AdamW", "Frozen", "Muon", "Optimizer", "StateArray", "WholeTensors"]

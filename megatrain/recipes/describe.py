@@ -18,6 +18,7 @@ from megatrain.metrics import read_metrics
 from megatrain.planner import Plan
 from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
 from megatrain.recipes.loop import Run
+from megatrain.recipes.optimizers import make_optimizer, optimizer_keys
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, packed_to, prices_of
 from megatrain.recipes.signals import StopRequest
@@ -45,12 +46,19 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "compile": plan.job.compiled,
         "device": machine.device.type,
         "threads": choices.update_threads,
-    }
+    } | decided_of_optimizer(config)
     write_text(config.output / CONFIG_FILE, config.to_yaml())
     write_text(config.output / RESOLVED_FILE, config.with_values(decided).to_yaml())
     write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
     write_text(config.output / "env.json", json.dumps(environment_of(parts), indent=1) + "\n")
     return choices_in_words(plan, parts)
+
+
+def decided_of_optimizer(config: Config) -> dict[str, Any]:
+    """What the optimizer's own defaults stand for, of the keys that it has."""
+    optimizer, known = make_optimizer(config), optimizer_keys(config)
+    values = {key: getattr(optimizer, key) for key, value in config.optimizer if value == "auto" and key in known}
+    return {f"optimizer.{key}": value for key, value in values.items() if value is not None}
 
 
 def environment_of(parts: Parts) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from megatrain.machine import MachineProfile, board_power_w
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, shape_of
-from megatrain.models.skeleton import Skeleton, layouts_of
+from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
-from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.optimizers import make_optimizer, state_bytes, whole_update
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -143,12 +143,6 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     return shape_of(skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled)
 
 
-def make_optimizer(config: Config) -> Optimizer:
-    options = config.optimizer
-    chosen = {key: value for key, value in options if key != "name"}
-    return OPTIMIZERS[options.name](lr=config.train.learning_rate, **chosen)
-
-
 # -- plan ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +160,7 @@ def make_run_plan(
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
         state_bytes=state_bytes(make_optimizer(config), parts.skeleton),
+        whole_update=whole_update(make_optimizer(config), parts.skeleton),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
         rows_vary=rows_vary(config, parts),
@@ -199,16 +194,6 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
 def prices_of(config: Config) -> Prices:
     options = config.economy
     return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
-
-
-def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
-    """Of each of the optimizer's arrays, bytes a parameter."""
-    layouts = layouts_of(skeleton.anatomy)
-    numel = sum(layout.numel for layout in layouts)
-    return tuple(
-        (array.name, sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel)
-        for array in optimizer.state_arrays
-    )
 
 
 def unless_auto(value: int | str) -> int | None:
