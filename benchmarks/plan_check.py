@@ -54,7 +54,8 @@ def plan_case(case: Case, device: str) -> Plan:
     from megatrain.planner import Job, lay_out, make_plan
     from megatrain.planner_search import AUTO_MICRO_BATCH_TOKENS, Room, Search
     from megatrain.recipes.doctor import measured_or_typical
-    from megatrain.recipes.setup import next_token_on_meta, state_bytes
+    from megatrain.recipes.optimizers import state_bytes
+    from megatrain.recipes.setup import next_token_on_meta
 
     keep_heap_small()
     hardware = probe(".", device)

@@ -12,24 +12,28 @@ if TYPE_CHECKING:
     from megatrain import losses as losses
     from megatrain.engine.engine import Engine as Engine
     from megatrain.engine.settings import Settings as Settings
+    from megatrain.optim import Adafactor as Adafactor
     from megatrain.optim import AdamW as AdamW
     from megatrain.optim import Lion as Lion
+    from megatrain.optim import Muon as Muon
     from megatrain.recipes.run import plan as plan
     from megatrain.recipes.run import train as train
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adafactor": "megatrain.optim",
     "AdamW": "megatrain.optim",
     "Engine": "megatrain.engine.engine",
     "Lion": "megatrain.optim",
+    "Muon": "megatrain.optim",
     "Settings": "megatrain.engine.settings",
     "plan": "megatrain.recipes.run",
     "train": "megatrain.recipes.run",
 }
 _MODULES = {"losses"}
 
-__all__ = ["AdamW", "Engine", "Lion", "Settings", "losses", "plan", "train"]
+__all__ = ["Adafactor", "AdamW", "Engine", "Lion", "Muon", "Settings", "losses", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

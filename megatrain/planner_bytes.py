@@ -60,7 +60,7 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     table = {
         "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
         "embedding and head slot": _edge_slot(choices, shape) * weight,
-        "resident state": int(_numel(sizes, choices.resident) * resident_bytes_per_parameter(choices, job)),
+        "resident state": _resident_state(choices, job, shape),
         "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
         "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
         "boundary activations": _boundaries(choices, job, shape),
@@ -69,6 +69,9 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
         "rotary tables and masks": in_group * shape.calls.at(choices.micro_batch_tokens),
         "working set": working_set,
     }
+    if job.whole_update is not None and (choices.resident or any(job.whole_update.product_flops)):
+        products = any(job.whole_update.product_flops)  # on a stream that has a workspace of its own
+        table["update's scratch"] = job.whole_update.device_scratch + (hardware.workspace_bytes if hardware.gpu and products else 0)
     activations = table["boundary activations"] + table["retained activations"] + working_set
     if hardware.gpu:
         varied = int(VARIED_ROWS_SLACK["gpu"] * activations) if job.rows_vary else 0
@@ -84,13 +87,22 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
 
 def state_bytes_per_parameter(job: Job) -> float:
     """Weight, remainder and the optimizer's arrays."""
-    return WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes)
+    of_tensors = job.whole_update.bytes_per_parameter if job.whole_update is not None else 0.0
+    return WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision] + sum(size for _, size in job.state_bytes) + of_tensors
 
 
 def resident_bytes_per_parameter(choices: Choices, job: Job) -> float:
     """Of a resident block: its state, and its gradient where that waits for the norm. Sums that stay on the device hold it already."""
     stored = choices.stores_gradients(job) and choices.groups == 1
     return state_bytes_per_parameter(job) + (WEIGHT_BYTES[job.precision] if stored else 0)
+
+
+def _resident_state(choices: Choices, job: Job, shape: ModelShape) -> int:
+    numel, whole = _numel(shape.block_numel, choices.resident), job.whole_update
+    if whole is None:
+        return int(numel * resident_bytes_per_parameter(choices, job))
+    uniform = resident_bytes_per_parameter(choices, job) - whole.bytes_per_parameter
+    return int(numel * uniform) + sum(whole.of_blocks(0, choices.resident).values())
 
 
 def retained_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
@@ -195,6 +207,9 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     weight = WEIGHT_BYTES[job.precision]
     table = {"weight": numel * weight, "remainder": numel * REMAINDER_BYTES[job.precision]}
     table |= {name: int(numel * size) for name, size in job.state_bytes}
+    if job.whole_update is not None:
+        scratch = job.whole_update.host_scratch if choices.resident < len(sizes) else 0
+        table |= job.whole_update.of_blocks(choices.resident) | {"update's scratch": scratch}
     table |= {
         "grad": numel * weight if choices.stores_gradients(job) else 0,
         "gradient staging": 0 if choices.stores_gradients(job) else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,

@@ -11,6 +11,22 @@ MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-ba
 
 
 @dataclass(frozen=True)
+class WholeUpdate:
+    """What an optimizer of whole tensors holds and computes, where blocks differ in it."""
+
+    state_bytes: tuple[tuple[str, tuple[int, ...]], ...]  # the optimizer's arrays, bytes of every block
+    product_flops: tuple[float, ...]  # of the matrix products in every block's update
+    bytes_per_parameter: float  # of the arrays, on average
+    passes_bytes: float  # memory traffic of a parameter beyond one pass over its state and its gradient
+    host_scratch: int  # bytes beside the state, while a block in host RAM is updated
+    device_scratch: int  # and where matrix products are computed, or a block that lives there is updated
+
+    def of_blocks(self, first: int, stop: int | None = None) -> dict[str, int]:
+        """Bytes of each array in some blocks."""
+        return {name: sum(sizes[first:stop]) for name, sizes in self.state_bytes}
+
+
+@dataclass(frozen=True)
 class Job:
     """What the user asks for, as far as memory and time are concerned. None leaves the choice to the planner."""
 
@@ -21,6 +37,7 @@ class Job:
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
     update_arithmetic: float = math.inf  # parameters/s that one thread of the host could update if memory had no limit
     lighter_moments: tuple[tuple[str, tuple[tuple[str, float], ...], float], ...] = ()  # optimizer.moments, and those two with it
+    whole_update: WholeUpdate | None = None  # of an optimizer of whole tensors, whose arrays are here and not in `state_bytes`
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused
     activations: str = UNCHANGED  # or the codec of recomputed layers' inputs

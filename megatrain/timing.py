@@ -220,9 +220,18 @@ class _Costs:
             sum_down=numel * SUM_BYTES / self.down,
             boundary_down=offloaded / (BESIDE_UPDATE * self.down if self.beside_update else self.down),
             boundary_up=offloaded / self.up,
-            host_update=streamed / self.host_update_rate,
-            device_update=resident / self.device_update_rate,
+            host_update=streamed / self.host_update_rate + (self._products(number, travelling=True) if streamed else 0.0),
+            device_update=resident / self.device_update_rate + (self._products(number) if resident or self.on_gpu else 0.0),
         )
+
+    def _products(self, number: int, travelling: bool = False) -> float:
+        """Of the products in a block's update. Those of blocks in host RAM are a GPU's too: what they multiply goes up, and comes down, in
+        bfloat16, and they take the device's time from the computation."""
+        flops = self.job.whole_update.product_flops[number] if self.job.whole_update is not None else 0.0
+        if not flops:
+            return 0.0
+        moved = 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down) if travelling and self.on_gpu else 0.0
+        return flops / interpolate(self.machine.matmul, self.shape.hidden_size) + moved
 
     def _kept_bytes(self, graph: Where, number: int) -> float:
         """What may be sent away of one micro-batch in a layer: its input, and what its graph saved."""
@@ -236,7 +245,8 @@ class _Costs:
     @property
     def _update_scale(self) -> float:
         """Parameters of this job's kind that are updated in the time of one of the profile's: it is a matter of bytes."""
-        return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight)
+        again = self.job.whole_update.passes_bytes if self.job.whole_update is not None else 0.0
+        return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight + again)
 
     def _host_update_rate(self) -> float:
         """Parameters/s, between the rates alone and beside a bus that is busy, for weights on their way use the same memory."""

@@ -24,15 +24,16 @@ _FORMAT = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt",
 _TRAIN_ON = Literal["assistant", "all"]
 _BAD_ROW = Literal["refuse", "skip"]
 _SCHEDULE = Literal["constant", "linear", "cosine", "wsd"]
-_OPTIMIZER = Literal["adamw", "lion"]
-_MOMENTS = Literal["float32", "bfloat16", "int8"]
+_OPTIMIZER = Literal["adamw", "lion", "adafactor", "muon"]
+_MOMENTS = Literal["auto", "float32", "bfloat16", "int8"]
+_ADJUST_LR = Literal["auto", "match_rms_adamw", "original"]
 _PRECISION = Literal["auto", "bfloat16", "float32", "fp8"]
 _ATTENTION = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 _ACTIVATIONS = Literal["none", "fp8", "int8", "int6", "int4"]
 _DEVICE = Literal["auto", "cpu", "cuda"]
 
 _OTHER_METHODS = dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "grpo", "rloo", "reward", "distill", "gkd"), NOT_BUILT)
-_OTHER_OPTIMIZERS = dict.fromkeys(("adam", "adafactor", "sgd", "muon", "lamb", "adagrad", "rmsprop", "sophia"), NOT_BUILT)
+_OTHER_OPTIMIZERS = dict.fromkeys(("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia"), NOT_BUILT)
 _OTHER_PRECISIONS = {
     "float8": "called fp8 here",
     "float16": "not offered, since it needs loss scaling and bfloat16 does not",
@@ -204,12 +205,30 @@ class OptimizerOptions(Options):
 
     name: Annotated[_OPTIMIZER, choice(_OPTIMIZER, _OTHER_OPTIMIZERS)] = Field(default="adamw", description="Optimizer.")
     moments: Annotated[_MOMENTS, choice(_MOMENTS)] = Field(
-        default="float32",
-        description="Type the moments are kept in: 4, 2 or 1 bytes each a parameter; bfloat16 and int8 are rounded stochastically.",
+        default="auto",
+        description="adamw, lion: type the moments are kept in, 4, 2 or 1 bytes each a parameter; bfloat16 and int8 are rounded "
+        "stochastically; auto: float32.",
     )
-    betas: v.BetasOrAuto = Field(default="auto", description="Decay rates of the moments; auto: adamw [0.9, 0.999], lion [0.9, 0.99].")
+    betas: v.BetasOrAuto = Field(
+        default="auto", description="Decay rates of the moments; auto: adamw and muon's AdamW [0.9, 0.999], lion [0.9, 0.99]."
+    )
     eps: v.PositiveOrAuto = Field(default="auto", description="Added to the root of the second moment; auto: adamw 1e-8.")
     weight_decay: v.NotNegative = Field(default=0.0, description="Decoupled; norms and biases are spared.")
+    beta2_decay: v.NotPositiveOrAuto = Field(
+        default="auto", description="adafactor: a new gradient counts step ** beta2_decay in the second moment; auto: -0.8."
+    )
+    clip_threshold: v.AtLeastOneOrAuto = Field(
+        default="auto", description="adafactor: an update whose root mean square is larger is scaled down to it; auto: 1."
+    )
+    momentum: v.BetaOrAuto = Field(default="auto", description="muon: decay rate of the momentum; auto: 0.95.")
+    nesterov: v.FlagOrAuto = Field(default="auto", description="muon: Nesterov's momentum; auto: true.")
+    ns_steps: v.CountOrAuto = Field(default="auto", description="muon: Newton-Schulz iterations; auto: 5.")
+    adjust_lr_fn: Annotated[_ADJUST_LR, choice(_ADJUST_LR)] = Field(
+        default="auto", description="muon: a matrix's rate by its shape; auto: match_rms_adamw, for which AdamW's rates are right."
+    )
+    adamw_lr: v.PositiveOrAuto = Field(
+        default="auto", description="muon: peak rate of embedding, head, norms and biases, which are AdamW's; auto: train.learning_rate."
+    )
 
 
 class MemoryOptions(Options):

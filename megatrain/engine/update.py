@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import cast
 
 import torch
 
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, part, round_up
 from megatrain.memory.store import Store
-from megatrain.optim import Optimizer
-from megatrain.optim.optimizer import UpdateRange
+from megatrain.optim import Optimizer, WholeTensors
+from megatrain.optim.optimizer import RangeOptimizer, UpdateRange
+from megatrain.optim.whole_tensors import TensorState
 
 CHUNK_ELEMENTS = 1 << 20  # some 2 ms of one core: long enough to hide Python, short enough to spread a block evenly
 CHUNK_MINIMUM = 1 << 16
@@ -86,7 +89,8 @@ class Spread:
 
 class Updater:
     """Applies finished gradients: of resident blocks on the device at once, of the others on the host, one block after another, each
-    spread over a pool of threads. A thread that finds nothing left of a block goes on with the next.
+    spread over a pool of threads. A thread that finds nothing left of a block goes on with the next; where whole tensors are updated, in
+    stages, a block is complete before the next begins.
 
     Args:
         store: its arrays are updated in place.
@@ -102,12 +106,16 @@ class Updater:
         self.lane = Lane("update")
         self.delay: Callable[[int], None] | None = None  # tests inject sleeps here: before each block's update
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-adamw")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
         self._chunks = [chunks(layout, threads) for layout in store.layouts]
         self._first = [0, *accumulate(layout.numel for layout in store.layouts)]  # number of each block's first element in the model
         self._done: dict[int, tuple[Event, Event]] = {}  # of each block's last update: that it was begun, that it is done
         self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
+        self._workspace: HostWorkspace | None = None
+        if isinstance(optimizer, WholeTensors):
+            streamed = [layout for block, layout in enumerate(store.layouts) if not store.is_resident(block)]
+            self._workspace = HostWorkspace(optimizer.scratch(streamed).host, compute.device, threads)
 
     def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> None:
         """Queue the update of one block; of a resident one behind what the device has been asked to compute.
@@ -133,22 +141,55 @@ class Updater:
                 raise diverged(f"the gradient of block {gradient.block}")
             if self.delay is not None:
                 self.delay(gradient.block)
-            self._update_on_host(gradient, lr, step, grad_scale, done)
+            if isinstance(self.optimizer, WholeTensors):
+                self._update_tensors(self.optimizer, gradient, lr, step, grad_scale)
+                done.finish()
+            else:
+                self._update_on_host(gradient, lr, step, grad_scale, done)
 
         self._done[gradient.block] = self.lane.submit(job), done
 
+    def _update_tensors(self, optimizer: WholeTensors, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
+        """On the host: the lane's thread hands out stage after stage, and waits for each."""
+        assert self._workspace is not None
+        self._workspace.reset()
+        for stage in optimizer.stages(self._tensors(gradient), self._workspace, lr=lr, step=step, grad_scale=grad_scale):
+            for piece in [self._pool.submit(piece) for piece in stage]:
+                piece.result()
+
+    def _tensors(self, gradient: Gradient) -> list[TensorState]:
+        """The tensors of a block with their part of every array that has them."""
+        layouts = {name: self.store.layout(name, gradient.block) for name in self._arrays(gradient) if name != "grad"}
+        layouts["grad"] = self.store.layouts[gradient.block]
+        flats = {name: layouts[name].flats(array) for name, array in self._arrays(gradient).items()}
+        shapes = {name: {spec.name: spec.shape for spec in layout.tensors} for name, layout in layouts.items()}
+        return [
+            TensorState(
+                spec,
+                {name: of_tensor[spec.name] for name, of_tensor in flats.items() if spec.name in of_tensor},
+                {name: of_tensor[spec.name] for name, of_tensor in shapes.items() if spec.name in of_tensor},
+            )
+            for spec in self.store.layouts[gradient.block].tensors
+        ]
+
     def _update_on_device(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
-        arrays = self._arrays(gradient)
+        if isinstance(self.optimizer, WholeTensors):
+            for tensor in self._tensors(gradient):  # one after the other: temporaries are then of one tensor
+                for stage in self.optimizer.stages([tensor], InPlace(gradient.values.device), lr=lr, step=step, grad_scale=grad_scale):
+                    for piece in stage:
+                        piece()
+            return
+        optimizer, arrays = cast(RangeOptimizer, self.optimizer), self._arrays(gradient)
         for start, stop, decay in self._ranges(gradient.block):
             views = {name: array[part(self._per.get(name, "element"), start, stop)] for name, array in arrays.items()}
             first = self._first[gradient.block] + start
-            self.optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
+            optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
 
     def _update_on_host(self, gradient: Gradient, lr: float, step: int, grad_scale: float, done: Event) -> None:
         """Hand the block out to the threads, behind what they still have to do."""
         arrays, pieces, first = self._arrays(gradient), self._chunks[gradient.block], self._first[gradient.block]
         update = {
-            decay: self.optimizer.updating(
+            decay: cast(RangeOptimizer, self.optimizer).updating(
                 arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first
             )
             for decay in (False, True)
@@ -216,3 +257,5 @@ class Updater:
     def close(self) -> None:
         self.lane.close()
         self._pool.shutdown()
+        if self._workspace is not None:
+            self._workspace.close()

@@ -14,9 +14,9 @@ GROUP = TENSOR_ALIGNMENT  # consecutive elements that may share one of another a
 BLOCK_ALIGNMENT = 1024  # elements: a block's flat array is a whole number of rows for the row-wise norm and of pages' halves
 
 
-# What an array of a block has one element for: every parameter, every GROUP of them, or every row or column of each tensor (of the last
-# two dimensions; a tensor of one dimension is its own row).
-Per = Literal["element", "group", "row", "column"]
+# What an array of a block has one element for: every parameter, every GROUP of them, every row or column of each tensor (of the last two
+# dimensions; a tensor of one dimension is its own row), or every parameter that is not in a hidden matrix (TensorSpec.hidden).
+Per = Literal["element", "group", "row", "column", "unhidden"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -35,12 +35,16 @@ def part(per: Per, start: int, stop: int) -> slice:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a block. `offset` and `numel` count elements; `decay` says whether weight decay applies."""
+    """One tensor of a block. `offset` and `numel` count elements; `decay` says whether weight decay applies.
+
+    `hidden`: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM head, a norm or a bias.
+    """
 
     name: str  # the model's own parameter name, as in its state dict
     shape: tuple[int, ...]
     offset: int
     decay: bool
+    hidden: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,12 +68,13 @@ class FlatLayout:
     numel: int  # padded; padding is zero in every array and stays zero under every optimizer
 
     @classmethod
-    def pack(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]]) -> FlatLayout:
-        """Lay out (name, shape, decay) triples in the given order."""
+    def pack(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], *, layer: bool = False) -> FlatLayout:
+        """Lay out (name, shape, decay) triples in the given order. `layer`: they are a decoder layer's."""
         specs = []
         offset = 0
         for name, shape, decay in tensors:
-            spec = TensorSpec(name, tuple(shape), offset, decay)
+            hidden = layer and decay and len(shape) in (2, 3) and min(shape[-2:]) > 1
+            spec = TensorSpec(name, tuple(shape), offset, decay, hidden)
             specs.append(spec)
             offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
         return cls(tuple(specs), round_up(max(offset, 1), BLOCK_ALIGNMENT))
@@ -84,10 +89,16 @@ class FlatLayout:
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
         return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
 
+    def flats(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors as 1-D views with the padding up to their alignment."""
+        return {t.name: flat.narrow(0, t.offset, round_up(t.numel, TENSOR_ALIGNMENT)) for t in self.tensors}
+
     def per(self, what: Per) -> FlatLayout:
         """The layout of an array that has one element per element, group, row or column of this one; tensors keep their names."""
         if what == "element":
             return self
+        if what == "unhidden":
+            return FlatLayout.pack((t.name, t.shape, t.decay) for t in self.tensors if not t.hidden)
         if what == "group":
             grouped = (TensorSpec(t.name, (round_up(t.numel, GROUP) // GROUP,), t.offset // GROUP, t.decay) for t in self.tensors)
             return FlatLayout(tuple(grouped), self.numel // GROUP)

@@ -80,7 +80,7 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and not name.endswith("bias")
 
 
-def layout_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatLayout:
+def layout_of(parameters: Iterable[tuple[str, nn.Parameter]], *, layer: bool = False) -> FlatLayout:
     """Pack parameters into one block's layout: first those that decay, for the device updates each kind by one launch."""
     tensors = [(name, tuple(p.shape), decays(name, tuple(p.shape))) for name, p in parameters]
-    return FlatLayout.pack(sorted(tensors, key=lambda tensor: not tensor[2]))
+    return FlatLayout.pack(sorted(tensors, key=lambda tensor: not tensor[2]), layer=layer)

@@ -170,7 +170,7 @@ class Skeleton:
             raise ModelError(f"{type(self.model).__name__}: {homeless[0]} is used neither before the first nor after the last layer")
         names_of_blocks = ["embed", *(f"layers.{i}" for i in range(len(self.layers))), "head"]
         blocks = tuple(
-            Block(i, label, layout_of((n, by_name[n]) for n in names))
+            Block(i, label, layout_of(((n, by_name[n]) for n in names), layer=0 < i <= len(self.layers)))
             for i, (label, names) in enumerate(zip(names_of_blocks, members, strict=True))
         )
         positions = getattr(text, "max_position_embeddings", None)

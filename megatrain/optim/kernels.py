@@ -192,13 +192,13 @@ def key_of(step: int) -> np.uint32:
         return np.uint32(_hash(step, np.uint32(0)))
 
 
-def compiled(function: Kernel, signature: Any) -> Kernel:
-    """`function` as machine code that runs without the GIL, kept on disk between runs where some folder can be written.
+def compiled(function: Kernel, signature: Any, **more: Any) -> Kernel:
+    """`function` as machine code that runs without the GIL, kept on disk between runs where some folder can be written. `more`: for njit.
 
     Numba looks for a folder next to this file, then in the user's cache. That none can be written (RuntimeError), that the disk is full, or
     that a power cut left half a file must not stop a run: compiling anew costs a second.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
         kernel: Kernel = njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:

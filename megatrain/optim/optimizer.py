@@ -25,7 +25,7 @@ UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was m
 
 
 class Optimizer(Protocol):
-    """Store, planner and checkpoint read `state_arrays`; the engine updates ranges of a block, on the host from many threads."""
+    """What all have in common. Store, planner and checkpoint read `state_arrays`."""
 
     name: ClassVar[str]
 
@@ -40,6 +40,10 @@ class Optimizer(Protocol):
 
     def compile(self) -> None:
         """Prepare whatever the first `update` would otherwise pay for."""
+
+
+class RangeOptimizer(Optimizer, Protocol):
+    """One that updates every element by itself, and so any range of a block. Others update whole tensors (whole_tensors.py)."""
 
     def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
         """Update one flat range in place.

@@ -59,7 +59,8 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
 def decided_of_optimizer(config: Config) -> dict[str, Any]:
     """What the optimizer's own defaults stand for, of the keys that it has."""
     optimizer, known = make_optimizer(config), optimizer_keys(config)
-    return {f"optimizer.{key}": getattr(optimizer, key) for key, value in config.optimizer if value == "auto" and key in known}
+    values = {key: getattr(optimizer, key) for key, value in config.optimizer if value == "auto" and key in known}
+    return {f"optimizer.{key}": value for key, value in values.items() if value is not None}
 
 
 def environment_of(parts: Parts) -> dict[str, Any]:

@@ -25,13 +25,11 @@ from megatrain.machine import MachineProfile, board_power_w
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.pretrained import Source, load_config_and_tokenizer, resolve_source
 from megatrain.models.shape import ModelShape, layer_chunks, shape_of
-from megatrain.models.skeleton import Skeleton, layouts_of
+from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
-from megatrain.optim import Optimizer
-from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.recipes.doctor import measured_or_typical
-from megatrain.recipes.optimizers import make_optimizer, with_lighter_moments
+from megatrain.recipes.optimizers import make_optimizer, state_bytes, update_arithmetic, whole_update, with_lighter_moments
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -165,9 +163,10 @@ def make_run_plan(
         seq_len=train.seq_len,
         clipping=train.max_grad_norm is not None,
         state_bytes=state_bytes(optimizer, parts.skeleton),
-        update_arithmetic=MOMENTS[config.optimizer.moments].arithmetic,
+        whole_update=whole_update(optimizer, parts.skeleton),
+        update_arithmetic=update_arithmetic(optimizer),
         lighter_moments=tuple(
-            (moments, state_bytes(lighter, parts.skeleton), MOMENTS[moments].arithmetic)
+            (moments, state_bytes(lighter, parts.skeleton), update_arithmetic(lighter))
             for moments, lighter in with_lighter_moments(optimizer)
         ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
@@ -205,16 +204,6 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
 def prices_of(config: Config) -> Prices:
     options = config.economy
     return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
-
-
-def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
-    """Of each of the optimizer's arrays, bytes a parameter."""
-    layouts = layouts_of(skeleton.anatomy)
-    numel = sum(layout.numel for layout in layouts)
-    return tuple(
-        (array.name, sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel)
-        for array in optimizer.state_arrays
-    )
 
 
 def unless_auto(value: int | str) -> int | None:

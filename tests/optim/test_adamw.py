@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.optim import OPTIMIZERS, AdamW
+from megatrain.optim import OPTIMIZERS, AdamW, WholeTensors
 from megatrain.optim.split import join_master, split_master
 
+OF_RANGES: dict[str, Any] = {name: kind for name, kind in OPTIMIZERS.items() if not issubclass(kind, WholeTensors)}
 PRECISIONS = ("bfloat16", "float32")
 Views = dict[str, Tensor]
 
@@ -179,13 +180,13 @@ def test_grad_scale_multiplies_the_gradient_first():
     assert torch.equal(views["exp_avg_sq"], scaled["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OF_RANGES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_any_cut_into_ranges_gives_the_same_bits(name, precision):
     n = 9001
     whole = random_views(precision, n)
     cut = clone(whole)
-    optimizer = OPTIMIZERS[name]()
+    optimizer = OF_RANGES[name]()
     optimizer.update(whole, lr=1e-3, weight_decay=0.1, step=2, grad_scale=0.7)
     edges = [0, 1, 2, 19, 1024, 1087, 5000, n]
     for start, stop in pairwise(edges):
@@ -194,7 +195,7 @@ def test_any_cut_into_ranges_gives_the_same_bits(name, precision):
     assert_same_bits(cut, whole)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OF_RANGES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_padding_stays_zero_and_the_gradient_is_only_read(name, precision):
     views = random_views(precision, 2048)
@@ -202,7 +203,7 @@ def test_padding_stays_zero_and_the_gradient_is_only_read(name, precision):
         view[1000:] = 0
     grad = views["grad"].clone()
     for step in (1, 2, 100_000):
-        OPTIMIZERS[name]().update(views, lr=1e-2, weight_decay=0.1, step=step, grad_scale=0.5)
+        OF_RANGES[name]().update(views, lr=1e-2, weight_decay=0.1, step=step, grad_scale=0.5)
     assert torch.equal(views["grad"], grad)
     for key, view in views.items():
         assert not view[1000:].any(), key

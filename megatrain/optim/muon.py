@@ -1,0 +1,226 @@
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): the momentum of every hidden matrix, made orthogonal; AdamW for the rest.
+
+As in torch.optim.Muon: momentum is a running mean, the direction (by default Nesterov's) is rounded to bfloat16 and orthogonalised in it by
+a few steps of a quintic Newton-Schulz iteration. Hidden are the matrices inside decoder layers, of experts one by one; embedding, LM head,
+norms and biases are AdamW's. One array, `exp_avg`, holds either's first moment, and only AdamW's tensors have an `exp_avg_sq`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import FlatLayout, TensorSpec
+from megatrain.optim.adamw import AdamW, check_range
+from megatrain.optim.optimizer import StateArray
+from megatrain.optim.whole_tensors import (
+    DEVICE_PIECE,
+    DEVICE_TEMPORARIES,
+    HOST_PIECE,
+    Piece,
+    Scratch,
+    Stage,
+    TensorState,
+    WholeTensors,
+    Workspace,
+    bits_of,
+    gradient_of,
+    read_master,
+    write_master,
+)
+
+LEAST_NORM = 1e-7  # of a direction, which is divided by its norm
+AT_ONCE = 1 << 26  # elements of several experts' matrices that are orthogonalised together
+PRODUCT_BUFFERS = 4  # of a matrix: the one that arrived, the one that leaves, two of the iteration
+RATES = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+
+
+@dataclass(frozen=True)
+class Muon(WholeTensors):
+    """Hyper-parameters of Muon, with torch's meanings, and of AdamW for what is no hidden matrix.
+
+    `lr`: of hidden matrices; `adamw_lr`: of the rest, the same where None; both follow one schedule. `adjust_lr_fn`: how the rate of a
+    matrix follows from its shape: "match_rms_adamw" (Liu et al., 2025, arXiv:2502.16982: updates are as large as AdamW's usually are, and
+    its rates serve) or "original" (Jordan's, torch's default; rates about 0.02). `ns_coefficients`, `ns_steps`: of the iteration. `betas`,
+    `eps`: AdamW's. Raises ConfigError for a value out of range.
+    """
+
+    lr: float = 1e-5
+    adamw_lr: float | None = None
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_steps: int = 5
+    adjust_lr_fn: str = "match_rms_adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "muon"
+
+    def __post_init__(self) -> None:
+        check_range("momentum", self.momentum, 0.0, 1.0)
+        if self.adamw_lr is not None:
+            check_range("adamw_lr", self.adamw_lr, 0.0, math.inf)
+        coefficients: Any = self.ns_coefficients  # a list where it comes from YAML
+        if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
+            raise ConfigError(f"optimizer.ns_coefficients: expected three numbers such as (3.4445, -4.775, 2.0315), not {coefficients!r}")
+        for number, value in enumerate(coefficients):
+            check_range(f"ns_coefficients[{number}]", value, -100.0, 100.0)
+        object.__setattr__(self, "ns_coefficients", tuple(coefficients))
+        steps: Any = self.ns_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
+            raise ConfigError(f"optimizer.ns_steps: {steps!r} is out of range; it must be a whole number from 1 to 99")
+        if self.adjust_lr_fn not in RATES:
+            raise ConfigError(f"optimizer.adjust_lr_fn: {self.adjust_lr_fn!r} is none of {', '.join(RATES)}")
+        object.__setattr__(self, "betas", self.adamw.betas)
+
+    @property
+    def adamw(self) -> AdamW:
+        """What updates the rest. Raises ConfigError for one of its values out of range."""
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    @property
+    def state_arrays(self) -> tuple[StateArray, ...]:
+        return StateArray("exp_avg", torch.float32), StateArray("exp_avg_sq", torch.float32, per="unhidden")
+
+    @property
+    def passes_bytes(self) -> float:
+        return 8.0  # directions are written and read, by the host and by the bus
+
+    def product_flops(self, layout: FlatLayout) -> float:
+        return sum(self._flops(spec) for spec in layout.tensors if spec.hidden)
+
+    def _flops(self, spec: TensorSpec) -> float:
+        """An iteration multiplies a matrix with its transpose, the result with itself, and that with the matrix."""
+        count, short, long = _matrices(spec.shape)
+        return self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
+
+    def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
+        hidden = [[spec for spec in layout.tensors if spec.hidden] for layout in layouts]
+        specs = [spec for of_block in hidden for spec in of_block]
+        host = max((sum(spec.numel for spec in of_block) for of_block in hidden), default=0)
+        directions = max((spec.numel for spec in specs), default=0)  # a whole tensor's, of a block that lives there
+        products = max((_product_bytes(spec.shape) for spec in specs), default=0)
+        pieces = min(DEVICE_PIECE, directions)
+        return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions)
+
+    def compile(self) -> None:
+        """Load the kernels from Numba's cache or compile them."""
+        from megatrain.optim import muon_kernels as kernels  # here: planning reads this class and need not wait for numba
+
+        self.adamw.compile()
+        for split in (False, True):
+            kernels.direct(split)
+            kernels.apply(split)
+
+    def stages(self, tensors: Sequence[TensorState], workspace: Workspace, *, lr: float, step: int, grad_scale: float) -> Iterator[Stage]:
+        hidden = [_Update(self, tensor, workspace, lr, grad_scale) for tensor in tensors if tensor.spec.hidden]
+        rest = [tensor for tensor in tensors if not tensor.spec.hidden]
+        adamw_lr = lr if self.adamw_lr is None else (lr / self.lr if self.lr else 0.0) * self.adamw_lr
+        beside = [piece for tensor in rest for piece in self._adamw(tensor, adamw_lr, step, grad_scale)]
+        yield [*(piece for update in hidden for piece in update.direct()), *beside]
+        workspace.replace(self.orthogonal, [part for update in hidden for part in update.parts()])
+        yield [piece for update in hidden for piece in update.apply()]
+
+    def _adamw(self, tensor: TensorState, lr: float, step: int, grad_scale: float) -> Stage:
+        """Of a tensor with its padding, which stays zero."""
+        adamw, flats = self.adamw, tensor.flats
+        options: dict[str, Any] = {
+            "lr": lr, "weight_decay": self.weight_decay if tensor.spec.decay else 0.0, "step": step, "grad_scale": grad_scale,
+        }  # fmt: skip
+        if flats["weight"].is_cuda:
+            return [lambda: adamw.update(flats, **options)]
+        update, numel = adamw.updating(flats, **options), flats["weight"].numel()
+        return [lambda start=start: update(start, min(start + HOST_PIECE, numel)) for start in range(0, numel, HOST_PIECE)]  # type: ignore[misc]
+
+    def orthogonal(self, matrices: Tensor) -> Tensor:
+        """The orthogonal matrices next to bfloat16 `matrices` [count, rows, columns], roughly: singular values end between 0.7 and 1.2."""
+        upright = matrices.shape[1] > matrices.shape[2]
+        x = matrices.mT if upright else matrices
+        x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+        a, b, c = self.ns_coefficients
+        for _ in range(self.ns_steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.mT if upright else x
+
+
+def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(matrices, shorter, longer side) of a hidden tensor."""
+    return math.prod(shape[:-2]), min(shape[-2:]), max(shape[-2:])
+
+
+def _experts_at_once(shape: tuple[int, ...]) -> int:
+    count, short, long = _matrices(shape)
+    return min(count, max(1, AT_ONCE // (short * long)))
+
+
+def _product_bytes(shape: tuple[int, ...]) -> int:
+    """Of orthogonalising as many matrices as are taken together."""
+    _, short, long = _matrices(shape)
+    return 2 * _experts_at_once(shape) * (PRODUCT_BUFFERS * short * long + 3 * short * short)
+
+
+class _Update:
+    """One hidden tensor's."""
+
+    def __init__(self, optimizer: Muon, tensor: TensorState, workspace: Workspace, lr: float, grad_scale: float) -> None:
+        self.optimizer, self.spec, self.grad_scale = optimizer, tensor.spec, grad_scale
+        self.decay = 1 - lr * optimizer.weight_decay if tensor.spec.decay else 1.0
+        self.minus_step_size = -lr * RATES[optimizer.adjust_lr_fn](*tensor.spec.shape[-2:])
+        self.split, self.numel = tensor.split, tensor.spec.numel
+        self.weight, self.grad, self.exp_avg = (tensor.flats[name][: self.numel] for name in ("weight", "grad", "exp_avg"))
+        self.remainder = tensor.flats["remainder"][: self.numel] if self.split else None
+        self.direction = workspace.directions(self.numel)
+        self.on_host = self.weight.is_cpu
+        if self.on_host:
+            self.grad = self.grad.to(self.weight.dtype)  # fp32 sums of a block that counts as resident; nothing otherwise
+        size = HOST_PIECE if self.on_host else DEVICE_PIECE
+        self.pieces = [slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size)]
+
+    def direct(self) -> list[Piece]:
+        return [lambda part=part: self._direct(part) for part in self.pieces]  # type: ignore[misc]
+
+    def _direct(self, part: slice) -> None:
+        momentum = self.optimizer.momentum
+        exp_avg, grad, direction = self.exp_avg[part], self.grad[part], self.direction[part]
+        if self.on_host:
+            from megatrain.optim import muon_kernels as kernels
+
+            scalars = (self.grad_scale, 1 - momentum, 1 - momentum if self.optimizer.nesterov else 0.0)
+            arrays = (bits_of(x).numpy() for x in (exp_avg, grad, direction))
+            kernels.direct(self.split)(*arrays, *(np.float32(x) for x in scalars))
+            return
+        gradient = gradient_of(grad, self.weight, self.grad_scale)
+        exp_avg.lerp_(gradient, 1 - momentum)
+        direction.copy_(gradient.lerp_(exp_avg, momentum) if self.optimizer.nesterov else exp_avg)
+
+    def parts(self) -> list[Tensor]:
+        """The direction as matrices, so many together as are orthogonalised at once."""
+        matrices = self.direction.view(-1, *self.spec.shape[-2:])
+        return list(torch.split(matrices, _experts_at_once(self.spec.shape)))
+
+    def apply(self) -> list[Piece]:
+        return [lambda part=part: self._apply(part) for part in self.pieces]  # type: ignore[misc]
+
+    def _apply(self, part: slice) -> None:
+        weight, remainder = self.weight[part], self.remainder[part] if self.remainder is not None else None
+        if self.on_host:
+            from megatrain.optim import muon_kernels as kernels
+
+            arrays = [bits_of(x).numpy() for x in (weight, remainder, self.direction[part]) if x is not None]
+            kernels.apply(self.split)(*arrays, np.float32(self.decay), np.float32(self.minus_step_size))
+            return
+        master = read_master(weight, remainder).mul_(self.decay)
+        write_master(master.add_(self.direction[part].float(), alpha=self.minus_step_size), weight, remainder)

@@ -1,0 +1,165 @@
+"""Engines with Adafactor and Muon: the plain loop; however memory and work are divided; with late lanes; resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.engine.settings import ALL, Settings
+from megatrain.errors import ConfigError
+from megatrain.models.anatomy import decays
+from megatrain.optim import Adafactor, AdamW, Muon, WholeTensors
+from tests.support import (
+    LANES,
+    cosine,
+    count_targets,
+    delay,
+    differing,
+    distance,
+    engine_of,
+    micro_batches,
+    plain_gradients,
+    plain_model,
+    state_of,
+    tiny_config,
+    train_engine,
+    train_with_a_break,
+)
+
+STEPS, MAX_NORM, DECAY = 8, 0.5, 0.1
+OPTIMIZERS: list[WholeTensors] = [Adafactor(lr=0.05, weight_decay=DECAY), Muon(lr=2e-3, weight_decay=DECAY, adamw_lr=1e-3)]
+RATES = {"adafactor": cosine(STEPS, 0.05), "muon": cosine(STEPS, 2e-3)}
+by_name = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+
+
+def plain_optimizers(model: nn.Module, optimizer: WholeTensors) -> list[torch.optim.Optimizer]:
+    """torch's own. Hidden is what the model's layers hold as matrices."""
+    made: list[torch.optim.Optimizer] = []
+    for name, parameter in model.named_parameters():
+        options: dict[str, Any] = {"weight_decay": DECAY if decays(name, tuple(parameter.shape)) else 0.0}
+        if isinstance(optimizer, Adafactor):
+            made.append(torch.optim.Adafactor([parameter], lr=optimizer.lr, **options))
+        elif ".layers." in name and parameter.ndim == 2:
+            made.append(torch.optim.Muon([parameter], lr=optimizer.lr, adjust_lr_fn="match_rms_adamw", **options))
+        else:
+            assert isinstance(optimizer, Muon)
+            made.append(torch.optim.AdamW([parameter], lr=optimizer.adamw_lr or optimizer.lr, **options))
+    return made
+
+
+@by_name
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
+def test_training_equals_a_plain_loop(family, optimizer):
+    config, rates = tiny_config(family), RATES[optimizer.name]
+    steps = [micro_batches(seed) for seed in range(STEPS)]
+    model = plain_model(config)
+    theirs = plain_optimizers(model, optimizer)
+    bases = [each.param_groups[0]["lr"] for each in theirs]
+    losses = []
+    for batches, rate in zip(steps, rates, strict=True):
+        losses.append(plain_gradients(model, batches, count_targets(batches)))
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for each, base in zip(theirs, bases, strict=True):
+            each.param_groups[0]["lr"] = base * rate / optimizer.lr
+            each.step()
+        model.zero_grad()
+    with engine_of(config, optimizer=optimizer, max_grad_norm=MAX_NORM) as engine:
+        ours = train_engine(engine, steps, rates)
+    exact = isinstance(optimizer, Adafactor)  # the iteration of Muon runs in bfloat16
+    assert ours.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-3)
+    for name, parameter in model.named_parameters():
+        assert distance(ours.weights[name], parameter.detach()) <= (1e-4 if exact else 5e-3), name
+
+
+SETTINGS = {
+    "groups": Settings(head_chunk=7, groups=3),
+    "sums that stay": Settings(head_chunk=7, groups=3, sums_on_device=2),
+    "resident": Settings(head_chunk=7, resident=2),
+    "resident with groups": Settings(head_chunk=7, resident=ALL, groups=3),
+    "threads": Settings(head_chunk=7, update_threads=5),
+    "offload": Settings(head_chunk=7, offload=True),
+}
+
+
+@by_name
+@pytest.mark.parametrize("name", SETTINGS)
+def test_dials_change_no_bit(name, optimizer):
+    config, steps, states = tiny_config("llama"), [micro_batches(seed) for seed in range(3)], []
+    for settings in (Settings(head_chunk=7), SETTINGS[name]):
+        with engine_of(config, optimizer=optimizer, precision="bfloat16", settings=settings) as engine:
+            train_engine(engine, steps)
+            states.append(state_of(engine))
+    assert differing(*states) == []
+
+
+@by_name
+def test_without_clipping_blocks_are_updated_during_backward(optimizer):
+    config, steps = tiny_config("qwen2-tied"), [micro_batches(seed) for seed in range(3)]
+    states = []
+    for max_norm in (None, 1e9):
+        with engine_of(config, optimizer=optimizer, max_grad_norm=max_norm) as engine:
+            train_engine(engine, steps)
+            states.append(state_of(engine))
+    assert differing(*states) == []
+
+
+@by_name
+def test_late_lanes_change_no_bit(optimizer):
+    config, steps, states = tiny_config("llama"), [micro_batches(seed) for seed in range(3)], []
+    for longest in (0.0, 0.02):
+        with engine_of(config, optimizer=optimizer, precision="bfloat16") as engine:
+            if longest:
+                delay(engine, LANES, longest)
+            train_engine(engine, steps)
+            states.append(state_of(engine))
+    assert differing(*states) == []
+
+
+@by_name
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_resumed_run_has_the_same_bits(optimizer, precision, tmp_path):
+    config, steps = tiny_config("llama"), [micro_batches(seed) for seed in range(6)]
+    with engine_of(config, optimizer=optimizer, precision=precision) as engine:
+        losses, state = train_engine(engine, steps).losses, state_of(engine)
+    resumed, state_after = train_with_a_break(lambda: engine_of(config, optimizer=optimizer, precision=precision), steps, tmp_path)
+    assert (resumed, differing(state_after, state)) == (losses, [])
+
+
+@by_name
+def test_a_checkpoint_of_another_optimizer_is_refused(optimizer, tmp_path):
+    config = tiny_config("llama")
+    with engine_of(config, optimizer=optimizer) as engine:
+        train_engine(engine, [micro_batches(0)])
+        checkpoint = save_checkpoint(tmp_path, 1, engine, None, {})
+    with engine_of(config, optimizer=AdamW()) as engine, pytest.raises(ConfigError, match="optimizer"):
+        load_checkpoint(checkpoint, engine)
+
+
+def test_memory_is_not_wasted():
+    config = tiny_config("llama")
+    with engine_of(config, optimizer=Muon()) as engine:
+        *others, head = engine.anatomy.blocks
+        for block in engine.anatomy.blocks:
+            have = {spec.name for spec in engine.store.layout("exp_avg_sq", block.index).tensors}
+            matrices = {spec.name for spec in block.layout.tensors if len(spec.shape) > 1 and block not in (others[0], head)}
+            assert have == {spec.name for spec in block.layout.tensors} - matrices
+    with engine_of(config, optimizer=Adafactor()) as engine:
+        state = sum(engine.store.array(a.name, b.index).numel() for a in engine.optimizer.state_arrays for b in engine.anatomy.blocks)
+        assert state < engine.anatomy.parameters / 2
+
+
+@by_name
+def test_what_stops_a_piece_reaches_whoever_waits(optimizer, monkeypatch):
+    def broken() -> None:
+        raise ZeroDivisionError("in a thread of the pool")
+
+    with engine_of(tiny_config("llama"), optimizer=optimizer) as engine:
+        monkeypatch.setattr(type(optimizer), "stages", lambda *_, **__: iter([[broken]]))
+        engine.forward_backward(micro_batches(0))
+        engine.step()
+        with pytest.raises(ZeroDivisionError, match="thread of the pool"):
+            engine.wait_ready(0)
