@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout, TensorSpec
-from megatrain.optim.adamw import AdamW, check_range
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.elementwise import check_range
 from megatrain.optim.optimizer import StateArray
 from megatrain.optim.whole_tensors import (
     DEVICE_PIECE,
