@@ -89,6 +89,10 @@ RULES: tuple[Rule, ...] = (
         lambda s: f"lower train.groups from {s.facts.groups}: every group sends the weights over the bus again",
     ),
     (
+        lambda s: s.wait == "wait_nvme",
+        lambda s: f"name folders on more drives in memory.nvme, or {s.more_tokens(hidden_behind=FORWARD_SHARE / s.facts.groups)}",
+    ),
+    (
         lambda s: s.wait == "wait_update",
         lambda s: s.more_tokens(hidden_behind=FORWARD_SHARE / s.facts.groups),
     ),

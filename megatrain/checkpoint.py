@@ -23,6 +23,8 @@ import torch
 from megatrain.errors import ConfigError, StorageError
 from megatrain.export import INDEX, Trained, array_sources, weight_plan, write_description
 from megatrain.manifest import MANIFEST, Manifest, describe_files, read_bytes, read_manifest, verify_checkpoint
+from megatrain.memory.layout import TensorSpec
+from megatrain.memory.store import Arrays
 from megatrain.models.names import published_names
 from megatrain.models.safetensors_io import IO_THREADS, StoredTensor, open_shards, read_header, read_into, storage_error
 from megatrain.models.safetensors_writer import TensorSource, WrittenFile, encode_index, write_bytes, write_files
@@ -309,7 +311,7 @@ def load_checkpoint(path: Path | str, engine: Saved, verify: bool = True) -> dic
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
     with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="load") as pool:
-        for future in [pool.submit(partial(read_into, stored, out)) for stored, out in jobs]:
+        for future in [pool.submit(_restore, engine.store, stored, place) for stored, place in jobs]:
             future.result()
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
@@ -322,15 +324,29 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
             raise ConfigError(f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; resume with the run's own config")
 
 
-def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of one array of one block."""
+
+    array: str
+    block: int
+    spec: TensorSpec
+
+
+def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, _Place]]:
     """(tensor on disk, where it belongs) for all saved arrays; checks names, shapes and dtypes."""
     weights, names = open_shards(path), published_names(engine.anatomy)
     for block in engine.anatomy.blocks:
         states = read_header(path / _optimizer_file(block.index)).tensors
-        for array in saved_arrays(engine):
-            views = engine.store.layout(array, block.index).views(engine.store.array(array, block.index))
-            for own, view in views.items():
-                stored = weights.get(names[own]) if array == "weight" else states.get(f"{array}/{names[own]}")
-                if stored is None or stored.shape != tuple(view.shape) or stored.dtype != view.dtype:
-                    raise ConfigError(f"{path}: has no {array} of {own} with shape {list(view.shape)}; it is of another model")
-                yield stored, view
+        for array, dtype in saved_arrays(engine).items():
+            for spec in engine.store.layout(array, block.index).tensors:
+                name = names[spec.name]
+                stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
+                if stored is None or stored.shape != spec.shape or stored.dtype != dtype:
+                    raise ConfigError(f"{path}: has no {array} of {spec.name} with shape {list(spec.shape)}; it is of another model")
+                yield stored, _Place(array, block.index, spec)
+
+
+def _restore(store: Arrays, stored: StoredTensor, place: _Place) -> None:
+    with store.lease(place.block, [place.array], changes=True, soon=False) as arrays:  # the array's other tensors follow
+        read_into(stored, arrays[place.array].narrow(0, place.spec.offset, place.spec.numel))

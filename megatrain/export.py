@@ -15,6 +15,7 @@ import torch
 
 from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.manifest import verify_checkpoint
+from megatrain.memory.layout import TensorSpec
 from megatrain.memory.store import Arrays
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CHUNK_ELEMENTS = 1 << 24  # of what lies on the device, copied to the host at a time
 CHECKPOINT_ONLY = ("MANIFEST.json", "state.json", "optimizer")  # what a checkpoint has beyond a model folder
 INDEX = "model.safetensors.index.json"
 
@@ -48,14 +48,13 @@ class Trained(Protocol):
 
 def array_sources(engine: Trained, array: str, block: int, names: Mapping[str, str]) -> list[TensorSource]:
     """The tensors of one array of one block under the given names; each waits for the block's update when its turn to be written comes."""
-    layout = engine.store.layout(array, block)
-    flat = engine.store.array(array, block)
+    dtype, store = engine.store.arrays[array].dtype, engine.store
 
-    def pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    def pieces(spec: TensorSpec) -> Iterator[torch.Tensor]:
         engine.wait_ready(block)
-        yield from [view] if view.is_cpu else (part.cpu() for part in torch.split(view.view(-1), CHUNK_ELEMENTS))
+        yield from store.pieces(array, block, spec.offset, spec.numel)
 
-    return [TensorSource(names[own], view.dtype, tuple(view.shape), partial(pieces, view)) for own, view in layout.views(flat).items()]
+    return [TensorSource(names[spec.name], dtype, spec.shape, partial(pieces, spec)) for spec in store.layout(array, block).tensors]
 
 
 def weight_plan(engine: Trained) -> dict[str, list[TensorSource]]:

@@ -134,10 +134,19 @@ def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def disk_free(folder: Path) -> int:
     """Free bytes for this user on the file system that holds `folder`, or its nearest existing parent."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def drive_of(folder: Path) -> int:
+    """A number that tells the file system that holds `folder`, or its nearest existing parent, from others."""
+    return _existing(folder).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def memlock_limit() -> int | None:

@@ -13,7 +13,7 @@ from megatrain.economy import Economy
 from megatrain.errors import PlanError
 from megatrain.hardware import GIB, Hardware
 from megatrain.machine import MachineProfile
-from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, host_bytes, working_sets
+from megatrain.planner_bytes import NOT_ALLOCATED, device_bytes, disk_bytes, host_bytes, nvme_bytes, working_sets
 from megatrain.planner_help import TIER_WORDS, Suggestion, cheapest_fix, faster
 from megatrain.planner_job import Choices, Job
 from megatrain.planner_search import AUTO_MICRO_BATCH_TOKENS, Room, Search
@@ -35,6 +35,7 @@ class Budget:
     gpu: int | None
     host: int
     disk: int
+    nvme: int | None = None  # None: no folder is named
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Plan:
     reasons: tuple[tuple[str, str], ...]  # (what, why it is so), for the reader
     device: dict[str, int]  # where it computes: the GPU, or host RAM when training on the CPU
     host: dict[str, int]
+    nvme: dict[str, int]
     disk: dict[str, int]
     working_sets: dict[str, int]  # the parts of which device["working set"] is the largest
     budget: Budget
@@ -85,7 +87,8 @@ class Plan:
     def tiers(self) -> tuple[tuple[str, int, int], ...]:
         """(name, bytes needed, bytes to be had) of every tier in use."""
         gpu = () if self.budget.gpu is None else (("gpu", self.gpu_bytes, self.budget.gpu),)
-        return (*gpu, ("host", self.host_bytes, self.budget.host), ("disk", self.disk_bytes, self.budget.disk))
+        nvme = () if self.budget.nvme is None else (("nvme", sum(self.nvme.values()), self.budget.nvme),)
+        return (*gpu, ("host", self.host_bytes, self.budget.host), *nvme, ("disk", self.disk_bytes, self.budget.disk))
 
     @property
     def short(self) -> tuple[str, ...]:
@@ -128,20 +131,23 @@ def make_plan(
     *,
     gpu_limit: int | None = None,
     host_limit: int | None = None,
+    nvme_limit: int | None = None,
     suggest: bool = False,
 ) -> Plan:
     """Choose what `job` leaves open and lay out the bytes and the step. Never raises for lack of memory: `Plan.check` does.
 
     gpu_limit, host_limit: the user's own budgets in bytes (memory.gpu, memory.host); None takes what the machine has. A host budget
     above what the machine shows is taken at its word: some virtual machines show more RAM only as it is used.
+    nvme_limit: bytes that there is room for in the folders of memory.nvme; None if there are none.
     suggest: also find out what would make it faster.
     """
     budget = Budget(
         gpu=None if hardware.gpu is None else min(gpu_limit or hardware.gpu.free_bytes, hardware.gpu.free_bytes),
         host=host_limit or hardware.host_available_bytes,
         disk=hardware.disk_free_bytes,
+        nvme=nvme_limit,
     )
-    search = Search(job, shape, hardware, machine, Room(budget.gpu, budget.host))
+    search = Search(job, shape, hardware, machine, Room(budget.gpu, budget.host, budget.nvme))
     plan = lay_out(search.fastest(), job, shape, hardware, machine, budget)
     if not plan.fits:
         return replace(plan, fix=cheapest_fix(plan, search))
@@ -155,6 +161,7 @@ def lay_out(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware, m
         reasons=reasons(choices, job, shape, hardware),
         device=device_bytes(choices, job, shape, hardware),
         host=host_bytes(choices, job, shape, hardware),
+        nvme=nvme_bytes(choices, job, shape),
         disk=disk_bytes(job, shape),
         working_sets=working_sets(choices, job, shape, hardware),
         budget=budget,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
+from megatrain.nvme_tier import blocks_on_nvme, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
 
@@ -205,14 +206,14 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     sizes = shape.block_numel
     numel = sum(sizes) - _numel(sizes, choices.resident)
     weight = WEIGHT_BYTES[job.precision]
-    table = {"weight": numel * weight, "remainder": numel * REMAINDER_BYTES[job.precision]}
-    table |= {name: int(numel * size) for name, size in job.state_bytes}
+    far = nvme_bytes(choices, job, shape)
+    table = {name: int(numel * size) - far.get(name, 0) for name, size in array_bytes(choices, job).items()}
     if job.whole_update is not None:
         scratch = job.whole_update.host_scratch if choices.resident < len(sizes) else 0
         table |= job.whole_update.of_blocks(choices.resident) | {"update's scratch": scratch}
     table |= {
-        "grad": numel * weight if choices.stores_gradients(job) else 0,
         "gradient staging": 0 if choices.stores_gradients(job) else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
+        "NVMe staging": _nvme_staging(choices, job, shape),
         "gradient sums": (sum(sizes) - _numel(sizes, choices.sums_on_device)) * SUM_BYTES if choices.groups > 1 else 0,
         "boundary activations": _offloaded(choices, job, shape),
         "retained activations": _graphs_on_host(choices, job, shape),
@@ -221,6 +222,38 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
     head = {} if hardware.gpu else {HEAD_COPIES: round(CPU_HEAD_BYTES[job.precision] * shape.vocab_size * shape.hidden_size)}
     return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": libraries} | head
+
+
+def array_bytes(choices: Choices, job: Job) -> dict[str, float]:
+    """Bytes per parameter of each array of a streamed block."""
+    weight = WEIGHT_BYTES[job.precision]
+    table: dict[str, float] = {"weight": weight, "remainder": REMAINDER_BYTES[job.precision], **dict(job.state_bytes)}
+    return {name: size for name, size in {**table, "grad": weight if choices.stores_gradients(job) else 0}.items() if size}
+
+
+def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
+    """What lies on NVMe, by array."""
+    numel = sum(shape.block_numel[block] for block in far_blocks(choices, shape))
+    return {name: int(numel * size) for name, size in array_bytes(choices, job).items() if numel and holds(choices.nvme_arrays, name)}
+
+
+def far_blocks(choices: Choices, shape: ModelShape) -> tuple[int, ...]:
+    return blocks_on_nvme(len(shape.block_numel), choices.resident, choices.nvme_blocks)
+
+
+def nvme_traffic(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, int]:
+    """Bytes that a step (reads, writes): the update reads and writes everything but gradients, sweeps read weights."""
+    far = nvme_bytes(choices, job, shape)
+    once, weight = sum(far.values()), far.get("weight", 0)
+    return once + 2 * choices.groups * weight, once  # a gradient is written when it has landed, and read by the update
+
+
+def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of host RAM through which the arrays on NVMe pass."""
+    blocks = far_blocks(choices, shape)
+    largest = max((shape.block_numel[block] for block in blocks), default=0)
+    sizes = array_bytes(choices, job)
+    return int(sum(stages(name, len(blocks)) * largest * size for name, size in sizes.items() if holds(choices.nvme_arrays, name)))
 
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:

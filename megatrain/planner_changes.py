@@ -21,6 +21,8 @@ PLACING = {
     "memory.offload_activations": "offload",
     "memory.retained_on_host": "retained_on_host",
     "memory.second_backward": "second_backward",
+    "memory.nvme_blocks": "nvme_blocks",
+    "memory.nvme_arrays": "nvme_arrays",
 }
 CUTTING = {
     "train.micro_batch_tokens": "micro_batch_tokens",
@@ -125,6 +127,12 @@ def smaller_jobs(job: Job) -> Iterator[Change]:
             words, costs = " and ".join(words for _, words, _ in settings), ", ".join(cost for cost, _, _ in settings)
             fields: dict[str, Any] = {name: value for _, _, values in settings for name, value in values.items()}
             yield Change(words, costs, replace(job, **fields))
+
+
+def with_nvme(job: Job) -> Iterator[Change]:
+    """The same job with room on a drive, if it has none: exact, and slower than anything else."""
+    if not job.nvme_drives:
+        yield Change("memory.nvme: FOLDER", EXACT, replace(job, nvme_drives=1))
 
 
 def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from megatrain import timing
 from megatrain.hardware import GIB
 from megatrain.planner_bytes import disk_bytes
-from megatrain.planner_changes import EXACT, Change, faster_jobs, smaller_jobs
+from megatrain.planner_changes import EXACT, Change, faster_jobs, smaller_jobs, with_nvme
 from megatrain.planner_job import Choices
-from megatrain.planner_search import Room, Search
+from megatrain.planner_search import Search
 from megatrain.timing import Timing
 
 if TYPE_CHECKING:
     from megatrain.planner import Plan
 
-TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "disk": "disk space"}
+TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "nvme": "NVMe space", "disk": "disk space"}
 PRECISION_GIB = 0.1  # of what is said to be missing
 MOST_GIB = 16_384
 WORTH_SAYING = 1.03  # times as fast: predictions are not known much better
@@ -45,9 +45,12 @@ def cheapest_fix(plan: Plan, search: Search) -> str:
     fixes = []
     if memory := set(plan.short) - {"disk"}:
         words = " and ".join(TIER_WORDS[tier] for tier in sorted(memory))
-        milder = (change.words for change in smaller_jobs(plan.job) if replace(search, job=change.job).fits_somehow())
-        found = next(milder, None)
-        instead = f"set {found}" if found else f"no setting frees enough {words}: take a larger machine or a smaller model"
+        milder = (change for change in smaller_jobs(plan.job) if replace(search, job=change.job).fits_somehow())
+        found = [change] if (change := next(milder, None)) else []
+        if not found or found[0].cost != EXACT:
+            found += [change for change in with_nvme(plan.job) if replace(search, job=change.job).fits_somehow()]
+        settings = " or, exact but slower, ".join(change.words for change in found)
+        instead = f"set {settings}" if found else f"no setting frees enough {words}: take a larger machine or a smaller model"
         lacking = " or ".join(_allowed(search, tier, nbytes) for tier, nbytes in missing(search))
         fixes.append(f"{instead}, or add {lacking}" if lacking else instead)
     if "disk" in plan.short:
@@ -62,7 +65,7 @@ def missing(search: Search) -> tuple[tuple[str, int], ...]:
 
     def enlarged(gpu: float, host: float) -> Search:
         device = None if search.room.device is None else search.room.device + int(gpu * GIB)
-        return replace(search, room=Room(device, search.room.host + int(host * GIB)))
+        return replace(search, room=replace(search.room, device=device, host=search.room.host + int(host * GIB)))
 
     lacks = {"host": _least(lambda size: enlarged(0, size).fits_somehow())}
     if search.room.device is not None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatrain.activations import UNCHANGED
+from megatrain.nvme_tier import Level
 
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
 
@@ -52,6 +53,9 @@ class Job:
     retained_on_host: int | None = None
     second_backward: bool | None = None
     update_threads: int | None = None
+    nvme_drives: int = 0  # that hold what host RAM has no room for
+    nvme_blocks: int | None = None
+    nvme_arrays: Level | None = None
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
@@ -90,6 +94,8 @@ class Choices:
     retained_on_host: int = 0  # of the layers that are not retained so many, evenly spread, send their graphs to host RAM
     second_backward: bool = False  # clip without stored gradients: compute them for their norm, and again to apply them
     layer_chunk_tokens: int = 0  # the token-wise parts of a layer are computed so many tokens at a time; 0: a micro-batch at once
+    nvme_blocks: int = 0  # so many streamed blocks keep arrays on NVMe, the last layers first
+    nvme_arrays: Level = "state"  # which
 
     def stores_gradients(self, job: Job) -> bool:
         """Whether every gradient waits for the norm."""

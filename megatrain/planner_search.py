@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from megatrain import timing
 from megatrain.hardware import MIB, Hardware, update_threads
 from megatrain.machine import MachineProfile
-from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes
+from megatrain.nvme_tier import LEVELS
+from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes, nvme_bytes
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ class Room:
 
     device: int | None
     host: int
+    nvme: int | None = None  # None: whatever it takes
 
     def less_spare(self) -> Room:
         """The room that choices for speed leave."""
-        return Room(None if self.device is None else _less_spare(self.device), _less_spare(self.host))
+        return Room(None if self.device is None else _less_spare(self.device), _less_spare(self.host), self.nvme)
 
 
 def _less_spare(size: int) -> int:
@@ -88,10 +90,10 @@ class Search:
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
         return min(tied, key=self.complexity, default=None)
 
-    def complexity(self, choices: Choices) -> tuple[bool, int, bool, bool, bool, bool, int]:
+    def complexity(self, choices: Choices) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
         """What speaks against choices that are equally fast."""
         layers = choices.retained_on_host > 0, choices.cheap_retention, choices.layer_chunk_tokens > 0
-        return choices.second_backward, choices.groups, choices.offload, *layers, self.bytes(choices)
+        return choices.second_backward, choices.nvme_blocks, choices.groups, choices.offload, *layers, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,32 @@ class Search:
                         )
 
     def filled(self, choices: Choices) -> Choices:
+        """With as many resident blocks as there is room for, then as many gradient sums; what host RAM then lacks room for goes to NVMe."""
+        return self.spilled(self.placed_on_device(choices))
+
+    def spilled(self, choices: Choices) -> Choices:
+        """With as little on NVMe as host RAM allows: of as few blocks as can be, what a step touches least."""
+        if not self.job.nvme_drives:
+            return choices
+        levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
+        streamed, asked = len(self.shape.block_numel) - choices.resident, self.job.nvme_blocks
+        if asked is not None or self.host_share(choices) <= 1:
+            return replace(choices, nvme_blocks=min(asked or 0, streamed), nvme_arrays=levels[0])
+        tried = []
+        for level in levels:
+            for most_blocks in sorted({min(streamed, self.layers), streamed}):  # the head and the embedding need the largest buffers
+                tried.append(replace(choices, nvme_blocks=most_blocks, nvme_arrays=level))
+                if self.host_share(tried[-1]) <= 1:
+                    return self.least_spilled(tried[-1])
+        return min(tried, key=self.host_share)
+
+    def least_spilled(self, choices: Choices) -> Choices:
+        """With the fewest blocks on NVMe that suffice, if all of `choices` do."""
+        counts = range(1, choices.nvme_blocks)
+        least = bisect_left(counts, True, key=lambda count: self.host_share(replace(choices, nvme_blocks=count)) <= 1)
+        return replace(choices, nvme_blocks=least + 1)
+
+    def placed_on_device(self, choices: Choices) -> Choices:
         """With as many resident blocks as there is room for, then as many gradient sums."""
         blocks, several = len(self.shape.block_numel), choices.groups > 1
 
@@ -228,7 +256,8 @@ class Search:
             return self.summed(resident(min(self.job.resident, blocks)))
         if not self.fits_device(resident(0)):
             return resident(0)
-        return self.summed(resident(most(blocks, lambda count: self.fits_device(resident(count)))))
+        streamed = min(blocks, self.job.nvme_blocks or 0)  # what was sent to a drive is not resident
+        return self.summed(resident(most(blocks - streamed, lambda count: self.fits_device(resident(count)))))
 
     def summed(self, choices: Choices) -> Choices:
         """With the gradient sums of as many blocks on the device as there is room for, those of `choices` at least."""
@@ -261,10 +290,17 @@ class Search:
 
     def shortage(self, choices: Choices) -> float:
         """What the tightest tier needs, over what it has."""
+        shares = [self.host_share(choices)]
+        if self.room.device is not None:
+            shares.append(self.needs(choices)[0] / max(1, self.room.device))
+        if self.room.nvme is not None:
+            shares.append(sum(nvme_bytes(choices, self.job, self.shape).values()) / max(1, self.room.nvme))
+        return max(shares)
+
+    def host_share(self, choices: Choices) -> float:
+        """What host RAM must hold, over what it can."""
         device, host = self.needs(choices)
-        if self.room.device is None:
-            return (device + host) / max(1, self.room.host)
-        return max(device / max(1, self.room.device), host / max(1, self.room.host))
+        return (host + (device if self.room.device is None else 0)) / max(1, self.room.host)
 
 
 def most(count: int, fits: Callable[[int], bool]) -> int:

@@ -11,6 +11,8 @@ from megatrain.economy import described, human_hours
 from megatrain.hardware import GIB, MIB
 from megatrain.planner import TIER_WORDS, Choices, Plan
 
+NVME_WORDS = {"state": "the update's state", "gradients": "state and gradients", "all": "everything"}
+
 
 def render(plan: Plan, console: Console) -> None:
     """Print `plan` as tables and a verdict."""
@@ -47,6 +49,7 @@ def _choices(plan: Plan) -> Table:
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
         "layer chunk": f"{choices.layer_chunk_tokens:,} tokens" if choices.layer_chunk_tokens else "none",
         "update threads": str(choices.update_threads),
+        "NVMe": f"{NVME_WORDS[choices.nvme_arrays]} of {choices.nvme_blocks} blocks" if choices.nvme_blocks else "nothing",
         "working set": human(plan.device["working set"]),
     }
     table = Table(title=f"{plan.parameters:,} parameters, {plan.job.precision}, {plan.job.tokens_per_step:,} tokens per step")
@@ -93,7 +96,7 @@ def _arrays(plan: Plan) -> Table:
     table.add_column("array")
     table.add_column("size", justify="right")
     table.add_column("B/parameter", justify="right")
-    for tier, arrays in ((where, plan.device), ("host", plan.host), ("disk", plan.disk)):
+    for tier, arrays in ((where, plan.device), ("host", plan.host), ("NVMe", plan.nvme), ("disk", plan.disk)):
         for name, nbytes in arrays.items():
             if nbytes:
                 table.add_row(tier, name, human(nbytes), f"{nbytes / plan.parameters:.2f}")

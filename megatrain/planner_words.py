@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED
-from megatrain.hardware import Hardware
-from megatrain.planner_bytes import working_sets
+from megatrain.hardware import GIB, Hardware
+from megatrain.planner_bytes import nvme_traffic, working_sets
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
     from megatrain.models.shape import ModelShape
+
+# What a drive endures: makers of consumer drives promise about so much for each TB of capacity, those of data centres several times that.
+WORN_OUT_BYTES = 600e12
 
 
 def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> tuple[tuple[str, str], ...]:
@@ -26,6 +29,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "head chunk": job.head_chunk_tokens,
         "layer chunk": job.layer_chunk_tokens,
         "update threads": job.update_threads,
+        "NVMe": job.nvme_blocks,
     }
     found = {
         "micro-batch": "with the other choices, the shortest step",
@@ -38,8 +42,11 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "head chunk": "the largest that needs no more than the layers do, or pays for what it takes",
         "layer chunk": _layer_chunk(choices),
         "update threads": "all physical cores but an eighth, or but two of few",
+        "NVMe": _nvme(choices, job, shape),
         "working set": f"decided by: {max(sets, key=lambda name: sets[name])}",
     }
+    if not job.nvme_drives:
+        del found["NVMe"]
     return tuple((name, found[name] if asked.get(name) is None else f"as asked: {found[name]}") for name in found)
 
 
@@ -99,3 +106,14 @@ def _sums(choices: Choices, shape: ModelShape) -> str:
     if choices.sums_on_device >= blocks:
         return "of all blocks stay where they are computed, between groups"
     return f"of the first {choices.sums_on_device} of {blocks} blocks stay on the GPU between groups; the others' wait in host RAM"
+
+
+def _nvme(choices: Choices, job: Job, shape: ModelShape) -> str:
+    if not choices.nvme_blocks:
+        return "host RAM has room for everything"
+    read, written = nvme_traffic(choices, job, shape)
+    steps, drives = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written)), "a drive" if job.nvme_drives == 1 else "drives"
+    return (
+        f"what host RAM has no room for; a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} steps wear out "
+        f"{drives} of 600 TB endurance, as consumers buy with 1 TB"
+    )

@@ -35,6 +35,7 @@ BOUND_WORDS = {
     "wait_upload": "waiting for weights",
     "wait_update": "waiting for the update",
     "wait_download": "waiting for gradients to leave",
+    "wait_nvme": "waiting for NVMe",
     "data": "waiting for data",
 }
 

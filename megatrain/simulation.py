@@ -1,8 +1,8 @@
 """One steady step's course in time: the engine's order of work played through over lanes that run at once, without a device.
 
 Each lane does one thing after another: computation, uploads of weights and sums, fetches of boundary activations, downloads, the host's
-update. A task begins when its lane is free and what it needs is there, so one pass over the step in the engine's order (engine/step.py,
-streamer.py, gradients.py, boundaries.py, update.py) gives every moment.
+update, the drives. A task begins when its lane is free and what it needs is there, so one pass over the step in the engine's order
+(engine/step.py, streamer.py, gradients.py, boundaries.py, update.py) gives every moment.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatrain.nvme_tier import STAGES, STATE_STAGES
 from megatrain.retention import rings
 
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
 SIMULATED_GROUPS = 4  # the first, two in the middle, and the last; further ones take as long as the second in the middle
 PHASES = ("update", "forward", "head", "backward", "second backward")
-WAITS = ("upload", "update", "download")
+WAITS = ("upload", "update", "download", "nvme")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class BlockTasks:
     boundary_up: float
     host_update: float
     device_update: float
+    nvme_read: float = 0.0  # for the update, of what lies on NVMe
+    nvme_write: float = 0.0  # behind it
+    nvme_gradient: float = 0.0  # a gradient's way there
+    nvme_weight: float = 0.0  # a weight's way back for a sweep
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ def in_turn(blocks: Sequence[BlockTasks], dials: Dials) -> Course:
         "upload": uploads + groups * sum(block.boundary_up for block in others) + (groups - 1) * sum(block.sum_up for block in travelling),
         "download": sum(block.download for block in streamed) + (groups - 1) * sum(block.sum_down for block in travelling),
     }
+    drive = sum(b.nvme_read + b.nvme_write + b.nvme_gradient + (2 * groups - 1) * b.nvme_weight for b in blocks)
+    course.waits["forward"]["nvme"] = max(0.0, drive - groups * sum(block.forward for block in others))  # drives need no cores
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
         "forward": groups * sum(block.forward for block in others),
@@ -117,7 +124,7 @@ def at_least(blocks: Sequence[BlockTasks], dials: Dials) -> float:
     uploading += (groups - 1) * sum(block.sum_up for block in travelling)
     downloading = sum(groups * block.boundary_down + block.download for block in blocks)
     downloading += (groups - 1) * sum(block.sum_down for block in travelling)
-    updating = sum(block.host_update for block in blocks)
+    updating = max(sum(block.host_update for block in blocks), sum(block.nvme_read for block in blocks))
     # the head is updated last: where gradients are stored, only the first forward and the device's own updates happen meanwhile
     behind = computing - forward - on_device if dials.stored else 0.0
     return max(computing, uploading, downloading, updating + behind)
@@ -129,7 +136,10 @@ class _Play:
     def __init__(self, blocks: Sequence[BlockTasks], dials: Dials) -> None:
         self.blocks, self.dials = blocks, dials
         self.head = len(blocks) - 1
-        self.compute = self.upload = self.fetch = self.download = self.host = 0.0
+        self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
+        self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
+        self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were there
+        self.late = [False] * len(blocks)  # whether a block's update waited for NVMe, or came after one that did
         self.updated = [0.0] * len(blocks)
         self.gradient_landed = [0.0] * len(blocks)
         self.weights_landed = [0.0] * len(blocks)
@@ -176,11 +186,28 @@ class _Play:
         self.host = max(self.host, self.compute)
         for block in range(self.dials.resident, self.head + 1):
             self._host_update(block)
+        while self.to_write:
+            self._write_back()
         self._compute("update", sum(block.device_update for block in self.blocks))
 
     def _host_update(self, block: int) -> None:
-        self.host = max(self.host, self.gradient_landed[block]) + self.blocks[block].host_update
-        self.updated[block] = self.host
+        tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
+        arrived = self._read_state(tasks) if tasks.nvme_read else 0.0
+        self.late[block] = arrived > begin or (self.dials.stored and block > 0 and self.late[block - 1])
+        self.host = self.updated[block] = max(begin, arrived) + tasks.host_update
+        if tasks.nvme_write:
+            self.to_write.append(block)
+
+    def _read_state(self, tasks: BlockTasks) -> float:
+        """What a block keeps on NVMe is read as soon as there is a staging buffer: ahead of its update, behind earlier ones' way back."""
+        if len(self.to_write) == STATE_STAGES:
+            self._write_back()
+        self.drive = max(self.drive, self.compute) + tasks.nvme_read
+        return self.drive
+
+    def _write_back(self) -> None:
+        block = self.to_write.pop(0)
+        self.drive = max(self.drive, self.updated[block]) + self.blocks[block].nvme_write
 
     def _group(self, first: bool, last: bool) -> None:
         for block in range(self.head):
@@ -246,6 +273,10 @@ class _Play:
         if block >= self.dials.resident:
             self.download = max(self.download, self.compute) + tasks.download
             self.staging_free[block % 2] = self.gradient_landed[block] = self.download
+            if tasks.nvme_gradient:
+                self._wait(phase, self.stored.pop(0), "nvme")
+                self.drive = max(self.drive, self.download) + tasks.nvme_gradient
+                self.stored.append(self.drive)
         if not self.dials.stored:
             self._compute(phase, tasks.device_update)
             if block >= self.dials.resident:
@@ -259,8 +290,8 @@ class _Play:
             self._fetch(self.route[self.fetched])
             self.fetched += 1
         if block >= self.dials.resident:
-            self._wait(phase, min(self.updated[block], self.weights_landed[block]), "update")
-            self._wait(phase, self.weights_landed[block], "upload")
+            self._wait(phase, min(self.updated[block], self.weights_landed[block]), "nvme" if self.late[block] else "update")
+            self._wait(phase, self.weights_landed[block], "nvme" if self.blocks[block].nvme_weight else "upload")
 
     def _leave(self, block: int) -> None:
         if block >= self.dials.resident:
@@ -283,7 +314,10 @@ class _Play:
         if self.slot_holds.get(slot) == block:
             return
         self.slot_holds[slot] = block
-        begin = max(self.upload, self.updated[block], self.slot_free.get(slot, 0.0))
+        there = self.updated[block]
+        if self.blocks[block].nvme_weight and not (self.dials.stored and self.fetched <= self.head):  # just updated, it is still in staging
+            there = self.drive = max(self.drive, there, self.compute) + self.blocks[block].nvme_weight
+        begin = max(self.upload, there, self.slot_free.get(slot, 0.0))
         self.upload = self.weights_landed[block] = begin + self.blocks[block].upload
 
     def _fetch_sum(self, block: int) -> float:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from megatrain import simulation
 from megatrain.activations import UNCHANGED
 from megatrain.machine import UPDATE_BYTES, MachineProfile, interpolate
-from megatrain.planner_bytes import SUM_BYTES, WEIGHT_BYTES, boundary_row_bytes, graph_bytes, state_bytes_per_parameter
+from megatrain.nvme_tier import holds
+from megatrain.planner_bytes import (
+    SUM_BYTES,
+    WEIGHT_BYTES,
+    array_bytes,
+    boundary_row_bytes,
+    far_blocks,
+    graph_bytes,
+    state_bytes_per_parameter,
+)
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import Where, graphs_of_layers
 from megatrain.simulation import BlockTasks, Course, Dials
@@ -44,8 +53,8 @@ class Timing:
 
     seconds: float
     phases: dict[str, float]  # update (resident blocks, on the device), forward, head, backward, second backward; they add up to the step
-    waits: dict[str, float]  # of the computation, by what it waits for: upload, update, download
-    bound_by: dict[str, str]  # what each phase spends its time on: compute, upload, update or download
+    waits: dict[str, float]  # of the computation, by what it waits for: upload, update, download, nvme
+    bound_by: dict[str, str]  # what each phase spends its time on: compute, upload, update, download or nvme
     tflops: float  # 6 x all parameters x tokens / seconds, in TFLOP/s
 
     @property
@@ -115,6 +124,7 @@ class _Costs:
         self.choices, self.job, self.shape, self.machine = choices, job, shape, machine
         self.weight = WEIGHT_BYTES[job.precision]
         self.on_gpu = machine.upload > 0
+        self.far = frozenset(far_blocks(choices, shape))
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
         self.sent = graph_bytes(choices, job, shape) if choices.retained_on_host else ()
@@ -124,7 +134,7 @@ class _Costs:
         self.host_update_rate = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         self.up, self.down = self._transfer_rates()
-        self._known: dict[tuple[int, int, Where, float, bool], BlockTasks] = {}
+        self._known: dict[tuple[int, int, Where, float, bool, bool], BlockTasks] = {}
 
     # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
 
@@ -132,7 +142,7 @@ class _Costs:
         """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
         work, tokens, graph = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, self.graphs[number - 1]
         kept = self._kept_bytes(graph, number)
-        key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident)
+        key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident, number in self.far)
         if key not in self._known:  # layers are mostly of one kind
             numel, chunk = self.shape.block_numel[number], self.choices.layer_chunk_tokens or tokens
             rate, quantising = self._layer_rate(min(tokens, chunk)), self._quantising(numel)
@@ -222,6 +232,7 @@ class _Costs:
             boundary_up=offloaded / self.up,
             host_update=streamed / self.host_update_rate + (self._products(number, travelling=True) if streamed else 0.0),
             device_update=resident / self.device_update_rate + (self._products(number) if resident or self.on_gpu else 0.0),
+            **(self._nvme(numel) if number in self.far else {}),
         )
 
     def _products(self, number: int, travelling: bool = False) -> float:
@@ -232,6 +243,18 @@ class _Costs:
             return 0.0
         moved = 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down) if travelling and self.on_gpu else 0.0
         return flops / interpolate(self.machine.matmul, self.shape.hidden_size) + moved
+
+    def _nvme(self, numel: int) -> dict[str, float]:
+        """Reading and writing what such a block keeps on NVMe, at the rates of as many drives as there are."""
+        sizes = {name: numel * size for name, size in array_bytes(self.choices, self.job).items() if holds(self.choices.nvme_arrays, name)}
+        read, write = (max(1.0, self.job.nvme_drives * rate) for rate in (self.machine.disk_read, self.machine.disk_write))
+        grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
+        return {
+            "nvme_read": sum(sizes.values()) / read,
+            "nvme_write": (sum(sizes.values()) - grad) / write,
+            "nvme_gradient": grad / write,
+            "nvme_weight": weight / read,
+        }
 
     def _kept_bytes(self, graph: Where, number: int) -> float:
         """What may be sent away of one micro-batch in a layer: its input, and what its graph saved."""

@@ -278,7 +278,8 @@ def masters_of(engine: Engine) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
-        master = join_master(*(engine.store.array(name, block.index).cpu() for name in ("weight", "remainder")))
+        with engine.store.lease(block.index, ["weight", "remainder"]) as arrays:
+            master = join_master(*(array.cpu() for array in arrays.values()))
         named |= block.layout.views(master)
     return named
 
@@ -325,9 +326,13 @@ def distance(a: Tensor, b: Tensor) -> float:
 def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
     """A copy of every array that must survive, after each block's update."""
     chosen = [n for n in engine.store.arrays if n not in ("grad", "grad_sum")] if names is None else list(names)
+    state = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
-    return {(name, block.index): engine.store.array(name, block.index).cpu().clone() for name in chosen for block in engine.anatomy.blocks}
+        for name in chosen:
+            with engine.store.lease(block.index, [name]) as arrays:
+                state[name, block.index] = arrays[name].cpu().clone()
+    return state
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

@@ -82,7 +82,6 @@ def test_values_out_of_range_are_refused(refusal, key, bad):
     [
         *[("method", name) for name in ("dpo", "kto", "grpo", "ppo")],
         ("optimizer.name", "sgd"),
-        ("memory.nvme", "/mnt/fast"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(refusal, key, value):

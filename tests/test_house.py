@@ -23,7 +23,7 @@ FUNCTION_LINES = 60
 # A room is a module or a package directly under megatrain. It imports rooms of its own floor or below, never of a floor above.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "config"),
-    ("models", "memory", "optim", "cuda", "hardware", "machine", "retention", "activations"),
+    ("models", "memory", "optim", "cuda", "hardware", "machine", "retention", "activations", "nvme_tier"),
     (
         "engine", "measure", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
         "planner", "planner_bytes", "planner_job", "planner_search", "planner_view", "planner_words", "simulation", "timing",

@@ -50,8 +50,10 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
     keys = "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped"
     assert " ".join(row) == f"{keys} energy_j time shares advice"
-    assert list(row["time"]) == list(row["shares"]) == ["compute", "wait_upload", "wait_update", "wait_download", "data"]
-    assert row["shares"] == {"compute": 0.75, "wait_upload": 0.0, "wait_update": 0.25, "wait_download": 0.0, "data": 0.0}
+    assert list(row["time"]) == list(row["shares"]) == ["compute", "wait_upload", "wait_update", "wait_download", "wait_nvme", "data"]
+    assert row["shares"] == {
+        "compute": 0.75, "wait_upload": 0.0, "wait_update": 0.25, "wait_download": 0.0, "wait_nvme": 0.0, "data": 0.0,
+    }  # fmt: skip
     assert row["loss"] == 2.5
     assert row["skipped"] is False
 

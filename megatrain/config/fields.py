@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr, model_validator
 from pydantic_core import CoreSchema
 
 from megatrain.config import values as v
@@ -30,6 +30,7 @@ _ADJUST_LR = Literal["auto", "match_rms_adamw", "original"]
 _PRECISION = Literal["auto", "bfloat16", "float32", "fp8"]
 _ATTENTION = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 _ACTIVATIONS = Literal["none", "fp8", "int8", "int6", "int4"]
+_NVME_ARRAYS = Literal["auto", "state", "gradients", "all"]
 _DEVICE = Literal["auto", "cpu", "cuda"]
 
 _OTHER_METHODS = dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "grpo", "rloo", "reward", "distill", "gkd"), NOT_BUILT)
@@ -42,12 +43,6 @@ _OTHER_PRECISIONS = {
 
 
 _NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | v.Auto, v.wanted("a whole number of at least 0, or auto")]
-
-
-def _no_nvme(value: object) -> object:
-    if value is not None:
-        raise wrong(f"a third tier on NVMe is {NOT_BUILT}; remove the key or set it to null")
-    return value
 
 
 class Options(BaseModel):
@@ -254,10 +249,19 @@ class MemoryOptions(Options):
         description="Inputs of recomputed layers wait for backward in fewer bits, wherever that is: int8 takes 52% of bf16's bytes, "
         "int6 39%, int4 28%. The loss stays exact and gradients are near; with none they are exact.",
     )
-    nvme: Annotated[None, BeforeValidator(_no_nvme)] = Field(default=None, description=f"Folder for a third tier: {NOT_BUILT}.")
+    nvme: v.FoldersOrNull = Field(
+        default=None, description="Folder on an NVMe drive, or folders on several, for what host RAM has no room for; null uses none."
+    )
+    nvme_size: v.SizeOrAuto = Field(default="auto", description="Space to use there, such as 800GiB; auto is what is free.")
+    nvme_blocks: _NumberOrAuto = Field(default="auto", description="So many streamed blocks keep arrays there, the last layers first.")
+    nvme_arrays: Annotated[_NVME_ARRAYS, choice(_NVME_ARRAYS)] = Field(
+        default="auto", description="state (the fp32 remainder and the optimizer's arrays), gradients (those too), or all (weights too)."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.nvme is None and self.nvme_blocks not in ("auto", 0):
+            raise wrong("needs a folder to keep them in; set memory.nvme as well", key="nvme_blocks")
         if self.offload_activations is False and self.retained_on_host not in ("auto", 0):
             raise wrong("what is sent to host RAM includes layers' inputs; set offload_activations: true as well", key="retained_on_host")
         return self

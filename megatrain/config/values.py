@@ -64,6 +64,12 @@ def _as_path(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) and value.strip() else value
 
 
+def _as_folders(value: object) -> object:
+    """One folder or a list of them, as a tuple."""
+    many = [value] if isinstance(value, str | Path) else value
+    return tuple(_as_path(folder) for folder in many) if isinstance(many, list | tuple) else many
+
+
 def _same(value: object) -> object:
     return value
 
@@ -110,6 +116,9 @@ Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
 TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]
 FolderPath = Annotated[Path, wanted("a folder", _as_path)]
+FoldersOrNull = Annotated[
+    Annotated[tuple[Path, ...], Field(min_length=1)] | None, wanted("a folder, a list of folders, or null", _as_folders)
+]
 Count = Annotated[_Count, wanted("a whole number of at least 1", _whole)]
 CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _whole)]
 CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _whole)]

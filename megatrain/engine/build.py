@@ -124,11 +124,12 @@ def randomize(engine: Engine) -> None:
 
 def write_master(engine: Engine, block: int, master: torch.Tensor) -> None:
     """Set a block's weights from a flat fp32 tensor on any device, piece by piece: on a GPU its halves would need as much again."""
-    store = engine.store
     if engine.precision == "float32":
-        store.array("weight", block).copy_(master)
+        with engine.store.lease(block, ["weight"], changes=True) as arrays:
+            arrays["weight"].copy_(master)
         return
-    targets = [torch.split(store.array(name, block), CHUNK) for name in ("weight", "remainder")]
-    for piece, *into in zip(torch.split(master, CHUNK), *targets, strict=True):
-        for target, half in zip(into, split_master(piece), strict=True):
-            target.copy_(half)
+    with engine.store.lease(block, ["weight", "remainder"], changes=True) as arrays:
+        targets = [torch.split(array, CHUNK) for array in arrays.values()]
+        for piece, *into in zip(torch.split(master, CHUNK), *targets, strict=True):
+            for target, half in zip(into, split_master(piece), strict=True):
+                target.copy_(half)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.out_of_memory import naming_the_gpu
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.settings import PRECISIONS, Placement, Settings, open_store
-from megatrain.engine.staging import GradientRing
+from megatrain.engine.staging import GradientRing, StoredGradients
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
@@ -104,6 +105,8 @@ class Engine:
             largest = max((layout.numel for layout in layouts[placement.resident :]), default=0)
             self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready)
             resources.callback(self._ring.close)
+        self._stored = StoredGradients(self.store, self._ring, settings.groups == 1)
+        resources.callback(self._stored.close)
         self._compute = Compute(self.device)
         self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
@@ -114,6 +117,7 @@ class Engine:
             resources.callback(lane.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
             self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
+            resources.callback(self._streamer.close)
             tied = {0} if skeleton.anatomy.embed_feeds_head else set()
             self._gradients = Gradients(
                 layouts,
@@ -123,7 +127,7 @@ class Engine:
                 self._compute,
                 self._upload,
                 self._download,
-                self._destination,
+                self._stored.destination,
                 (lambda block: self.store.array("grad_sum", block)) if placement.sums_travel else None,
             )
             parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
@@ -155,14 +159,6 @@ class Engine:
 
         return from_config(config, **options)
 
-    def _destination(self, block: int) -> torch.Tensor | None:
-        """Where a block's finished gradient goes; None if it stays where it was summed, to be applied there."""
-        if self.store.is_resident(block):
-            return self.store.array("grad", block) if self._ring is None and self.settings.groups == 1 else None
-        if self._ring is not None:
-            return self._ring.take(block, self.store.layouts[block].numel)
-        return self.store.array("grad", block)
-
     # -- training -------------------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> StepResult:
@@ -179,7 +175,8 @@ class Engine:
         if self.max_grad_norm is None:
             raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
         pending: list[Gradient] = []
-        return self._run(micro_batches, loss, pending.append, check_loss=False, pending=pending)
+        on_gradient = partial(self._stored.keep, pending)
+        return self._run(micro_batches, loss, on_gradient, check_loss=False, pending=pending)
 
     def _run(
         self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]
@@ -198,6 +195,7 @@ class Engine:
             if check_loss and not math.isfinite(float(total)):
                 raise _NotFinite
 
+        self._stored.begin_step()
         self._passes.step = self.updates + self.skipped
         with self._computing("a step's activations"):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
@@ -338,7 +336,7 @@ class Engine:
         """(name, weight) of every tensor as the device computes with it, on the CPU; the next step changes what lies in host RAM."""
         for block in self.anatomy.blocks:
             self.wait_ready(block.index)
-            yield from block.layout.views(self.store.array("weight", block.index).cpu()).items()
+            yield from block.layout.views(self.store.lasting("weight", block.index)).items()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and configuration as a Hugging Face folder, which transformers and vLLM load."""

@@ -37,13 +37,14 @@ class Gradient:
     """One block's finished gradient: where it is, when, and its sum of squares on the host (one element, which lands with it).
 
     `values` are of the gradient's dtype on the host; of a resident block on the device, where they may still be the fp32 sum, to be rounded
-    by whoever applies them.
+    by whoever applies them. Of a `stored` one they are empty: it waits on NVMe, in the store's array.
     """
 
     block: int
     values: torch.Tensor
     landed: Event
     square_sum: torch.Tensor
+    stored: bool = False
 
 
 class Gradients:

@@ -13,7 +13,7 @@ class StepResult:
         loss: sum of losses over sum of targets, over all micro-batches of the step; 0 if there was no target.
         grad_norm: global L2 norm before clipping; None until `step` was called.
         skipped: no update was made: a non-finite loss or gradient, or no target.
-        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download).
+        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download, wait_nvme).
     """
 
     loss: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,8 @@ from megatrain.activations import FORMS, UNCHANGED
 from megatrain.errors import ConfigError
 from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
-from megatrain.memory.store import Store
+from megatrain.memory.store import OnNvme, Store
+from megatrain.nvme_tier import LEVELS, Level, blocks_on_nvme, holds
 from megatrain.optim import Optimizer
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}  # what weights are stored and sent as
@@ -41,6 +43,9 @@ class Settings:
             again in backward.
         second_backward: clip the global norm without storing gradients: the first backward only measures them, the second computes them
             again and updates each block at once. 2 bytes a parameter less (4 in float32), for a head and a backward more.
+        nvme_folders: on the drives that hold what host RAM does not.
+        nvme_blocks: so many streamed blocks keep arrays there: the last layers first, then the head and the embedding.
+        nvme_arrays: which: "state" (remainder and the optimizer's arrays), "gradients" (those too) or "all" (weights too).
 
     Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
     host RAM without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
@@ -60,17 +65,23 @@ class Settings:
     cheap_retention: bool = False
     second_backward: bool = False
     layer_chunk: int | None = None
+    nvme_folders: tuple[Path, ...] = ()
+    nvme_blocks: int = 0
+    nvme_arrays: Level = "state"
 
     def __post_init__(self) -> None:
-        ones: tuple[str, ...]
-        ones, zeros = ("groups", "head_chunk", "update_threads"), ("resident", "sums_on_device", "retained", "retained_on_host")
-        ones = ones if self.layer_chunk is None else (*ones, "layer_chunk")
+        ones = ("groups", "head_chunk", "update_threads", *(() if self.layer_chunk is None else ("layer_chunk",)))
+        zeros = ("resident", "sums_on_device", "retained", "retained_on_host", "nvme_blocks")
         for name, least in {**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
         if self.activations not in (UNCHANGED, *FORMS):
             raise ConfigError(f"activations: {self.activations!r} is unknown; choose one of {', '.join((UNCHANGED, *FORMS))}")
+        if self.nvme_blocks and not self.nvme_folders:
+            raise ConfigError("nvme_blocks: no folder was named for what lies on NVMe; set nvme_folders as well")
+        if self.nvme_arrays not in LEVELS:
+            raise ConfigError(f"nvme_arrays: {self.nvme_arrays!r} is unknown; choose one of {', '.join(LEVELS)}")
         if self.cheap_retention and not self.compile:
             raise ConfigError("cheap_retention: only compiled layers can keep less than their graphs; set compile: true as well")
         if self.retained_on_host and not self.offload:
@@ -95,17 +106,23 @@ class Placement:
         resident: the first so many live on the device, with their optimizer state.
         summed: the first so many keep fp32 gradient sums on the device from group to group; 0 if there is one group.
         several: there are several groups, so that the other blocks' sums travel.
+        on_nvme: these keep the arrays of this level in these folders.
     """
 
     blocks: int
     resident: int
     summed: int
     several: bool
+    on_nvme: tuple[int, ...] = ()
+    nvme_arrays: Level = "state"
+    nvme_folders: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, settings: Settings, blocks: int) -> Placement:
         resident, several = min(settings.resident, blocks), settings.groups > 1
-        return cls(blocks, resident, min(max(settings.sums_on_device, resident), blocks) if several else 0, several)
+        far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
+        summed = min(max(settings.sums_on_device, resident), blocks) if several else 0
+        return cls(blocks, resident, summed, several, far, settings.nvme_arrays, settings.nvme_folders)
 
     @property
     def sums_travel(self) -> bool:
@@ -130,12 +147,14 @@ def open_store(
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
     sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if placement.sums_travel else []
+    far = {spec.name: placement.on_nvme for spec in [*kept, *grad] if holds(placement.nvme_arrays, spec.name)}
     return Store(
         layouts,
         [*kept, *grad, *sums],
         first={"grad_sum": placement.summed} if sums else {},
         resident=placement.resident,
         resident_arrays=kept if placement.several else [*kept, *grad],  # between groups, sums hold the gradient
+        on_nvme=OnNvme(far, placement.nvme_folders),
         device=device,
         threads=threads,
     )

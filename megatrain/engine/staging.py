@@ -1,12 +1,17 @@
-"""Host staging for gradients that are applied as soon as they arrive, so that no model-sized gradient exists."""
+"""Where finished gradients land on the host: in the store until the norm is known, or in a few buffers if they are applied at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from megatrain.engine.gradients import Gradient
+from megatrain.engine.streams import Event, Lane
+from megatrain.memory.lease import Lease
 from megatrain.memory.slab import Slab
+from megatrain.memory.store import Store
 
 RING_BUFFERS = 3  # one downloads, one waits, one is being applied
 
@@ -39,3 +44,52 @@ class GradientRing:
     def close(self) -> None:
         self._buffers.clear()
         self._slab.close()
+
+
+class StoredGradients:
+    """The store's gradients, which wait there until the norm is known. Those that it keeps on NVMe leave for it as soon as they landed.
+
+    Args:
+        ring: where streamed blocks' gradients go instead, if none are stored.
+        one_group: resident blocks' gradients are rounded into the store; sums hold them otherwise.
+    """
+
+    def __init__(self, store: Store, ring: GradientRing | None, one_group: bool) -> None:
+        self.store, self._ring, self._one_group = store, ring, one_group
+        self._leases: dict[int, Lease] = {}
+        self._lane = Lane("stored-gradients") if store.nvme is not None else None
+
+    def begin_step(self) -> None:
+        """Give back what a step that failed has left."""
+        while self._leases:
+            self._leases.popitem()[1].release(changed=False)
+
+    def destination(self, block: int) -> torch.Tensor | None:
+        """Where a block's finished gradient goes; None if it stays where it was summed, to be applied there."""
+        if self.store.is_resident(block):
+            return self.store.array("grad", block) if self._ring is None and self._one_group else None
+        if self._ring is not None:
+            return self._ring.take(block, self.store.layouts[block].numel)
+        if not self.store.is_on_nvme("grad", block):
+            return self.store.array("grad", block)
+        lease = self._leases[block] = self.store.lease(block, ["grad"], changes=True, fill=False)
+        return lease.wait()["grad"]
+
+    def keep(self, pending: list[Gradient], gradient: Gradient) -> None:
+        """Add the gradient to those that wait, as it can be had later: one on NVMe is not held in memory."""
+        lease = self._leases.pop(gradient.block, None)
+        if lease is None:
+            pending.append(gradient)
+            return
+
+        def job(_: Event) -> None:
+            gradient.landed.synchronize()
+            lease.release()
+
+        assert self._lane is not None
+        self._lane.submit(job)
+        pending.append(replace(gradient, values=torch.empty(0), stored=True))
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()

@@ -63,6 +63,7 @@ class Streamer:
         self.compute = compute
         self.upload = upload
         self.wait_ready = wait_ready
+        self._releases = Lane("release") if store.nvme is not None else None
         sizes, index = slot_sizes(anatomy, store.resident)
         self.slots = [Slot(torch.zeros(size, dtype=dtype, device=compute.device)) for size in sizes]
         for slot in self.slots:
@@ -110,21 +111,36 @@ class Streamer:
     def _fetch(self, block: int, slot: Slot) -> None:
         if slot.holds == block:
             return
-        source = self.store.array("weight", block)
-        target = slot.target[: source.numel()]
+        lease = self.store.lease(block, ["weight"])  # from NVMe it is read from now on, while others travel
+        target = slot.target[: self.store.layouts[block].numel]
         free, slot.holds = slot.free, None  # nothing, if this is interrupted
 
         def job(event: Event) -> None:
-            started = time.perf_counter()
+            started, nvme = time.perf_counter(), self.store.nvme_waited_s
             self.wait_ready(block)  # wait: the host may still be updating this block
-            event.update_wait_s = time.perf_counter() - started
+            ready, event.nvme_wait_s = time.perf_counter(), self.store.nvme_waited_s - nvme
+            event.update_wait_s = ready - started - event.nvme_wait_s
+            source = lease.wait()["weight"]
+            event.nvme_wait_s += time.perf_counter() - ready
             self.upload.wait(free)  # wait: the computation may still read what lies in this slot
             target.copy_(source, non_blocking=True)
 
-        slot.landed = self.upload.submit(job)
+        slot.landed = landed = self.upload.submit(job)
         slot.holds = block
+        if self._releases is not None:
+
+            def release(_: Event) -> None:
+                landed.synchronize()  # wait: the copy may still read the staging buffer
+                lease.release()
+
+            self._releases.submit(release)
 
     def invalidate(self) -> None:
         """Forget what has travelled into the slots: the weights in the store have changed or are about to."""
         for slot in self.slots:
             slot.holds = None
+
+    def close(self) -> None:
+        """Give back the staging buffers that are left."""
+        if self._releases is not None:
+            self._releases.close()

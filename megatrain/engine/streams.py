@@ -22,15 +22,15 @@ def _cuda_event(timed: bool = False) -> Any:
 class Event:
     """Marks the completion of a piece of work.
 
-    `host` is set once the work is done (CPU) or enqueued (CUDA); `cuda` then completes with it. `update_wait_s` is the part of the work's
-    duration that a lane spent waiting for a deferred update, for the stall attribution.
+    `host` is set once the work is done (CPU) or enqueued (CUDA); `cuda` then completes with it. `update_wait_s` and `nvme_wait_s`
+    are the parts of the work's duration that a lane spent waiting for a deferred update and for a drive, for the stall attribution.
     """
 
     def __init__(self) -> None:
         self.host = threading.Event()
         self.cuda: Any = None  # a torch.cuda.Event
         self.error: BaseException | None = None
-        self.update_wait_s = 0.0
+        self.update_wait_s = self.nvme_wait_s = 0.0
 
     def wait_host(self) -> None:
         """Block this thread until the work is done or enqueued; re-raise the error that stopped it."""
@@ -169,9 +169,10 @@ class Compute:
         return event
 
     def _add(self, cause: str, event: Event, seconds: float) -> None:
-        update = min(seconds, event.update_wait_s)
-        self._stall_s["wait_update"] = self._stall_s.get("wait_update", 0.0) + update
-        self._stall_s[f"wait_{cause}"] = self._stall_s.get(f"wait_{cause}", 0.0) + seconds - update
+        nvme = min(seconds, event.nvme_wait_s)
+        update = min(seconds - nvme, event.update_wait_s)
+        for name, part in (("nvme", nvme), ("update", update), (cause, seconds - nvme - update)):
+            self._stall_s[f"wait_{name}"] = self._stall_s.get(f"wait_{name}", 0.0) + part
 
     def take_stalls(self) -> dict[str, float]:
         """Seconds of waiting by cause since the last call. On CUDA call it only after a synchronisation."""

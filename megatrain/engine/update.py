@@ -20,6 +20,7 @@ from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, part, round_up
+from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer, WholeTensors
 from megatrain.optim.optimizer import RangeOptimizer, UpdateRange
@@ -57,6 +58,7 @@ class Spread:
         update: of a range with and without decay.
         threads: how many will call `work`.
         failed: is told what stops one of them.
+        leases: of what is updated, released by the last thread.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Spread:
         threads: int,
         event: Event,
         failed: Callable[[BaseException], None],
+        leases: Sequence[Lease],
     ) -> None:
         self._pieces = iter(pieces)  # shared: taking the next is one bytecode, which no other thread interrupts
-        self._update, self._event, self._failed = update, event, failed
+        self._update, self._event, self._failed, self._leases = update, event, failed, leases
         self._lock, self._at_work = threading.Lock(), threads
         self._error: BaseException | None = None
 
@@ -84,6 +87,8 @@ class Spread:
             self._at_work -= 1
             last = self._at_work == 0
         if last:
+            for lease in self._leases:
+                lease.release()
             self._event.finish(self._error)
 
 
@@ -131,9 +136,16 @@ class Updater:
             done = self.compute.record()
             self._done[gradient.block] = done, done
             return
-        done = Event()
+        done, leases = Event(), self._leases(gradient)  # what lies on NVMe is read as early as staging buffers allow
 
         def job(_: Event) -> None:
+            try:
+                prepare_and_update()
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+        def prepare_and_update() -> None:
             gradient.landed.synchronize()  # wait: the gradient may still be on its way down
             if self._failure is not None:
                 raise self._failure
@@ -142,26 +154,31 @@ class Updater:
             if self.delay is not None:
                 self.delay(gradient.block)
             if isinstance(self.optimizer, WholeTensors):
-                self._update_tensors(self.optimizer, gradient, lr, step, grad_scale)
+                self._update_tensors(self.optimizer, gradient, leases, lr, step, grad_scale)
                 done.finish()
             else:
-                self._update_on_host(gradient, lr, step, grad_scale, done)
+                self._update_on_host(gradient, leases, lr, step, grad_scale, done)
 
         self._done[gradient.block] = self.lane.submit(job), done
 
-    def _update_tensors(self, optimizer: WholeTensors, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
+    def _update_tensors(
+        self, optimizer: WholeTensors, gradient: Gradient, leases: Sequence[Lease], lr: float, step: int, grad_scale: float
+    ) -> None:
         """On the host: the lane's thread hands out stage after stage, and waits for each."""
         assert self._workspace is not None
         self._workspace.reset()
-        for stage in optimizer.stages(self._tensors(gradient), self._workspace, lr=lr, step=step, grad_scale=grad_scale):
+        for stage in optimizer.stages(self._tensors(gradient, leases), self._workspace, lr=lr, step=step, grad_scale=grad_scale):
             for piece in [self._pool.submit(piece) for piece in stage]:
                 piece.result()
+        for lease in leases:
+            lease.release()
 
-    def _tensors(self, gradient: Gradient) -> list[TensorState]:
+    def _tensors(self, gradient: Gradient, leases: Sequence[Lease]) -> list[TensorState]:
         """The tensors of a block with their part of every array that has them."""
-        layouts = {name: self.store.layout(name, gradient.block) for name in self._arrays(gradient) if name != "grad"}
+        arrays = self._arrays(gradient, leases)
+        layouts = {name: self.store.layout(name, gradient.block) for name in arrays if name != "grad"}
         layouts["grad"] = self.store.layouts[gradient.block]
-        flats = {name: layouts[name].flats(array) for name, array in self._arrays(gradient).items()}
+        flats = {name: layouts[name].flats(array) for name, array in arrays.items()}
         shapes = {name: {spec.name: spec.shape for spec in layout.tensors} for name, layout in layouts.items()}
         return [
             TensorState(
@@ -173,21 +190,22 @@ class Updater:
         ]
 
     def _update_on_device(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
+        leases = self._leases(gradient)
         if isinstance(self.optimizer, WholeTensors):
-            for tensor in self._tensors(gradient):  # one after the other: temporaries are then of one tensor
+            for tensor in self._tensors(gradient, leases):  # one after the other: temporaries are then of one tensor
                 for stage in self.optimizer.stages([tensor], InPlace(gradient.values.device), lr=lr, step=step, grad_scale=grad_scale):
                     for piece in stage:
                         piece()
             return
-        optimizer, arrays = cast(RangeOptimizer, self.optimizer), self._arrays(gradient)
+        optimizer, arrays = cast(RangeOptimizer, self.optimizer), self._arrays(gradient, leases)
         for start, stop, decay in self._ranges(gradient.block):
             views = {name: array[part(self._per.get(name, "element"), start, stop)] for name, array in arrays.items()}
             first = self._first[gradient.block] + start
             optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
 
-    def _update_on_host(self, gradient: Gradient, lr: float, step: int, grad_scale: float, done: Event) -> None:
+    def _update_on_host(self, gradient: Gradient, leases: Sequence[Lease], lr: float, step: int, grad_scale: float, done: Event) -> None:
         """Hand the block out to the threads, behind what they still have to do."""
-        arrays, pieces, first = self._arrays(gradient), self._chunks[gradient.block], self._first[gradient.block]
+        arrays, pieces, first = self._arrays(gradient, leases), self._chunks[gradient.block], self._first[gradient.block]
         update = {
             decay: cast(RangeOptimizer, self.optimizer).updating(
                 arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first
@@ -195,17 +213,26 @@ class Updater:
             for decay in (False, True)
         }
         threads = min(self._threads, len(pieces))
-        spread = Spread(pieces, update, threads, done, self._fail)
+        spread = Spread(pieces, update, threads, done, self._fail, leases)
         for _ in range(threads):
             self._pool.submit(spread.work)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
+        self.store.stop(error)  # later updates never begin, and would keep what they were to get
 
-    def _arrays(self, gradient: Gradient) -> dict[str, torch.Tensor]:
-        """All that an update of the block reads and writes."""
-        arrays = {name: self.store.array(name, gradient.block) for name in self.store.arrays if name not in ("grad", "grad_sum")}
-        return arrays | {"grad": gradient.values}
+    def _arrays(self, gradient: Gradient, leases: Sequence[Lease]) -> dict[str, torch.Tensor]:
+        """All that an update of the block reads and writes, once it is there."""
+        arrays = {"grad": gradient.values}
+        for lease in leases:
+            arrays |= lease.wait()
+        return arrays
+
+    def _leases(self, gradient: Gradient) -> list[Lease]:
+        """Of all that an update of the block uses, but a gradient that is in memory."""
+        names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
+        changed = self.store.lease(gradient.block, names, changes=True)
+        return [changed, self.store.lease(gradient.block, ["grad"])] if gradient.stored else [changed]
 
     def _weight_decay(self, decay: bool) -> float:
         return self.optimizer.weight_decay if decay else 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from megatrain.memory.layout import FlatLayout, Per, round_up
+from megatrain.memory.lease import Lease
 from megatrain.memory.slab import Slab
 
 SLAB_BYTES = 16 << 30  # larger mappings register no faster, and one failure should name a piece that a person can picture
@@ -32,6 +33,7 @@ class HostStore:
         layouts: one per block, in execution order.
         arrays: the arrays of each block. New arrays are zero.
         first: the block from which on arrays are kept here; a mapping gives some arrays a first block of their own.
+        elsewhere: of some arrays blocks that are not kept here nevertheless.
         pinned: pin transferred arrays for CUDA.
         threads: for the first touch.
     """
@@ -42,6 +44,7 @@ class HostStore:
         arrays: Iterable[ArraySpec],
         *,
         first: Mapping[str, int] | int = 0,
+        elsewhere: Mapping[str, Collection[int]] | None = None,
         pinned: bool = False,
         threads: int = 8,
     ) -> None:
@@ -52,15 +55,18 @@ class HostStore:
         try:
             for spec in self.arrays.values():
                 start = first if isinstance(first, int) else first.get(spec.name, 0)
-                self._place(spec, start, pinned and spec.transferred, threads)
+                absent = (elsewhere or {}).get(spec.name, ())
+                blocks = [block for block in range(start, len(self.layouts)) if block not in absent]
+                self._place(spec, blocks, pinned and spec.transferred, threads)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, spec: ArraySpec, start: int, pinned: bool, threads: int) -> None:
-        """Cut the array of all blocks from `start` on into slabs at block boundaries."""
-        numels = [layout.per(spec.per).numel for layout in self.layouts]
+    def _place(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
+        """Cut the array of these blocks into slabs at block boundaries."""
+        numels = [self.layouts[block].per(spec.per).numel for block in blocks]
         sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
+        start = 0
         while start < len(sizes):
             stop = start + 1
             while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
@@ -68,15 +74,23 @@ class HostStore:
             slab = Slab(spec.name, sum(sizes[start:stop]), pinned=pinned, threads=threads)
             self._slabs.append(slab)
             offset = 0
-            for block in range(start, stop):
-                nbytes = numels[block] * spec.dtype.itemsize
-                self._views[spec.name, block] = slab.bytes[offset : offset + nbytes].view(spec.dtype)
-                offset += sizes[block]
+            for number in range(start, stop):
+                nbytes = numels[number] * spec.dtype.itemsize
+                self._views[spec.name, blocks[number]] = slab.bytes[offset : offset + nbytes].view(spec.dtype)
+                offset += sizes[number]
             start = stop
 
     def array(self, name: str, block: int) -> torch.Tensor:
         """The flat array `name` of a block: 1-D, `layout(name, block).numel` elements, a view of the store's memory."""
         return self._views[name, block]
+
+    def lease(self, block: int, names: Sequence[str], *, changes: bool = False, fill: bool = True, soon: bool = True) -> Lease:
+        """Arrays of a block, which are here anyway."""
+        return Lease({name: self.array(name, block) for name in names})
+
+    def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
+        """`numel` elements of an array from `start` on, as they lie here."""
+        yield self.array(name, block).narrow(0, start, numel)
 
     def layout(self, name: str, block: int) -> FlatLayout:
         """Where the tensors of a block lie in its array `name`."""

@@ -192,22 +192,22 @@ def fill(store: Arrays, place: Place, candidate: Candidate) -> None:
         ModelError: a value is NaN, infinite, or too large for bf16.
     """
     spec = place.spec
-    weight = store.array("weight", place.block).narrow(0, spec.offset, spec.numel)
-    split = weight.dtype == torch.bfloat16
-    remainder = store.array("remainder", place.block).narrow(0, spec.offset, spec.numel) if split else None
-    for begin, values in candidate.chunks():
-        _check_finite(values, candidate.where)
-        part = weight.narrow(0, begin, values.numel())
-        if remainder is None:
-            part.copy_(values)
-            continue
-        low = remainder.narrow(0, begin, values.numel())
-        if values.dtype == torch.bfloat16:
-            part.copy_(values)
-            low.zero_()
-        else:
-            split_master(values.float(), out=(part, low))
-            _check_finite(part, candidate.where)
+    names = ["weight", "remainder"] if store.arrays["weight"].dtype == torch.bfloat16 else ["weight"]
+    with store.lease(place.block, names, changes=True, soon=False) as arrays:  # the block's other tensors follow
+        weight, *remainders = (arrays[name].narrow(0, spec.offset, spec.numel) for name in names)
+        for begin, values in candidate.chunks():
+            _check_finite(values, candidate.where)
+            part = weight.narrow(0, begin, values.numel())
+            if not remainders:
+                part.copy_(values)
+                continue
+            low = remainders[0].narrow(0, begin, values.numel())
+            if values.dtype == torch.bfloat16:
+                part.copy_(values)
+                low.zero_()
+            else:
+                split_master(values.float(), out=(part, low))
+                _check_finite(part, candidate.where)
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:

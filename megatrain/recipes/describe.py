@@ -44,6 +44,8 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "memory.offload_activations": choices.offload,
         "memory.retained_on_host": choices.retained_on_host,
         "memory.second_backward": choices.second_backward,
+        "memory.nvme_blocks": choices.nvme_blocks,
+        "memory.nvme_arrays": choices.nvme_arrays,
         "precision": machine.precision,
         "compile": plan.job.compiled,
         "device": machine.device.type,
@@ -83,7 +85,7 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
         f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}{kept}"
         f"{'gradients computed twice, ' if choices.second_backward else ''}"
-        f"{choices.update_threads} update thread(s)"
+        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{choices.update_threads} update thread(s)"
     )
 
 

@@ -28,7 +28,9 @@ from megatrain.models.shape import ModelShape, layer_chunks, shape_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
+from megatrain.planner_bytes import disk_bytes
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.nvme import asked_of_nvme, nvme_room, on_nvme
 from megatrain.recipes.optimizers import make_optimizer, state_bytes, update_arithmetic, whole_update, with_lighter_moments
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
@@ -183,12 +185,14 @@ def make_run_plan(
         offload=flag_unless_auto(config.memory.offload_activations),
         retained_on_host=unless_auto(config.memory.retained_on_host),
         second_backward=flag_unless_auto(config.memory.second_backward),
+        **asked_of_nvme(config),
         update_threads=unless_auto(config.threads),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
         checkpoints_written=checkpoints_written,
     )
     limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
+    limits["nvme_limit"] = nvme_room(config, parts.machine.hardware, disk_bytes(job, parts.shape))
     plan = make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, suggest=suggest, **limits)
     return replace(plan, economy=predicted_economy(config, parts.machine.hardware, plan, steps), steps=steps)
 
@@ -250,7 +254,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
         precision=parts.machine.precision,
         max_grad_norm=config.train.max_grad_norm,
         device=parts.machine.device,
-        settings=settings_of(plan),
+        settings=on_nvme(settings_of(plan), plan, config),
         seed=config.train.seed,
     )
     try:

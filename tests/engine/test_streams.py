@@ -121,9 +121,9 @@ def test_close_finishes_what_is_queued():
 class SlowEvent(Event):
     """Completes `seconds` of a pretended clock after someone waits for it."""
 
-    def __init__(self, clock: list[float], seconds: float, update_wait_s: float = 0.0) -> None:
+    def __init__(self, clock: list[float], seconds: float, update_wait_s: float = 0.0, nvme_wait_s: float = 0.0) -> None:
         super().__init__()
-        self.clock, self.seconds, self.update_wait_s = clock, seconds, update_wait_s
+        self.clock, self.seconds, self.update_wait_s, self.nvme_wait_s = clock, seconds, update_wait_s, nvme_wait_s
 
     def wait_host(self) -> None:
         self.clock[0] += self.seconds
@@ -137,8 +137,9 @@ def test_stalls_are_attributed_to_their_cause_and_to_the_update_within(monkeypat
     compute.wait(SlowEvent(clock, 5.0, update_wait_s=3.0), "upload")
     compute.wait(SlowEvent(clock, 1.0, update_wait_s=3.0), "upload")  # the update was nearly over when this wait began
     compute.wait(SlowEvent(clock, 4.0), "download")
+    compute.wait(SlowEvent(clock, 6.0, update_wait_s=1.0, nvme_wait_s=2.0), "upload")
     compute.wait(compute.record(), "upload")  # complete: no stall
-    assert compute.take_stalls() == {"wait_update": 4.0, "wait_upload": 2.0, "wait_download": 4.0}
+    assert compute.take_stalls() == {"wait_nvme": 2.0, "wait_update": 5.0, "wait_upload": 5.0, "wait_download": 4.0}
     assert compute.take_stalls() == {}
 
 
@@ -165,4 +166,4 @@ def test_on_cuda_the_wait_for_an_upload_to_be_queued_is_a_stall_too(monkeypatch)
     event = SlowEvent(clock, 5.0, update_wait_s=3.0)
     event.cuda = object()
     compute.wait(event, "upload")
-    assert compute.take_stalls() == {"wait_update": 3.0, "wait_upload": 2.0}
+    assert compute.take_stalls() == {"wait_nvme": 0.0, "wait_update": 3.0, "wait_upload": 2.0}

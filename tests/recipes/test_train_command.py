@@ -28,7 +28,7 @@ STEP_KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "epoch", "step_s", "tokens_per_s", "tflops", "mfu", "gpu_peak_bytes",
     "host_bytes", "skipped", "energy_j", "time", "shares", "advice",
 ]  # fmt: skip
-TIME_KEYS = ["compute", "wait_upload", "wait_update", "wait_download", "data"]
+TIME_KEYS = ["compute", "wait_upload", "wait_update", "wait_download", "wait_nvme", "data"]
 
 
 def names(folder: Path) -> set[str]:

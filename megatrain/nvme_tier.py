@@ -1,0 +1,35 @@
+"""What the third tier takes and where: which arrays of which blocks lie on NVMe, and how many of them are in host RAM at a time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Level = Literal["state", "gradients", "all"]  # each holds what those before it hold
+
+# Arrays are taken to the drive in the order of how seldom a step touches them: what only the update reads and writes; gradients, which are
+# written and read once; weights, which every sweep reads.
+LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
+# So many blocks of an array are in staging at a time: one is read, one is updated, one is written back. Weights are besides on their way to
+# the device, and a gradient is on its way from there.
+STAGES = {"weight": 5, "grad": 4}
+STATE_STAGES = 3
+
+
+def stages(array: str, blocks: int) -> int:
+    """Staging buffers of one array of which so many blocks lie on NVMe."""
+    return min(blocks, STAGES.get(array, STATE_STAGES))
+
+
+def holds(level: Level, array: str) -> bool:
+    """Whether `array` (weight, grad, or one that only the update uses) is taken to the drive at this level."""
+    return array not in {"state": ("weight", "grad"), "gradients": ("weight",), "all": ()}[level] and array != "grad_sum"
+
+
+def blocks_on_nvme(blocks: int, resident: int, count: int) -> tuple[int, ...]:
+    """Ascending, `count` of the blocks that are not resident: the last layers first, then the head and the embedding.
+
+    The update reaches the last layers last, so that the drive has the longest to bring them. Embedding and head may be several times as
+    large as a layer, and staging buffers must hold the largest block.
+    """
+    order = [*range(blocks - 2, 0, -1), blocks - 1, 0]
+    return tuple(sorted([block for block in order if block >= resident][:count]))

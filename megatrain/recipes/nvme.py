@@ -1,0 +1,48 @@
+"""From a config to the third tier: what is asked of it, the room that it has, and what the engine is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.engine.settings import Settings
+from megatrain.errors import ConfigError
+from megatrain.hardware import Hardware, disk_free, drive_of
+from megatrain.planner import Plan
+
+ELEMENTWISE = ("adamw", "lion")  # optimizers with so many bytes a parameter, in every block
+
+
+def asked_of_nvme(config: Config) -> dict[str, Any]:
+    """Fields of the job. Raises ConfigError for an optimizer whose arrays the plan cannot place there."""
+    memory = config.memory
+    if memory.nvme and config.optimizer.name not in ELEMENTWISE:
+        where = config.where("memory.nvme")
+        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(ELEMENTWISE)}, or set it to null")
+    return {
+        "nvme_drives": len({drive_of(folder) for folder in memory.nvme or ()}),
+        "nvme_blocks": None if memory.nvme_blocks == "auto" else memory.nvme_blocks,
+        "nvme_arrays": None if memory.nvme_arrays == "auto" else memory.nvme_arrays,
+    }
+
+
+def on_nvme(settings: Settings, plan: Plan, config: Config) -> Settings:
+    """The engine's settings with what the plan puts there."""
+    choices = plan.choices
+    return replace(settings, nvme_folders=config.memory.nvme or (), nvme_blocks=choices.nvme_blocks, nvme_arrays=choices.nvme_arrays)
+
+
+def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]) -> int | None:
+    """Bytes that fit into the folders of memory.nvme, each of which holds an equal share, beside the run's checkpoints; None: no folder."""
+    folders = config.memory.nvme
+    if not folders:
+        return None
+    on_drive = Counter(drive_of(folder) for folder in folders)
+    own = drive_of(config.output)
+    beside = hardware.disk_free_bytes - sum(checkpoints.values())
+    shares = [(beside if drive_of(folder) == own else disk_free(folder)) // on_drive[drive_of(folder)] for folder in folders]
+    room = max(0, len(folders) * min(shares))
+    return min(room, room if config.memory.nvme_size == "auto" else int(config.memory.nvme_size))

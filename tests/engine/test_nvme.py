@@ -1,0 +1,307 @@
+"""Arrays on NVMe change no bit, whichever they are, of whichever blocks, however slow the drive is, and whatever fails between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import nvme_tier
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import ALL, Settings
+from megatrain.errors import ConfigError, MegaTrainError, StorageError
+from megatrain.memory import swap_files
+from megatrain.memory.nvme_store import NvmeStore
+from megatrain.nvme_tier import blocks_on_nvme
+from tests.support import (
+    LANES,
+    State,
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    sleeper,
+    state_of,
+    tiny_config,
+    train_engine,
+    train_with_a_break,
+)
+
+STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
+MODES: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "two groups, sums travel": {"groups": 2},
+    "front resident, end retained": {"resident": 2, "retained": 2},
+    "second backward": {"second_backward": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
+
+
+def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """So many of every array, so that blocks must take turns."""
+    monkeypatch.setattr(nvme_tier, "STATE_STAGES", count)
+    monkeypatch.setattr(nvme_tier, "STAGES", {"weight": count, "grad": count})
+
+
+def make(folder: Path | None, arrays: Any = "all", blocks: int = ALL, clip: float | None = 0.5, mode: str = "one group") -> Engine:
+    nvme = {} if folder is None else {"nvme_folders": (folder,), "nvme_blocks": blocks, "nvme_arrays": arrays}
+    settings = Settings(**MODES[mode], **nvme)
+    return engine_of(tiny_config("llama", num_hidden_layers=4), settings=settings, max_grad_norm=clip, precision="bfloat16")
+
+
+def run(engine: Engine) -> tuple[Trace, State]:
+    with engine:
+        return train_engine(engine, STEPS), state_of(engine)
+
+
+@cache
+def in_ram(mode: str = "one group", clip: float | None = 0.5) -> tuple[Trace, State]:
+    return run(make(None, clip=clip, mode=mode))
+
+
+def same(found: tuple[Trace, State], mode: str = "one group", clip: float | None = 0.5) -> None:
+    trace, state = in_ram(mode, clip)
+    assert (found[0].losses, found[0].norms) == (trace.losses, trace.norms)
+    assert differing(found[0].weights, trace.weights) == []
+    assert differing(found[1], state) == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "resident", "count", "there"),
+    [(6, 0, 1, (4,)), (6, 0, 4, (1, 2, 3, 4)), (6, 0, 5, (1, 2, 3, 4, 5)), (6, 0, ALL, (0, 1, 2, 3, 4, 5)), (6, 3, ALL, (3, 4, 5))],
+)
+def test_the_last_layers_go_first_then_the_head_and_the_embedding(blocks, resident, count, there):
+    assert blocks_on_nvme(blocks, resident, count) == there
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "second backward"])
+@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, arrays, mode, clip, buffers):
+    few_buffers(monkeypatch, buffers)
+    same(run(make(tmp_path, arrays, ALL, clip, mode)), mode, clip)
+
+
+@pytest.mark.parametrize("arrays", ["state", "all"])
+def test_a_second_backward_s_updates_are_those_from_ram(tmp_path, monkeypatch, arrays):
+    few_buffers(monkeypatch, 2)
+    same(run(make(tmp_path, arrays, mode="second backward")), "second backward")
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_some_blocks_may_lie_on_nvme(tmp_path, blocks):
+    with make(tmp_path, "gradients", blocks) as engine:
+        there = [block for block in range(6) if engine.store.is_on_nvme("exp_avg", block)]
+        assert there == list(blocks_on_nvme(6, 0, blocks))
+        same((train_engine(engine, STEPS), state_of(engine)))
+
+
+def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
+    few_buffers(monkeypatch, 1)
+    monkeypatch.setattr("megatrain.memory.slab.HUGE_PAGE", 4096)
+    with make(None) as ours, make(tmp_path) as theirs:
+        numel = [layout.numel for layout in ours.store.layouts]
+        assert theirs.store.nbytes <= max(numel) * 14 + 6 * 4096
+        assert ours.store.nbytes >= sum(numel) * 14
+
+
+# -- slow drives --------------------------------------------------------------------------------------------------------------------
+
+
+def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_s: float, shortest_s: float = 0.0) -> None:
+    """Every transfer sleeps first."""
+    for number, call in enumerate(calls):
+        real, sleep = getattr(os, call), sleeper(number, shortest_s, longest_s)
+
+        def shim(*arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep) -> Any:
+            sleep()
+            return real(*arguments)
+
+        monkeypatch.setattr(os, call, shim)
+
+
+@pytest.mark.parametrize("slow", [("preadv",), ("pwritev",), ("preadv", "pwritev")], ids="+".join)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_a_slow_drive_changes_no_bit(tmp_path, monkeypatch, clip, slow):
+    monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+    few_buffers(monkeypatch, 2)
+    slow_drive(monkeypatch, slow, 0.004)
+    same(run(make(tmp_path, clip=clip)), clip=clip)
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip):
+    few_buffers(monkeypatch, 2)
+    same(run(delay(make(tmp_path, clip=clip), LANES, longest_s=0.003)), clip=clip)
+
+
+def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
+    few_buffers(monkeypatch, 1)
+    with make(tmp_path, "state") as engine:
+        engine.train_step(STEPS[0])
+        slow_drive(monkeypatch, ("preadv",), 0.01, 0.01)
+        monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+        engine.train_step(STEPS[1])
+        stalls = engine.train_step(STEPS[2]).stalls_s
+        assert stalls["wait_nvme"] > 0.03 > stalls["wait_update"]
+
+
+# -- the tests above can fail -------------------------------------------------------------------------------------------------------
+
+
+def reads_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NvmeStore, "_is_ready", lambda self, lease: all(key in lease.buffers for key in lease.keys))
+
+
+def buffers_are_taken_while_they_are_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
+    def take(self: NvmeStore, name: str) -> Any:
+        return min((b for b in self._buffers[name] if not b.users), key=lambda b: b.turn, default=None)
+
+    patch.setattr(NvmeStore, "_take", take)
+
+
+def changes_are_not_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
+    release = NvmeStore.release
+    patch.setattr(NvmeStore, "release", lambda self, lease, changed, soon: release(self, lease, False, soon))
+
+
+def weights_are_read_before_the_update(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    engine._streamer.wait_ready = lambda block: None
+
+
+@pytest.mark.parametrize(
+    ("fault", "slow"),
+    [
+        (reads_are_not_awaited, "preadv"),
+        (buffers_are_taken_while_they_are_written, "pwritev"),
+        (changes_are_not_written, "pwritev"),
+        (weights_are_read_before_the_update, "update"),
+    ],
+)
+def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, slow):
+    few_buffers(monkeypatch, 2)
+    monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+    with make(tmp_path) as engine:
+        if slow == "update":
+            delay(engine, ["update"], 0.03, 0.03)
+        else:
+            slow_drive(monkeypatch, (slow,), 0.01, 0.01)
+        fault(engine, monkeypatch)
+        broken = train_engine(engine, STEPS)
+    trace, _ = in_ram()
+    assert broken.losses != trace.losses or differing(broken.weights, trace.weights)
+
+
+# -- saving, resuming, failing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+@pytest.mark.parametrize("there", [(True, True), (True, False), (False, True)], ids=["nvme-nvme", "nvme-ram", "ram-nvme"])
+def test_a_run_saved_from_one_tier_goes_on_from_another(tmp_path, monkeypatch, arrays, there):
+    few_buffers(monkeypatch, 2)
+    steps = [full_batches(seed, [(1, 6)] * 3) for seed in range(4)]
+    tiers: Iterator[Path | None] = iter([tmp_path / "swap" if on_nvme else None for on_nvme in there])
+    losses, state = train_with_a_break(lambda: make(next(tiers), arrays), steps, tmp_path / "run")
+    with make(None) as engine:
+        assert losses == train_engine(engine, steps).losses
+        assert differing(state, state_of(engine)) == []
+
+
+@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+def test_weights_are_read_and_written_as_a_folder(tmp_path, monkeypatch, arrays):
+    few_buffers(monkeypatch, 1)
+    with make(None) as ours:
+        ours.save_pretrained(tmp_path / "model")
+        expected = {name: weight.clone() for name, weight in ours.iter_weights()}
+    settings = Settings(nvme_folders=(tmp_path / "swap",), nvme_blocks=ALL, nvme_arrays=arrays)
+    with Engine.from_pretrained(tmp_path / "model", device="cpu", precision="bfloat16", settings=settings) as engine:
+        assert differing(dict(engine.iter_weights()), expected) == []
+        engine.save_pretrained(tmp_path / "again")
+    ours_file, again = (tmp_path / name / "model.safetensors" for name in ("model", "again"))
+    assert ours_file.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_evaluation_between_steps_reads_what_was_updated(tmp_path, monkeypatch, clip):
+    few_buffers(monkeypatch, 2)
+    with make(None, clip=clip) as ours, make(tmp_path, clip=clip) as theirs:
+        for step in STEPS:
+            assert ours.train_step(step).loss == theirs.train_step(step).loss
+            assert ours.evaluate(STEPS[0]).loss == theirs.evaluate(STEPS[0]).loss
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monkeypatch, buffers):
+    few_buffers(monkeypatch, buffers)
+    with make(tmp_path) as engine:
+        keep, calls = engine._stored.keep, iter(range(100))
+
+        def fail_once(*arguments: Any) -> None:
+            if next(calls) == 2:
+                raise RuntimeError("in the middle of backward")
+            keep(*arguments)
+
+        monkeypatch.setattr(engine._stored, "keep", fail_once)
+        with pytest.raises(RuntimeError, match="middle of backward"):
+            engine.forward_backward(STEPS[0])
+        same((train_engine(engine, STEPS), state_of(engine)))
+
+
+def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, monkeypatch):
+    few_buffers(monkeypatch, 2)
+    with make(tmp_path) as engine:
+        engine.train_step(STEPS[0])
+        before = state_of(engine)
+        monkeypatch.setattr(engine._gradients, "norm", lambda _: float("nan"))
+        assert engine.train_step(STEPS[1]).skipped
+        assert differing(before, state_of(engine)) == []
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(tmp_path, monkeypatch, arrays, call, clip):
+    few_buffers(monkeypatch, 2)
+    engine = make(tmp_path / "swap", arrays, clip=clip)
+    engine.train_step(STEPS[0])
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, broken)
+    started = time.perf_counter()
+    with pytest.raises(StorageError, match=rf"swap: cannot .*errno {errno.EIO}"):
+        train_engine(engine, STEPS * 2)
+    with pytest.raises(MegaTrainError):
+        engine.save_pretrained(tmp_path / "out")
+    monkeypatch.undo()
+    engine.close()
+    assert time.perf_counter() - started < 20
+    assert not (tmp_path / "out").exists()
+
+
+def test_nvme_wants_a_folder_and_a_level_that_exists(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        Settings(nvme_blocks=1)
+    with pytest.raises(ConfigError, match="choose one of state"):
+        Settings(nvme_blocks=1, nvme_folders=(tmp_path,), nvme_arrays="moments")  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_gives_its_files_back(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with make(tmp_path) as engine:
+        engine.train_step(STEPS[0])
+        assert len(os.listdir("/proc/self/fd")) > before
+    assert len(os.listdir("/proc/self/fd")) == before

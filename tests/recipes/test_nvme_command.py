@@ -1,0 +1,48 @@
+"""A run with a third tier, as its user sees it: the same run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.recipes.same_run import same_run
+
+SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3", "memory.nvme_arrays=all"]
+SHORT = ["train.max_steps=3", "train.epochs=null"]
+
+
+def test_a_run_with_arrays_on_nvme_is_the_run_without_and_may_go_on_without(megatrain: Command, project: Path) -> None:
+    assert megatrain("train", "cfg.yaml", "output=here").code == 0
+    started = megatrain("train", "cfg.yaml", "output=there", "train.max_steps=5", *SWAP)
+    assert started.code == 0, started.err
+    assert list((project / "swap").iterdir()) == []
+    # the same schedule from the start: steps 1 to 10 on NVMe, in one go
+    assert megatrain("train", "cfg.yaml", "output=whole", *SWAP).code == 0
+    same_run(project / "here", project / "whole")
+    assert megatrain("resume", "there", "train.max_steps=6", "memory.nvme=null", "memory.nvme_blocks=auto").code == 0
+
+
+def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain: Command) -> None:
+    answer = megatrain("plan", "cfg.yaml", *SWAP)
+    assert answer.code == 0
+    assert "NVMe space" in answer.out
+    assert "600 TB" in " ".join(answer.out.split())
+    plan = json.loads(megatrain("plan", "cfg.yaml", "--json", *SWAP).out)
+    assert plan["choices"]["nvme_blocks"] == 3
+    assert plan["totals"]["nvme"]["need"] == sum(plan["nvme"].values()) > 0
+
+
+def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    answer = megatrain("train", "cfg.yaml", *SHORT, *SWAP)
+    assert answer.code == 7
+    assert "swap: cannot write the run's files there" in answer.err
+    assert not list((project / "runs").glob("**/MANIFEST.json"))
