@@ -34,7 +34,7 @@ class HostStore:
         arrays: the arrays of each block. New arrays are zero.
         first: the block from which on arrays are kept here; a mapping gives some arrays a first block of their own.
         elsewhere: of some arrays blocks that are not kept here nevertheless.
-        pinned: pin transferred arrays for CUDA.
+        pinned: pin transferred arrays for CUDA, and take all memory at once: no step then pays for it, or finds that it is not there.
         threads: for the first touch.
     """
 
@@ -57,7 +57,7 @@ class HostStore:
                 start = first if isinstance(first, int) else first.get(spec.name, 0)
                 absent = (elsewhere or {}).get(spec.name, ())
                 blocks = [block for block in range(start, len(self.layouts)) if block not in absent]
-                self._place(spec, blocks, pinned and spec.transferred, threads)
+                self._place(spec, blocks, pinned, threads)
         except BaseException:
             self.close()
             raise
@@ -71,7 +71,7 @@ class HostStore:
             stop = start + 1
             while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
                 stop += 1
-            slab = Slab(spec.name, sum(sizes[start:stop]), pinned=pinned, threads=threads)
+            slab = Slab(spec.name, sum(sizes[start:stop]), pinned=pinned and spec.transferred, threads=threads, touched=pinned)
             self._slabs.append(slab)
             offset = 0
             for number in range(start, stop):

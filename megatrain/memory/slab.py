@@ -32,12 +32,13 @@ class Slab:
             so much, the slab stays pageable, and says so in the log: CUDA carries such memory through a small pinned buffer of its own,
             and a copy holds up the thread that asks for it. Slower, and the numbers are the same.
         threads: that touch the memory first; the kernel zeroes pages on the touching core.
+        touched: take all of the memory now, as pinning does, not when it is first written to.
 
     Raises:
         OutOfMemory: the mapping was refused, or its registration for another reason than a limit.
     """
 
-    def __init__(self, name: str, nbytes: int, *, pinned: bool, threads: int) -> None:
+    def __init__(self, name: str, nbytes: int, *, pinned: bool, threads: int, touched: bool = False) -> None:
         self.name = name
         self.nbytes = round_up(max(nbytes, 1), HUGE_PAGE)
         self.pinned = False
@@ -49,8 +50,9 @@ class Slab:
         if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= HUGE_PAGE:
             self._advise_huge()
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        if pinned:
+        if pinned or touched:
             self._touch(threads)
+        if pinned:
             self._register()
 
     def _advise_huge(self) -> None:

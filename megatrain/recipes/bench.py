@@ -38,6 +38,8 @@ from megatrain.report import bound_in_words
 from megatrain.summary import PredictedBytes, PredictedSeconds
 from megatrain.tracing import claim, computing_seconds, tracing
 
+LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
+
 Batches = list[dict[str, torch.Tensor]]
 
 
@@ -76,7 +78,8 @@ def bench(
         setup_s = time.perf_counter() - started
         measured = measure(engine, config, plan, steps=steps, warmup=warmup, same_batch=same_batch, console=console)
         memory = memory_of(engine.device, meter)  # before the profiler takes its own
-        computing_s = time_computing(engine, config, plan)
+        steady_s = statistics.median(step.seconds for step in measured[warmup:])
+        computing_s = time_computing(engine, config, plan) if steady_s < LONGEST_TRACED_S else None
         if profile is not None:
             show_timeline(engine, config, plan, profile, console)
     return result_of(config, plan, parts, measured[warmup:], setup_s=setup_s, memory=memory, computing_s=computing_s)

@@ -37,7 +37,7 @@ class BenchResult:
     tokens_per_s: float
     tflops: float  # 6 x parameters x tokens / seconds
     mfu: float | None  # None where the device's peak is unknown
-    gpu_busy: float | None  # share of the step in which the GPU runs kernels, by its own clock; None on the CPU
+    gpu_busy: float | None  # share of the step in which the GPU runs kernels, by its own clock; None on the CPU, and of long steps
     time: StepTime  # where the seconds of all measured steps went
     host: PredictedBytes
     gpu: PredictedBytes

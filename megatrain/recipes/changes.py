@@ -13,7 +13,8 @@ from megatrain.errors import ConfigError
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"  # of a run folder: as asked for, and with what was decided
 
 # Key or section -> what a change of it means for a resumed run. What is not listed may change freely: it decides speed, memory or
-# what is shown, and results beyond rounding never (memory otherwise, threads, log_every, eval_every, checkpoint, sample_prompt, device).
+# what is shown, and results beyond rounding never (memory otherwise, threads, log_every, eval_every, checkpoint,
+# sample_prompt, device, economy).
 REFUSED = {
     "model.config": "the checkpoint is of that model",
     "model.init": "the weights are the checkpoint's",

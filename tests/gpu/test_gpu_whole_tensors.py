@@ -41,7 +41,7 @@ def test_where_blocks_live_changes_no_more_than_rounding(settings, optimizer):
 def test_the_gpu_and_its_cpu_stand_in_agree(optimizer):
     expected = trained(optimizer, Settings(), device="cpu")
     for name, ours in trained(optimizer, Settings(), device="cuda").items():
-        assert distance(ours, expected[name]) <= 2e-2, name
+        assert distance(ours, expected[name]) <= 4e-2, name
 
 
 def test_directions_come_down_before_the_host_reads_them():
