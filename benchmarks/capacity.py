@@ -54,13 +54,13 @@ def cells(name: str, record: Record) -> list[str]:
         f"{result['tokens_per_s']:,.0f}",
         f"{result['step_s']:.1f}",
         f"{predicted['step_s']:.1f}",
-        _gib(result["gpu_peak_bytes"]),
+        _gib(max(result["gpu_peak_bytes"] or 0, result["gpu_peak_reserved_bytes"] or 0)),  # what is given back soon, the meter may miss
         _gib(predicted["gpu_peak_bytes"]),
         _gib(result["host_bytes"]),
         _gib(predicted["host_bytes"]),
         _gib(on_disk),
         f"{longest}: {result['plan']['timing']['bound_by'][longest]}",
-        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}" if SAME_BATCH in record.command else "-",
+        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}" if SAME_BATCH in record.command and len(steps) > 1 else "-",
         where,
     ]
 

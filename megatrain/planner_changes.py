@@ -97,11 +97,11 @@ def _unclipped(job: Job) -> Settings:
 # From costly to harmless: the last is tried first, the first only where all others together do not suffice.
 DIALS = (
     Dial("does not clip", smaller=_unclipped, faster=_unclipped),
+    Dial("rounds kept activations to 8 bits", smaller=_smaller_activations),
     Dial("rounds the moments", smaller=_smaller_moments, faster=_smaller_moments),
     Dial("rounds products to 8 bits", faster=_to_fp8, needs_gpu=True),
     Dial("computes in bf16", smaller=_to_bfloat16, faster=_to_bfloat16),
     Dial("changes the batch", smaller=_fewer_tokens, faster=_more_tokens),
-    Dial("rounds kept activations to 8 bits", smaller=_smaller_activations),
     Dial("rounds in another order", faster=_compiled, needs_gpu=True),
 )
 

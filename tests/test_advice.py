@@ -40,6 +40,7 @@ CASES = [
     ("bound by uploads", UPLOADING, H200, 0.4, "raise train.tokens_per_step to about 20,480"),
     ("bound by downloads", StepTime(compute=9.0, wait_download=1.0), H200, 0.4, "raise train.tokens_per_step to about 18,432"),
     ("nothing is uploaded to a CPU", UPDATING, replace(CPU, asked=CAPPED.asked), None, "raise train.tokens_per_step"),
+    ("bound by the drive", StepTime(compute=9.0, wait_nvme=1.0), H200, 0.4, "name folders on more drives in memory.nvme"),
     ("small kernels", COMPUTING, replace(H200, compiled=False), 0.1, "set compile: true, or raise train.micro_batch_tokens"),
     ("small kernels, compiled", COMPUTING, H200, 0.1, "nothing is worth changing: the GPU computes 98% of the time"),
     ("recomputing under a cap", COMPUTING, CAPPED, 0.4, "for lack of it 28 of 28 layers are computed twice"),

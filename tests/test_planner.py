@@ -272,7 +272,7 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
         (
             JOB_7B,
             with_gpu(replace(H200, host_available_bytes=44 * GIB), 25 * GIB),
-            "set memory.activations: int8 and optimizer.moments: int8",
+            "set train.tokens_per_step: 32768 and optimizer.moments: int8",
         ),
         (
             replace(JOB_7B, second_backward=False),

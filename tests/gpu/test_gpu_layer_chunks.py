@@ -28,13 +28,13 @@ def gradients(precision: str, **settings: Any) -> dict[str, torch.Tensor]:
         return {name: gradient.float() for name, gradient in gradients_of(engine).items()}
 
 
-@pytest.mark.parametrize(("precision", "allowed"), [("float32", 1e-4), ("bfloat16", 0.03), ("fp8", 0.1)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradients_agree_with_those_of_whole_layers(compiled: bool, precision: str, allowed: float) -> None:
-    whole = gradients(precision, compile=compiled)
+def test_gradients_are_as_near_to_exact_ones_as_those_of_whole_layers(compiled: bool, precision: str) -> None:
+    exact, whole = gradients("float32"), gradients(precision, compile=compiled)
     chunked = gradients(precision, layer_chunk=1024, compile=compiled, offload=True)
-    for name, gradient in whole.items():
-        assert distance(chunked[name], gradient) < allowed, name
+    for name, gradient in exact.items():
+        assert distance(chunked[name], gradient) < 1.5 * distance(whole[name], gradient) + 1e-4, name
 
 
 def peak_of(work: Callable[[], object]) -> int:

@@ -37,9 +37,9 @@ def test_what_is_not_set_is_the_optimizer_s_own_default(load: Any, overrides: tu
 
 
 def test_defaults_are_written_back(load: Any) -> None:
-    assert decided_of_optimizer(load()) == {"optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}
+    assert decided_of_optimizer(load()) == {"optimizer.moments": "float32", "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}
     lion = load("optimizer.name=lion")
-    assert decided_of_optimizer(lion) == {"optimizer.betas": (0.9, 0.99)}
+    assert decided_of_optimizer(lion) == {"optimizer.moments": "float32", "optimizer.betas": (0.9, 0.99)}
     written: Config = lion.with_values(decided_of_optimizer(lion))
     assert make_optimizer(written) == make_optimizer(lion)
     assert written.optimizer.eps == "auto"  # still to be read back as a config of Lion

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.config import Config
 from megatrain.machine import GPUS, data_sheet
+from megatrain.recipes.another_machine import another_machine
 from tests.commands import Command
 
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
@@ -59,9 +61,18 @@ def test_what_does_not_fit_it_is_refused_with_what_would(megatrain: Command) -> 
     assert "set optimizer.moments: bfloat16" in done.err
 
 
-@pytest.mark.parametrize("name", [name for name, _ in GPUS])
-def test_every_gpu_of_the_table_can_be_planned_for(megatrain: Command, name: str) -> None:
+@pytest.mark.parametrize("name", [GPUS[0][0], GPUS[len(GPUS) // 2][0], GPUS[-1][0]])
+def test_a_gpu_of_the_table_can_be_planned_for(megatrain: Command, name: str) -> None:
     assert megatrain("plan", "tiny", "--gpu", name, "--ram", "32GiB", "train.seq_len=64", "train.tokens_per_step=256").code == 0
+
+
+@pytest.mark.parametrize("name", [name for name, _ in GPUS])
+def test_every_gpu_of_the_table_makes_a_machine(name: str) -> None:
+    config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
+    machine = another_machine(config, name, "64GiB")
+    assert machine.hardware.gpu is not None
+    assert 0 < machine.hardware.gpu.free_bytes < machine.hardware.gpu.total_bytes
+    assert machine.profile.upload > 0
 
 
 @pytest.mark.parametrize(
