@@ -257,17 +257,17 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
 @pytest.mark.parametrize(
     ("job", "hardware", "fix"),
     [
-        (JOB_7B, with_gpu(replace(H200, host_available_bytes=82 * GIB), 25 * GIB), "set memory.activations: int8"),
+        (JOB_7B, with_gpu(replace(H200, host_available_bytes=82 * GIB), 25 * GIB), "set train.tokens_per_step: 32768"),
         (
             JOB_7B,
             with_gpu(replace(H200, host_available_bytes=78 * GIB), 25 * GIB),
-            "set memory.activations: int8 and train.tokens_per_step: 32768",
+            "set train.tokens_per_step: 16384",
         ),
         (JOB_7B, with_gpu(replace(H200, host_available_bytes=72 * GIB), 25 * GIB), "set optimizer.moments: bfloat16"),
         (
             JOB_7B,
             with_gpu(replace(H200, host_available_bytes=54 * GIB), 25 * GIB),
-            "set memory.activations: int8 and optimizer.moments: bfloat16",
+            "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16",
         ),
         (
             JOB_7B,
