@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.planned import H200, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_1B8, QWEN_
 ALL_STREAMED: dict[str, Any] = {"groups": 1, "resident": 0, "retained": 0, "offload": False}
 
 
+@cache
 def plan_of(job: Job, shape: ModelShape = QWEN_7B, hardware: Hardware = H200, **limits: Any) -> Plan:
     return make_plan(job, shape, hardware, typical(hardware), **limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ SMALL = with_gpu(replace(H200, host_available_bytes=60 * GIB), 24 * GIB)
 ON_DRIVE = replace(JOB_7B, nvme_drives=1, second_backward=False)
 
 
+@cache
 def plan_of(job: Job = ON_DRIVE, hardware: Hardware = SMALL, nvme_limit: int | None = 1000 * GIB) -> Plan:
     return make_plan(job, QWEN_7B, hardware, typical(hardware), nvme_limit=nvme_limit)
 
