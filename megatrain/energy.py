@@ -26,8 +26,8 @@ class Energy:
         return sum(known) if known else None
 
     def or_given(self, seconds: float, gpu_w: float | None, host_w: float | None) -> Energy:
-        """With the power that the user gave for parts that were not measured."""
-        gpu_j = gpu_w * seconds if self.gpu_j is None and gpu_w is not None else self.gpu_j
+        """With the power that the user gave instead."""
+        gpu_j = gpu_w * seconds if gpu_w is not None else self.gpu_j
         return Energy(gpu_j, host_w * seconds if host_w is not None else self.host_j)  # what was given is more than processors
 
     def __add__(self, other: Energy) -> Energy:

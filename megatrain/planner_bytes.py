@@ -245,7 +245,9 @@ def nvme_traffic(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, in
     """Bytes that a step (reads, writes): the update reads and writes everything but gradients, sweeps read weights."""
     far = nvme_bytes(choices, job, shape)
     once, weight = sum(far.values()), far.get("weight", 0)
-    return once + 2 * choices.groups * weight, once  # a gradient is written when it has landed, and read by the update
+    return once + (
+        2 * choices.groups + choices.second_backward
+    ) * weight, once  # a gradient is written when it has landed, and read by the update
 
 
 def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:

@@ -59,12 +59,20 @@ class Change:
 
 
 def _fewer_tokens(job: Job) -> Settings:
-    sizes = [max(job.seq_len, job.tokens_per_step // divisor) for divisor in (2, 4, 8)]
-    return {f"train.tokens_per_step: {size}": {"tokens_per_step": size} for size in sizes if size != job.tokens_per_step}
+    return _of_sizes(job, [max(job.seq_len, job.tokens_per_step // divisor) for divisor in (2, 4, 8)])
 
 
 def _more_tokens(job: Job) -> Settings:
-    return {f"train.tokens_per_step: {n * job.tokens_per_step}": {"tokens_per_step": n * job.tokens_per_step} for n in (2, 4)}
+    return _of_sizes(job, [n * job.tokens_per_step for n in (2, 4)])
+
+
+def _of_sizes(job: Job, sizes: list[int]) -> Settings:
+    """Steps of so many tokens, in the key that the user set."""
+    sizes = [size for size in sizes if size != job.tokens_per_step]
+    if job.rows_per_step is None:
+        return {f"train.tokens_per_step: {size}": {"tokens_per_step": size} for size in sizes}
+    counts = [max(1, size // job.seq_len) for size in sizes]
+    return {f"train.rows_per_step: {n}": {"rows_per_step": n, "tokens_per_step": n * job.seq_len} for n in counts}
 
 
 def _to_bfloat16(job: Job) -> Settings:
@@ -73,10 +81,6 @@ def _to_bfloat16(job: Job) -> Settings:
 
 def _to_fp8(job: Job) -> Settings:
     return {"precision: fp8": {"precision": "fp8"}} if job.precision == "bfloat16" else {}
-
-
-def _compiled(job: Job) -> Settings:
-    return {} if job.compiled or job.rows_vary else {"compile: true": {"compiled": True}}
 
 
 def _smaller_moments(job: Job) -> Settings:
@@ -91,7 +95,11 @@ def _smaller_activations(job: Job) -> Settings:
 
 
 def _unclipped(job: Job) -> Settings:
-    return {"train.max_grad_norm: null": {"clipping": False}} if job.clipping else {}
+    if not job.clipping:
+        return {}
+    if job.second_backward:
+        return {"train.max_grad_norm: null and memory.second_backward: auto": {"clipping": False, "second_backward": None}}
+    return {"train.max_grad_norm: null": {"clipping": False}}
 
 
 # From costly to harmless: the last is tried first, the first only where all others together do not suffice.
@@ -102,15 +110,16 @@ DIALS = (
     Dial("rounds products to 8 bits", faster=_to_fp8, needs_gpu=True),
     Dial("computes in bf16", smaller=_to_bfloat16, faster=_to_bfloat16),
     Dial("changes the batch", smaller=_fewer_tokens, faster=_more_tokens),
-    Dial("rounds in another order", faster=_compiled, needs_gpu=True),
 )
 
 
 def left_open(job: Job) -> Iterator[Change]:
     """The same job with fewer dials set by hand: the result is the same, up to the order in which sums are rounded."""
+    asked: list[str] = []
     for dials in (PLACING, CUTTING):
-        asked = [key for key, name in dials.items() if getattr(job, name) is not None]
-        if asked:
+        found = [key for key, name in dials.items() if getattr(job, name) is not None]
+        asked += found
+        if found:
             auto: dict[str, Any] = dict.fromkeys(dials.values())
             job = replace(job, **auto)
             yield Change(" and ".join(f"{key}: auto" for key in asked), EXACT, job)
@@ -118,20 +127,21 @@ def left_open(job: Job) -> Iterator[Change]:
 
 def smaller_jobs(job: Job) -> Iterator[Change]:
     """Jobs that need less memory, in rising order of what they cost."""
-    for change in left_open(job):
-        yield change
-        job = change.job
+    opened = list(left_open(job))
+    yield from opened
     for combined in product(*([None, *dial.smaller(job).items()] for dial in DIALS)):
         settings = [(dial.cost, *setting) for dial, setting in zip(DIALS, combined, strict=True) if setting is not None][::-1]
         if settings:
             words, costs = " and ".join(words for _, words, _ in settings), ", ".join(cost for cost, _, _ in settings)
             fields: dict[str, Any] = {name: value for _, _, values in settings for name, value in values.items()}
             yield Change(words, costs, replace(job, **fields))
+            for change in opened:
+                yield Change(f"{change.words} and {words}", costs, replace(change.job, **fields))
 
 
 def with_nvme(job: Job) -> Iterator[Change]:
     """The same job with room on a drive, if it has none: exact, and slower than anything else."""
-    if not job.nvme_drives:
+    if not job.nvme_drives and job.whole_update is None:  # whose arrays cannot lie there
         yield Change("memory.nvme: FOLDER", EXACT, replace(job, nvme_drives=1))
 
 

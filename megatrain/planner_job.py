@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatrain.activations import UNCHANGED
@@ -34,10 +33,11 @@ class Job:
     precision: str  # "bfloat16" (split fp32 master), "fp8" (the same, with fp8 products in the layers) or "float32"
     tokens_per_step: int
     seq_len: int
+    rows_per_step: int | None = None  # the same size, where the user counts in rows
     clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known, or computes it again
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
-    update_arithmetic: float = math.inf  # parameters/s that one thread of the host could update if memory had no limit
-    lighter_moments: tuple[tuple[str, tuple[tuple[str, float], ...], float], ...] = ()  # optimizer.moments, and those two with it
+    update_arithmetic: float | None = None  # parameters/s that one thread of the host could update if memory had no limit; None: no bound
+    lighter_moments: tuple[tuple[str, tuple[tuple[str, float], ...], float | None], ...] = ()  # optimizer.moments, and those two with it
     whole_update: WholeUpdate | None = None  # of an optimizer of whole tensors, whose arrays are here and not in `state_bytes`
     fp8_share: float = 1.0  # of the layers' products, with precision fp8
     compiled: bool = False  # the layers' element-wise parts are fused

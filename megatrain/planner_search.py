@@ -209,8 +209,8 @@ class Search:
         blocks = len(self.shape.block_numel)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
             for sent, in_chunks in product(self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)):
-                if in_chunks and self.job.layer_chunk_tokens is None and (retained or sent):
-                    continue  # layers that need chunks leave no room for graphs
+                if in_chunks and ((retained and self.job.retained is None) or (sent and self.job.retained_on_host is None)):
+                    continue  # layers that need chunks leave no room for graphs, and compute in backward what a graph would spare
                 if cheap and not retained and not sent and self.job.cheap_retention is None:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
@@ -229,8 +229,11 @@ class Search:
             return choices
         levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
         streamed, asked = len(self.shape.block_numel) - choices.resident, self.job.nvme_blocks
-        if asked is not None or self.host_share(choices) <= 1:
-            return replace(choices, nvme_blocks=min(asked or 0, streamed), nvme_arrays=levels[0])
+        if asked is not None:
+            with_asked = [replace(choices, nvme_blocks=min(asked, streamed), nvme_arrays=level) for level in levels]
+            return next((found for found in with_asked if self.host_share(found) <= 1), with_asked[0])
+        if self.host_share(choices) <= 1:
+            return replace(choices, nvme_blocks=0, nvme_arrays=levels[0])
         tried = []
         for level in levels:
             for most_blocks in sorted({min(streamed, self.layers), streamed}):  # the head and the embedding need the largest buffers

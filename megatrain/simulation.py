@@ -89,7 +89,7 @@ def in_turn(blocks: Sequence[BlockTasks], dials: Dials) -> Course:
         "upload": uploads + groups * sum(block.boundary_up for block in others) + (groups - 1) * sum(block.sum_up for block in travelling),
         "download": sum(block.download for block in streamed) + (groups - 1) * sum(block.sum_down for block in travelling),
     }
-    drive = sum(b.nvme_read + b.nvme_write + b.nvme_gradient + (2 * groups - 1) * b.nvme_weight for b in blocks)
+    drive = sum(b.nvme_read + b.nvme_write + b.nvme_gradient + (2 * groups - 1 + dials.second_backward) * b.nvme_weight for b in blocks)
     course.waits["forward"]["nvme"] = max(0.0, drive - groups * sum(block.forward for block in others))  # drives need no cores
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),

@@ -278,7 +278,8 @@ class _Costs:
         directions = 1 if self.choices.stores_gradients(self.job) else 2  # else gradients come down meanwhile
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
         bounded_by_memory = (alone - (alone - busy) * share) * self._update_scale
-        return min(bounded_by_memory, self.choices.update_threads * self.job.update_arithmetic)
+        limit = self.job.update_arithmetic
+        return bounded_by_memory if limit is None else min(bounded_by_memory, self.choices.update_threads * limit)
 
     def _transfer_rates(self) -> tuple[float, float]:
         """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""

@@ -100,9 +100,10 @@ def test_counters_that_may_not_be_read_are_none(tmp_path: Path) -> None:
     assert meter(Gpu(), tmp_path / "nowhere").read() == Energy(None, None)
 
 
-def test_what_was_not_measured_is_taken_as_given() -> None:
+def test_what_was_given_counts_instead_of_what_was_measured() -> None:
     assert Energy(None, None).or_given(10, 300, 200) == Energy(3000, 2000)
-    assert Energy(50.0, 5.0).or_given(10, 300, None) == Energy(50.0, 5.0)
+    assert Energy(50.0, 5.0).or_given(10, 300, None) == Energy(3000, 5.0)
+    assert Energy(50.0, 5.0).or_given(10, None, None) == Energy(50.0, 5.0)
     assert Energy(None, None).or_given(10, None, None).total_j is None
     assert Energy(1.0, None) + Energy(2.0, None) == Energy(3.0, None)
     assert Energy(1.0, 2.0).total_j == 3.0

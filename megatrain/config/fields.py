@@ -262,6 +262,8 @@ class MemoryOptions(Options):
     def _check(self) -> Self:
         if self.nvme is None and self.nvme_blocks not in ("auto", 0):
             raise wrong("needs a folder to keep them in; set memory.nvme as well", key="nvme_blocks")
+        if self.nvme is None and self.nvme_size != "auto":
+            raise wrong("is the space of folders that are not named; set memory.nvme as well", key="nvme_size")
         if self.offload_activations is False and self.retained_on_host not in ("auto", 0):
             raise wrong("what is sent to host RAM includes layers' inputs; set offload_activations: true as well", key="retained_on_host")
         return self

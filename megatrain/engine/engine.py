@@ -175,8 +175,7 @@ class Engine:
         if self.max_grad_norm is None:
             raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
         pending: list[Gradient] = []
-        on_gradient = partial(self._stored.keep, pending)
-        return self._run(micro_batches, loss, on_gradient, check_loss=False, pending=pending)
+        return self._run(micro_batches, loss, partial(self._stored.keep, pending), check_loss=False, pending=pending)
 
     def _run(
         self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]
@@ -184,6 +183,7 @@ class Engine:
         self._check_usable()
         if self._pending is not None:
             raise MegaTrainError("forward_backward was called twice; call step in between")
+        self._passes.forget()  # what an interrupted step left
         check_batches(micro_batches, self.anatomy.vocab_size)
         denominator = sum(loss.denominator(batch) for batch in micro_batches)
         self._targets = round(denominator)
@@ -200,11 +200,10 @@ class Engine:
         with self._computing("a step's activations"):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
         self._pending = pending
-        result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
         if self._tuning:
             torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
             self._tuning = False
-        return result
+        return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
 
     @contextmanager
     def _computing(self, what: str) -> Iterator[None]:
@@ -265,7 +264,8 @@ class Engine:
         except _NotFinite:
             self.skipped += 1
             return StepResult(math.nan, self._targets, math.nan, True, self._compute.take_stalls())
-        self._pending = None
+        finally:
+            self._pending = None
         if norm is None:
             self.skipped += 1
             return StepResult(0.0, 0, 0.0, True)
@@ -284,11 +284,11 @@ class Engine:
 
         with self._updater.all_or_nothing(begun):
             result = backward(on_gradient)
-        if not begun:
-            return result, None
-        self._streamer.invalidate()
-        self.updates += 1
-        norm = self._gradients.norm(begun)
+            if not begun:
+                return result, None
+            self._streamer.invalidate()
+            self.updates += 1
+            norm = self._gradients.norm(begun)
         if not math.isfinite(norm):
             self._updater.give_up(diverged("a gradient"))
             for gradient in begun:

@@ -83,7 +83,11 @@ class StoredGradients:
             return
 
         def job(_: Event) -> None:
-            gradient.landed.synchronize()
+            try:
+                gradient.landed.synchronize()
+            except BaseException as error:
+                self.store.stop(error)  # this lane will not release what others may wait for
+                raise
             lease.release()
 
         assert self._lane is not None

@@ -63,7 +63,6 @@ class Streamer:
         self.compute = compute
         self.upload = upload
         self.wait_ready = wait_ready
-        self._releases = Lane("release") if store.nvme is not None else None
         sizes, index = slot_sizes(anatomy, store.resident)
         self.slots = [Slot(torch.zeros(size, dtype=dtype, device=compute.device)) for size in sizes]
         for slot in self.slots:
@@ -71,6 +70,7 @@ class Streamer:
         homes = [Slot(store.array("weight", block), home_of=block) for block in range(store.resident)]
         self._slot_of = [homes[block] if number is None else self.slots[number] for block, number in enumerate(index)]
         self._also_reads = {anatomy.head.index: self.slot_of(0)} if anatomy.embed_feeds_head else {}
+        self._releases = Lane("release") if store.nvme is not None else None  # last: nobody stops a thread of what was not made
 
     def slot_of(self, block: int) -> Slot:
         return self._slot_of[block]
@@ -130,7 +130,11 @@ class Streamer:
         if self._releases is not None:
 
             def release(_: Event) -> None:
-                landed.synchronize()  # wait: the copy may still read the staging buffer
+                try:
+                    landed.synchronize()  # wait: the copy may still read the staging buffer
+                except BaseException as error:
+                    self.store.stop(error)  # this lane will not release what others may wait for
+                    raise
                 lease.release()
 
             self._releases.submit(release)

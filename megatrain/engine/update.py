@@ -87,9 +87,14 @@ class Spread:
             self._at_work -= 1
             last = self._at_work == 0
         if last:
-            for lease in self._leases:
-                lease.release()
-            self._event.finish(self._error)
+            try:
+                for lease in self._leases:
+                    lease.release()
+            except BaseException as error:  # noqa: BLE001  as above
+                self._error = self._error or error
+                self._failed(error)
+            finally:
+                self._event.finish(self._error)
 
 
 class Updater:
@@ -108,6 +113,10 @@ class Updater:
         self.optimizer = optimizer
         self.compute = compute
         self._per = {state.name: state.per for state in optimizer.state_arrays}
+        self._workspace: HostWorkspace | None = None
+        if isinstance(optimizer, WholeTensors):  # before threads are started: there may be no memory for it
+            streamed = [layout for block, layout in enumerate(store.layouts) if not store.is_resident(block)]
+            self._workspace = HostWorkspace(optimizer.scratch(streamed).directions, compute.device, threads)
         self.lane = Lane("update")
         self.delay: Callable[[int], None] | None = None  # tests inject sleeps here: before each block's update
         self._threads = threads
@@ -117,10 +126,6 @@ class Updater:
         self._done: dict[int, tuple[Event, Event]] = {}  # of each block's last update: that it was begun, that it is done
         self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
-        self._workspace: HostWorkspace | None = None
-        if isinstance(optimizer, WholeTensors):
-            streamed = [layout for block, layout in enumerate(store.layouts) if not store.is_resident(block)]
-            self._workspace = HostWorkspace(optimizer.scratch(streamed).host, compute.device, threads)
 
     def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> None:
         """Queue the update of one block; of a resident one behind what the device has been asked to compute.
@@ -212,7 +217,7 @@ class Updater:
             )
             for decay in (False, True)
         }
-        threads = min(self._threads, len(pieces))
+        threads = max(1, min(self._threads, len(pieces)))  # a block without tensors is done, too
         spread = Spread(pieces, update, threads, done, self._fail, leases)
         for _ in range(threads):
             self._pool.submit(spread.work)

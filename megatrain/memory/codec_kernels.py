@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatrain import cuda
 from megatrain.activations import Form
+from megatrain.errors import ConfigError
 
 ELEMENTS = 8  # a thread's
 
@@ -168,6 +169,11 @@ def decode(flat: Tensor, form: Form, floating: bool, shape: torch.Size, dtype: t
 
 
 def _launch(verb: str, form: Form, floating: bool, dtype: torch.dtype, numel: int, tensors: list[Tensor], numbers: list[int]) -> None:
-    assert numel < 1 << 31 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if numel >= 1 << 31:
+        raise ConfigError(
+            f"memory.activations: kernels count up to 2^31 elements, and a micro-batch has {numel}; lower train.micro_batch_tokens or set "
+            "memory.activations: none"
+        )
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     name = f"{verb}_{'fp' if floating else 'int'}{form.bits}_{str(dtype).removeprefix('torch.')}"
     cuda.launch(SOURCE, name, form.groups(numel) * form.group // ELEMENTS, tensors, numbers)

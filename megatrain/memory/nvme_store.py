@@ -204,20 +204,27 @@ class NvmeStore:
     # -- buffers, all under the lock ----------------------------------------------------------------------------------------------
 
     def _serve(self, name: str) -> None:
-        """Give buffers to those whose turn it is, until there is none to give."""
-        queue = self._queues[name]
-        while queue:
-            lease, key = queue[0]
-            if not lease.released:
-                buffer = self._where.get(key) or self._take(name)
-                if buffer is None:
-                    break
-                if buffer.key != key:
-                    self._assign(buffer, key, lease.fill)
-                self._turn += 1
-                buffer.users, buffer.turn = buffer.users + 1, self._turn
-                lease.buffers[key] = buffer
-            queue.popleft()
+        """Give buffers to those whose turn it is, until there is none to give.
+
+        Who reads weights shares a buffer that holds them out of turn: the next forward does not wait for updates of later blocks.
+        """
+        waiting: deque[tuple[NvmeLease, Key]] = deque()
+        for lease, key in self._queues[name]:
+            if lease.released:
+                continue
+            in_turn = not waiting or (name == "weight" and not lease.changes)
+            buffer = self._where.get(key) if in_turn else None
+            if buffer is None and not waiting:
+                buffer = self._take(name)
+            if buffer is None:
+                waiting.append((lease, key))
+                continue
+            if buffer.key != key:
+                self._assign(buffer, key, lease.fill)
+            self._turn += 1
+            buffer.users, buffer.turn = buffer.users + 1, self._turn
+            lease.buffers[key] = buffer
+        self._queues[name] = waiting
         self._changed.notify_all()
 
     def _take(self, name: str) -> _Buffer | None:
@@ -256,8 +263,12 @@ class NvmeStore:
         with self._changed:
             buffer.reading = buffer.writing = False
             self._error = self._error or error
-            if buffer.key is not None:
-                self._serve(buffer.key[0])
+            try:
+                if buffer.key is not None:
+                    self._serve(buffer.key[0])
+            except BaseException as failed:  # noqa: BLE001  no thread can be started, say: whoever waits is told
+                self._error = self._error or failed
+                self._changed.notify_all()
 
     # -- reading past the buffers ---------------------------------------------------------------------------------------------------
 

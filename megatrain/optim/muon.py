@@ -114,7 +114,7 @@ class Muon(WholeTensors):
         directions = max((spec.numel for spec in specs), default=0)  # a whole tensor's, of a block that lives there
         products = max((_product_bytes(spec.shape) for spec in specs), default=0)
         pieces = min(DEVICE_PIECE, directions)
-        return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions)
+        return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions, directions=2 * host)
 
     def compile(self) -> None:
         """Load the kernels from Numba's cache or compile them."""

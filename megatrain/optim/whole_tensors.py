@@ -64,6 +64,7 @@ class Scratch:
 
     host: int
     device: int
+    directions: int = 0  # of those in host RAM, that the engine keeps for them
 
 
 class WholeTensors(ABC):

@@ -64,6 +64,7 @@ KEPT_CHOICES = (
     "memory.retained_on_host",
     "data.packing",
     "precision",
+    "optimizer.moments",
     "compile",
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -40,9 +39,9 @@ def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]
             yield moments, replace(optimizer, moments=moments)
 
 
-def update_arithmetic(optimizer: Optimizer) -> float:
-    """Parameters/s that one thread of the host could update if memory had no limit."""
-    return MOMENTS[optimizer.moments].arithmetic if isinstance(optimizer, (AdamW, Lion)) else math.inf
+def update_arithmetic(optimizer: Optimizer) -> float | None:
+    """Parameters/s that one thread of the host could update if memory had no limit; None: not known."""
+    return MOMENTS[optimizer.moments].arithmetic if isinstance(optimizer, (AdamW, Lion)) else None
 
 
 def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:

@@ -163,6 +163,7 @@ def make_run_plan(
         precision=parts.machine.precision,
         tokens_per_step=max(train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len, train.seq_len),
         seq_len=train.seq_len,
+        rows_per_step=train.rows_per_step,
         clipping=train.max_grad_norm is not None,
         state_bytes=state_bytes(optimizer, parts.skeleton),
         whole_update=whole_update(optimizer, parts.skeleton),

@@ -259,6 +259,21 @@ def test_an_interrupt_before_the_first_update_loses_the_step_alone(monkeypatch: 
         assert differing(state_of(engine), expected) == []
 
 
+def test_an_interrupt_before_the_norm_is_known_leaves_no_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in STEPS[0]]
+    with make() as engine:
+        engine.train_step(STEPS[0])
+        before = state_of(engine)
+        engine.forward_backward(STEPS[1])
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._gradients, "norm", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert engine.train_step(nothing).skipped
+        assert (engine.updates, engine.skipped) == (1, 1)
+        assert differing(state_of(engine), before) == []
+
+
 def test_an_interrupt_between_updates_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with make() as engine:
         engine.forward_backward(STEPS[0])

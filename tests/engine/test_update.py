@@ -123,6 +123,19 @@ def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_
         assert order == [0, 1, 2]
 
 
+def test_a_block_without_tensors_is_updated_at_once():
+    """Nothing follows the last layer but a tied head, in some models."""
+    empty = FlatLayout.pack([])
+    with Store([empty], [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")) as store:
+        made = Updater(store, AdamW(), 2, Compute(torch.device("cpu")))
+        made.submit(gradient_of(0, torch.zeros(empty.numel)), lr=0.1, step=1, grad_scale=1.0)
+        done = threading.Thread(target=made.wait_ready, args=(0,), daemon=True)
+        done.start()
+        done.join(10.0)
+        assert not done.is_alive()
+        made.close()
+
+
 def test_a_block_without_update_is_ready():
     with updater() as made:
         for block in range(3):
