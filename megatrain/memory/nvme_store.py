@@ -204,27 +204,20 @@ class NvmeStore:
     # -- buffers, all under the lock ----------------------------------------------------------------------------------------------
 
     def _serve(self, name: str) -> None:
-        """Give buffers to those whose turn it is, until there is none to give.
-
-        Who reads weights shares a buffer that holds them out of turn: the next forward does not wait for updates of later blocks.
-        """
-        waiting: deque[tuple[NvmeLease, Key]] = deque()
-        for lease, key in self._queues[name]:
-            if lease.released:
-                continue
-            in_turn = not waiting or (name == "weight" and not lease.changes)
-            buffer = self._where.get(key) if in_turn else None
-            if buffer is None and not waiting:
-                buffer = self._take(name)
-            if buffer is None:
-                waiting.append((lease, key))
-                continue
-            if buffer.key != key:
-                self._assign(buffer, key, lease.fill)
-            self._turn += 1
-            buffer.users, buffer.turn = buffer.users + 1, self._turn
-            lease.buffers[key] = buffer
-        self._queues[name] = waiting
+        """Give buffers to those whose turn it is, until there is none to give."""
+        queue = self._queues[name]
+        while queue:
+            lease, key = queue[0]
+            if not lease.released:
+                buffer = self._where.get(key) or self._take(name)
+                if buffer is None:
+                    break
+                if buffer.key != key:
+                    self._assign(buffer, key, lease.fill)
+                self._turn += 1
+                buffer.users, buffer.turn = buffer.users + 1, self._turn
+                lease.buffers[key] = buffer
+            queue.popleft()
         self._changed.notify_all()
 
     def _take(self, name: str) -> _Buffer | None:
