@@ -33,7 +33,6 @@ class Job:
     precision: str  # "bfloat16" (split fp32 master), "fp8" (the same, with fp8 products in the layers) or "float32"
     tokens_per_step: int
     seq_len: int
-    rows_per_step: int | None = None  # the same size, where the user counts in rows
     clipping: bool = True  # exact global-norm clipping keeps every gradient until the norm is known, or computes it again
     state_bytes: tuple[tuple[str, float], ...] = (("exp_avg", 4), ("exp_avg_sq", 4))  # the optimizer's arrays, bytes per parameter
     update_arithmetic: float | None = None  # parameters/s that one thread of the host could update if memory had no limit; None: no bound
@@ -60,6 +59,7 @@ class Job:
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
     checkpoints_written: int | None = None  # in the whole run, if known
+    rows_per_step: int | None = None  # `tokens_per_step` in rows of `seq_len`, where the user counts in those
 
     def padded_tokens(self, micro_batch_tokens: int) -> int:
         """Tokens of a step that are computed at most, padding included.
