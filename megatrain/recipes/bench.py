@@ -140,17 +140,12 @@ def show_timeline(engine: Engine, config: Config, plan: Plan, path: Path, consol
     console.print(f"the timeline of a step is in {path}: open it in ui.perfetto.dev", soft_wrap=True)
 
 
-def _at_least(seen: int | None, reserved: int) -> int:
-    """What the driver was seen to count, or more: between two looks PyTorch may have given back what the first step alone took."""
-    return max(seen or 0, reserved)
-
-
 def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
-    """Peaks so far, in bytes."""
+    """Peaks so far, in bytes. Between two looks at the driver PyTorch may have given back what the first step alone took."""
     cuda = device.type == "cuda"
     return {
         "host_bytes": host_bytes(),
-        "gpu_peak_bytes": _at_least(meter.peak_bytes(), torch.cuda.max_memory_reserved(device)) if cuda else None,
+        "gpu_peak_bytes": max(meter.peak_bytes() or 0, torch.cuda.max_memory_reserved(device)) if cuda else None,
         "gpu_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
     }

@@ -11,17 +11,16 @@ from megatrain.config import Config
 from megatrain.engine.settings import Settings
 from megatrain.errors import ConfigError
 from megatrain.hardware import Hardware, disk_free, drive_of
+from megatrain.optim import OPTIMIZERS, WholeTensors
 from megatrain.planner import Plan
-
-ELEMENTWISE = ("adamw", "lion")  # optimizers with so many bytes a parameter, in every block
 
 
 def asked_of_nvme(config: Config) -> dict[str, Any]:
     """Fields of the job. Raises ConfigError for an optimizer whose arrays the plan cannot place there."""
     memory = config.memory
-    if memory.nvme and config.optimizer.name not in ELEMENTWISE:
-        where = config.where("memory.nvme")
-        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(ELEMENTWISE)}, or set it to null")
+    if memory.nvme and issubclass(OPTIMIZERS[config.optimizer.name], WholeTensors):
+        where, others = config.where("memory.nvme"), [name for name, made in OPTIMIZERS.items() if not issubclass(made, WholeTensors)]
+        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(others)}, or set it to null")
     return {
         "nvme_drives": len({drive_of(folder) for folder in memory.nvme or ()}),
         "nvme_blocks": None if memory.nvme_blocks == "auto" else memory.nvme_blocks,
@@ -45,4 +44,4 @@ def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]
     beside = hardware.disk_free_bytes - sum(checkpoints.values())
     shares = [(beside if drive_of(folder) == own else disk_free(folder)) // on_drive[drive_of(folder)] for folder in folders]
     room = max(0, len(folders) * min(shares))
-    return min(room, room if config.memory.nvme_size == "auto" else int(config.memory.nvme_size))
+    return room if config.memory.nvme_size == "auto" else min(room, int(config.memory.nvme_size))
