@@ -169,7 +169,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
             "reserved": torch.cuda.max_memory_reserved() if cuda else None,
             "driver": meter.peak_bytes(),
             "host": host_bytes(),
-            "seconds": statistics.median(seconds[1:] or seconds),
+            "seconds": statistics.median(seconds[2:] or seconds),
         }
     predicted = {"allocated": plan.allocated_bytes if cuda else None, "driver": plan.gpu_bytes if cuda else None, "host": plan.host_bytes}
     return result | {
@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="auto", help="cpu or cuda: whose cases")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of each case; two warm it up")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further case begins")
     parser.add_argument(
         "--times", action="store_true", help="hold the seconds of a step to the plan, too: on a machine with nothing else to do"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,14 +13,19 @@ from torch import Tensor
 
 THREADS = 256
 
-Kernel = Callable[..., None]
+
+@cache
+def _driver() -> Any:
+    """The driver's functions. PyTorch would load its library anew at every launch of a kernel of ours, which takes longer than the launch."""
+    from torch.cuda._utils import _get_gpu_runtime_library
+
+    return _get_gpu_runtime_library()
 
 
 @cache
-def _compiled(source: str, name: str, device: int) -> Kernel:
-    with torch.cuda.device(device):
-        kernel: Kernel = torch.cuda._compile_kernel(source, name)  # private in PyTorch, and the one way to NVRTC that it offers
-    return kernel
+def _compiled(source: str, name: str, device: int) -> Any:
+    """The kernel, for the device that is current."""
+    return torch.cuda._compile_kernel(source, name)  # private in PyTorch, and the one way to NVRTC that it offers
 
 
 def launch(source: str, name: str, threads: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
@@ -28,9 +34,14 @@ def launch(source: str, name: str, threads: int, tensors: Sequence[Tensor], numb
     Its parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`.
     """
     device = tensors[0].device
+    values = [*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), *map(ctypes.c_int, numbers)]
+    places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     with torch.cuda.device(device):
-        kernel = _compiled(source, name, device.index)
-        kernel(grid=(-(-threads // THREADS), 1, 1), block=(THREADS, 1, 1), args=[*(tensor.detach() for tensor in tensors), *numbers])
+        kernel, stream = _compiled(source, name, device.index), ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
+        shape = (-(-threads // THREADS), 1, 1, THREADS, 1, 1)  # blocks, threads of each
+        error = _driver().cuLaunchKernel(kernel.func, *shape, 0, stream, places, None)
+    if error:
+        raise RuntimeError(f"CUDA error {error} at the launch of {name}")
 
 
 def float_bits(value: Any) -> int:
