@@ -16,7 +16,7 @@ THREADS = 256
 
 @cache
 def _driver() -> Any:
-    """The driver's functions. PyTorch would load its library anew at every launch of a kernel of ours, which takes longer than the launch."""
+    """The driver's functions. PyTorch would load its library at every launch of a kernel of ours, which takes longer than the launch."""
     from torch.cuda._utils import _get_gpu_runtime_library
 
     return _get_gpu_runtime_library()
