@@ -116,7 +116,7 @@ LAYERS = {  # tokens of a micro-batch: TFLOP/s recomputed, retained
     (QWEN_1B8, 8192): (431, 565),
     (QWEN_1B8, 16_384): (439, 576),
 }
-LAUNCH_BOUND = [(QWEN_1B8, 2048)]  # taken with kernels that are launched one by one
+LAUNCH_BOUND = [(QWEN_1B8, 2048)]  # taken with kernels that are launched one by one, with neither an engine nor an update beside them
 
 
 def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
@@ -133,7 +133,7 @@ def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
 @pytest.mark.parametrize(("shape", "tokens"), LAYERS)
 def test_layers_that_were_measured(shape: ModelShape, tokens: int) -> None:
     recomputed, retained = LAYERS[shape, tokens]
-    tolerance = 0.15 if (shape, tokens) in LAUNCH_BOUND else 0.07
+    tolerance = 0.25 if (shape, tokens) in LAUNCH_BOUND else 0.07
     assert layer_tflops(shape, tokens, 0) == pytest.approx(recomputed, rel=tolerance)
     assert layer_tflops(shape, tokens, 28) == pytest.approx(retained, rel=tolerance)
 

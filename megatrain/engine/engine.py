@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.activations import kept_row_bytes
-from megatrain.engine.attention import fastest_attention
 from megatrain.engine.batches import Batch, check_batches
 from megatrain.engine.boundaries import Offload, OnDevice
+from megatrain.engine.computing import computing, take_workspaces
 from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.out_of_memory import naming_the_gpu
 from megatrain.engine.results import EvalResult, StepResult
@@ -29,7 +29,6 @@ from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import Loss, next_token
 from megatrain.memory.codecs import CODECS
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.compiled import naming_the_compiler
 from megatrain.models.fp8 import Fp8Policy
 from megatrain.models.skeleton import Skeleton, layouts_of
 from megatrain.optim import Optimizer
@@ -96,6 +95,7 @@ class Engine:
         stored = self.max_grad_norm is not None and not settings.second_backward  # gradients, until their norm is known
         layouts, dtype, threads = layouts_of(skeleton.anatomy), PRECISIONS[self.precision], settings.update_threads
         placement = Placement.of(settings, len(layouts))
+        take_workspaces(self.device, dtype)
         with naming_the_gpu("the resident blocks' state"):
             self.store = resources.enter_context(
                 open_store(layouts, self.optimizer, self.precision, placement, gradients=stored, device=self.device, threads=threads)
@@ -197,19 +197,13 @@ class Engine:
 
         self._stored.begin_step()
         self._passes.step = self.updates + self.skipped
-        with self._computing("a step's activations"):
+        with computing(self.device, "a step's activations"):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
         self._pending = pending
         if self._tuning:
             torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
             self._tuning = False
         return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
-
-    @contextmanager
-    def _computing(self, what: str) -> Iterator[None]:
-        """While layers run: with the attention kernels of this device, and with errors that say what is to be done."""
-        with naming_the_gpu(what), naming_the_compiler(), fastest_attention(self.device):
-            yield
 
     def step(self, lr: float | None = None) -> float:
         """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.
@@ -233,7 +227,7 @@ class Engine:
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self._passes.waiting:
-            with self._computing("a second backward's activations"):
+            with computing(self.device, "a second backward's activations"):
                 self._update_at_once(rate, scale, self._passes.backward_again)
             return norm
         with self._updater.all_or_nothing():
@@ -307,7 +301,7 @@ class Engine:
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with self._computing("an evaluation's activations"), torch.no_grad():
+        with computing(self.device, "an evaluation's activations"), torch.no_grad():
             total = float(self._passes.evaluate(micro_batches, loss))
         self._compute.take_stalls()
         return EvalResult(total / targets, round(targets))
@@ -318,7 +312,7 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        with self._computing("these logits"), torch.no_grad():
+        with computing(self.device, "these logits"), torch.no_grad():
             logits = self._passes.logits(input_ids, positions)
         self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
         self._compute.take_stalls()

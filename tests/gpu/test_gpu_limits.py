@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatrain.energy import EnergyMeter
 from megatrain.engine.settings import Settings
 from megatrain.memory import slab
 from megatrain.meters import GpuMeter
+from megatrain.recipes.setup import find_machine, hold_to_budget
+from megatrain.recipes.shapes import bench_config
 from tests.support import engine_of, full_batches, tiny_config
 
 SHAPES = [(2, 64), (2, 64)]
@@ -55,6 +58,23 @@ def test_a_refusal_to_pin_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     slab._forget_error()
     assert float(torch.ones(8, device="cuda").sum()) == 8
     held.close()
+
+
+@pytest.fixture
+def unlimited() -> Iterator[None]:
+    """Whatever a test limits, later ones have the whole GPU."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_memory_gpu_is_a_limit_that_pytorch_keeps() -> None:
+    torch.cuda.empty_cache()
+    config, machine = bench_config("tiny", ["memory.gpu=3GiB"]), find_machine(bench_config("tiny"))
+    hold_to_budget(config, machine)
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
 
 
 def test_a_busy_gpu_takes_energy() -> None:
