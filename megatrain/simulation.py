@@ -7,10 +7,12 @@ update, the drives. A task begins when its lane is free and what it needs is the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatrain.nvme_tier import STAGES, STATE_STAGES
+from megatrain.planner_bytes import HOST_STAGES
 from megatrain.retention import rings
 
 LAYER_SLOTS, EMBEDDING_SLOT, HEAD_SLOT = 2, -1, -2
@@ -139,6 +141,7 @@ class _Play:
         self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
         self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
         self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were there
+        self.applying: deque[int] = deque(maxlen=HOST_STAGES)  # blocks whose gradients have the buffers of those that are applied at once
         self.late = [False] * len(blocks)  # whether a block's update waited for NVMe, or came after one that did
         self.updated = [0.0] * len(blocks)
         self.gradient_landed = [0.0] * len(blocks)
@@ -267,9 +270,12 @@ class _Play:
         tasks = self.blocks[block]
         if block >= self.dials.resident:
             self._wait(phase, self.staging_free[block % 2], "download")
-        self._compute(phase, tasks.finish)
         if self.dials.second_backward and phase != "second backward":
+            self._compute(phase, tasks.finish)
             return
+        if block >= self.dials.resident and not self.dials.stored:
+            self._wait_for_a_buffer(phase, block)
+        self._compute(phase, tasks.finish)
         if block >= self.dials.resident:
             self.download = max(self.download, self.compute) + tasks.download
             self.staging_free[block % 2] = self.gradient_landed[block] = self.download
@@ -281,6 +287,13 @@ class _Play:
             self._compute(phase, tasks.device_update)
             if block >= self.dials.resident:
                 self._host_update(block)
+
+    def _wait_for_a_buffer(self, phase: str, block: int) -> None:
+        """A gradient that is applied at once lands where one was that was applied before."""
+        if len(self.applying) == HOST_STAGES:
+            user = self.applying[0]
+            self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
+        self.applying.append(block)
 
     # -- lanes ----------------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,17 @@ def test_the_update_hides_in_the_forward_and_the_rest_is_waited_for() -> None:
     assert course.phases["forward"] + course.waits["head"]["update"] == pytest.approx(3.0 * (LAYERS + 2))  # the head's is the last
 
 
+def test_gradients_that_are_applied_at_once_wait_for_the_buffers_of_those_before() -> None:
+    blocks = [replace(block, host_update=5.0) for block in COMPUTING]
+    course = overlapped(blocks, replace(ONE_GROUP, clipping=False))
+    # from the head's gradient on, update follows update; the embedding's is the last, and the next forward begins with it
+    assert course.seconds == pytest.approx(5.0 * (LAYERS + 2) + 0.5 + LAYERS + 2.0)
+    # the head and two layers are applied from three buffers; each layer after them waits for a buffer, and the embedding too
+    until_last_buffer = 5.0 * (LAYERS + 2 - 3)
+    assert course.phases["backward"] == pytest.approx(until_last_buffer)
+    assert course.waits["forward"]["update"] == pytest.approx(5.0 * 3)
+
+
 def test_resident_blocks_wait_for_nothing_and_are_updated_at_once() -> None:
     streamed = [replace(block, upload=0.4, host_update=3.0, download=0.1) for block in COMPUTING]
     resident = [replace(block, device_update=0.01) for block in COMPUTING]

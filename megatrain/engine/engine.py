@@ -20,7 +20,7 @@ from megatrain.engine.gradients import Gradient, Gradients
 from megatrain.engine.out_of_memory import naming_the_gpu
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.settings import PRECISIONS, Placement, Settings, open_store
-from megatrain.engine.staging import GradientRing, StoredGradients
+from megatrain.engine.staging import GradientRing, StoredGradients, blocked_by_updates
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
@@ -100,14 +100,14 @@ class Engine:
             self.store = resources.enter_context(
                 open_store(layouts, self.optimizer, self.precision, placement, gradients=stored, device=self.device, threads=threads)
             )
-        self._ring: GradientRing | None = None
+        self._compute, self._ring = Compute(self.device), None
+        blocked = partial(blocked_by_updates, self._compute, self.store)
         if not stored:
             largest = max((layout.numel for layout in layouts[placement.resident :]), default=0)
-            self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready)
+            self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready, blocked=blocked)
             resources.callback(self._ring.close)
-        self._stored = StoredGradients(self.store, self._ring, settings.groups == 1)
+        self._stored = StoredGradients(self.store, self._ring, settings.groups == 1, blocked)
         resources.callback(self._stored.close)
-        self._compute = Compute(self.device)
         self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
         self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))

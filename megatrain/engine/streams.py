@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -141,16 +142,23 @@ class Compute:
         """What is computed next runs after `event`. `cause` names the wait in the metrics: upload, update or download."""
         if event is None:
             return
+        with self.blocked(cause, event):
+            event.wait_host()
+            if self.is_cuda:
+                torch.cuda.current_stream(self.device).wait_event(event.cuda)
+
+    @contextmanager
+    def blocked(self, cause: str, event: Event) -> Iterator[None]:
+        """While this thread waits: for how long nothing is computed, by `cause` but for the parts that `event` names."""
         if not self.is_cuda:
             started = time.perf_counter()
-            event.wait_host()
+            yield
             self._add(cause, event, time.perf_counter() - started)
             return
         stream = torch.cuda.current_stream(self.device)
         before, after = _cuda_event(timed=True), _cuda_event(timed=True)
-        before.record(stream)  # first: if the job is not even queued yet, the GPU runs dry while the host waits for that
-        event.wait_host()
-        stream.wait_event(event.cuda)
+        before.record(stream)  # first: if what is waited for is not even queued yet, the GPU runs dry while the host waits for that
+        yield
         after.record(stream)
         self._timed.append((cause, event, before, after))
 

@@ -11,6 +11,8 @@ from megatrain.config import Config
 from megatrain.engine.settings import Settings
 from megatrain.errors import ConfigError
 from megatrain.hardware import Hardware, disk_free, drive_of
+from megatrain.machine import MachineProfile
+from megatrain.measure.disk import disk_rates
 from megatrain.optim import OPTIMIZERS, WholeTensors
 from megatrain.planner import Plan
 
@@ -32,6 +34,14 @@ def on_nvme(settings: Settings, plan: Plan, config: Config) -> Settings:
     """The engine's settings with what the plan puts there."""
     choices = plan.choices
     return replace(settings, nvme_folders=config.memory.nvme or (), nvme_blocks=choices.nvme_blocks, nvme_arrays=choices.nvme_arrays)
+
+
+def with_drives(profile: MachineProfile, config: Config) -> MachineProfile:
+    """The profile with what the slowest drive of memory.nvme writes and reads: measured now, for some seconds each. Raises StorageError."""
+    rates = [disk_rates(folder) for folder in {drive_of(folder): folder for folder in config.memory.nvme or ()}.values()]
+    if not rates:
+        return profile
+    return replace(profile, disk_write=min(write for write, _ in rates), disk_read=min(read for _, read in rates))
 
 
 def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]) -> int | None:

@@ -30,7 +30,7 @@ from megatrain.models.weights import load_weights
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.planner_bytes import disk_bytes
 from megatrain.recipes.doctor import measured_or_typical
-from megatrain.recipes.nvme import asked_of_nvme, nvme_room, on_nvme
+from megatrain.recipes.nvme import asked_of_nvme, nvme_room, on_nvme, with_drives
 from megatrain.recipes.optimizers import make_optimizer, state_bytes, update_arithmetic, whole_update, with_lighter_moments
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
@@ -118,6 +118,8 @@ def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
     # what the run's own checkpoints take is the run's to use again: they make room for the next ones
     hardware = replace(hardware, disk_free_bytes=hardware.disk_free_bytes + bytes_of_checkpoints(config.output))
     profile = measured_or_typical(hardware, device, may_measure=may_measure)
+    if may_measure and device.type == "cuda":
+        profile = with_drives(profile, config)
     return Machine(device, choose_precision(config.precision, device), hardware, profile)
 
 

@@ -158,6 +158,19 @@ def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
         assert stalls["wait_nvme"] > 0.03 > stalls["wait_update"]
 
 
+def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_wanted(tmp_path, monkeypatch):
+    few_buffers(monkeypatch, 1)
+    with make(tmp_path, "state", clip=None) as engine:
+        engine.train_step(STEPS[0])
+        engine._updater.delay = lambda block: time.sleep(0.02)
+        slow = engine.train_step(STEPS[1]).stalls_s
+        assert slow["wait_update"] > 0.02 > slow["wait_nvme"]
+        engine._updater.delay = None
+        slow_drive(monkeypatch, ("preadv",), 0.02, 0.02)
+        slow = engine.train_step(STEPS[2]).stalls_s
+        assert slow["wait_nvme"] > 0.02 > slow["wait_update"]
+
+
 # -- the tests above can fail -------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.hardware import probe
+from megatrain.machine import typical
+from megatrain.recipes import nvme
+from megatrain.recipes.shapes import bench_config
 from tests.commands import Command
 from tests.recipes.same_run import same_run
 
@@ -46,3 +50,14 @@ def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain: Command, pro
     assert answer.code == 7
     assert "swap: cannot write the run's files there" in answer.err
     assert not list((project / "runs").glob("**/MANIFEST.json"))
+
+
+def test_the_slowest_of_its_drives_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"fast": (3e9, 5e9), "slow": (2e9, 6e9)}
+    monkeypatch.setattr(nvme, "disk_rates", lambda folder: rates[folder.name])
+    monkeypatch.setattr(nvme, "drive_of", lambda folder: folder.name)
+    config, profile = bench_config("tiny"), typical(probe(tmp_path, "cpu"))
+    assert nvme.with_drives(profile, config) == profile
+    there = config.with_values({"memory.nvme": [str(tmp_path / name) for name in rates]})
+    found = nvme.with_drives(profile, there)
+    assert (found.disk_write, found.disk_read) == (2e9, 5e9)
