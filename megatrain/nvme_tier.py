@@ -13,11 +13,19 @@ LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
 # the device, and a gradient is on its way from there.
 STAGES = {"weight": 5, "grad": 4}
 STATE_STAGES = 3
+# So many of an array's staging buffers are left to those who only read it, and who do not wait for the updates that were queued before.
+READERS = {"weight": 2}
 
 
 def stages(array: str, blocks: int) -> int:
     """Staging buffers of one array of which so many blocks lie on NVMe."""
     return min(blocks, STAGES.get(array, STATE_STAGES))
+
+
+def stages_for_updates(array: str, blocks: int) -> int:
+    """In so many of them may lie what is being changed, until it is on the drive."""
+    count = stages(array, blocks)
+    return count if count == blocks else max(1, count - READERS.get(array, 0))
 
 
 def holds(level: Level, array: str) -> bool:
