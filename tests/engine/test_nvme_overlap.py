@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import MegaTrainError
 from megatrain.memory import swap_files
+from megatrain.memory.lease import Lease
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
 pytestmark = pytest.mark.timeout(60)  # what hangs is a dead-lock
@@ -57,8 +58,22 @@ def in_ram(mode: str) -> tuple[Trace, State]:
     return run(make(None, **MODES[mode]))
 
 
+def note_uploads(engine: Engine, patch: pytest.MonkeyPatch) -> dict[int, list[bool]]:
+    """For each block, whether it might be read ahead whenever it was asked for."""
+    noted: dict[int, list[bool]] = {block.index: [] for block in engine.anatomy.blocks}
+    lease = engine.store.lease
+
+    def note(block: int, names: Sequence[str], **how: Any) -> Lease:
+        if names == ["weight"]:
+            noted[block].append(how["ahead"])
+        return lease(block, names, **how)
+
+    patch.setattr(engine.store, "lease", note)
+    return noted
+
+
 @pytest.mark.parametrize("buffers", [2, 5])
-def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers, buffers):
+def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers, monkeypatch, buffers):
     few_buffers(buffers)
     reached, in_time = threading.Event(), []
 
@@ -81,8 +96,10 @@ def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers,
         engine.forward_backward(STEPS[1])
         engine.step()
         engine.skeleton.layer = noted  # type: ignore[assignment,method-assign]
+        ahead = note_uploads(engine, monkeypatch)
         engine.forward_backward(STEPS[2])
     assert in_time == [True]
+    assert ahead[4] == [False, True]  # in the forward it must not be read before its update, in backward there is none
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
