@@ -109,6 +109,14 @@ def test_updates_leave_buffers_to_readers_until_they_have_gone(make):
     assert not served(updates[4])
 
 
+def test_buffers_that_readers_gave_back_count_for_the_updates_that_use_them(make):
+    store = make(5, others=BLOCKS)
+    for block in range(5):
+        value_of(look(store, block))
+    updates = [ask(store, block) for block in (5, 6, 0, 1)]
+    assert [served(lease) for lease in updates] == [True, True, True, False]
+
+
 def test_where_every_block_has_a_buffer_updates_take_them_all(make):
     store = make(BLOCKS, others=BLOCKS)
     assert all(served(ask(store, block)) for block in range(BLOCKS))
@@ -141,8 +149,8 @@ def test_a_reader_of_several_arrays_takes_his_turn_in_all_of_them(make):
     """Else he would hold the only weight and wait for the remainder that an update holds, which waits for the weight."""
     store = make(1, others=1)
     updates = [ask(store, block) for block in (0, 1)]
-    update(updates[0], 5)
     both = store.lease(0, ["weight", "remainder"], changes=False)
+    update(updates[0], 5)
     in_time(lambda: update(updates[1], 6), lambda: value_of(both))
 
 
