@@ -13,11 +13,20 @@ LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
 # the device, and a gradient is on its way from there.
 STAGES = {"weight": 5, "grad": 4}
 STATE_STAGES = 3
+# So many of an array's staging buffers are left to those who only read it and do not queue behind updates: what is read for the device
+# while something else is on its way there.
+READERS = {"weight": 2}
 
 
 def stages(array: str, blocks: int) -> int:
     """Staging buffers of one array of which so many blocks lie on NVMe."""
     return min(blocks, STAGES.get(array, STATE_STAGES))
+
+
+def stages_for_updates(array: str, blocks: int) -> int:
+    """An update takes one only while fewer than so many of them hold what is being changed, or was and is not on the drive yet."""
+    count = stages(array, blocks)
+    return count if count == blocks else max(1, count - READERS.get(array, 0))
 
 
 def holds(level: Level, array: str) -> bool:

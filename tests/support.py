@@ -373,6 +373,15 @@ def sleeper(seed: int, shortest_s: float, longest_s: float) -> Callable[..., Non
     return sleep
 
 
+class NoUpdates:
+    """In the place of an engine's updates, for a streamer that is not to wait for any."""
+
+    def wait_ready(self, block: int) -> None: ...
+
+    def is_ready(self, block: int) -> bool:
+        return True
+
+
 def delay(engine: Engine, lanes: Iterable[str], longest_s: float, shortest_s: float = 0.0, seed: int = 0) -> Engine:
     """Slow these lanes down by random sleeps before every job."""
     for number, lane in enumerate(lanes):

@@ -116,7 +116,7 @@ class Engine:
         for lane in (self._download, self._upload, self._fetch):
             resources.callback(lane.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
-            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater.wait_ready)
+            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater)
             resources.callback(self._streamer.close)
             tied = {0} if skeleton.anatomy.embed_feeds_head else set()
             self._gradients = Gradients(

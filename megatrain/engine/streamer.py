@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,16 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import flat_alias
 
 LAYER_SLOTS = 2  # double buffering: one computes while the other fills
+
+
+class Updates(Protocol):
+    """What may still change weights. An update is queued only when everything that was fetched of its block has landed."""
+
+    def wait_ready(self, block: int) -> None:
+        """Block the calling thread until a block's deferred update is done. Every reader of weights goes through it."""
+
+    def is_ready(self, block: int) -> bool:
+        """Whether that would return, or raise, at once."""
 
 
 class Slot:
@@ -50,19 +61,13 @@ def slot_sizes(anatomy: Anatomy, resident: int = 0) -> tuple[list[int], list[int
 
 
 class Streamer:
-    """Brings blocks to the device in a known order, each into its slot, as early as the slot and the block's update allow.
+    """Brings blocks to the device in a known order, each into its slot, as early as the slot and the block's update allow."""
 
-    Args:
-        wait_ready: blocks the calling thread until a block's deferred update is done. Every reader of weights goes through it.
-    """
-
-    def __init__(
-        self, anatomy: Anatomy, store: Store, dtype: torch.dtype, compute: Compute, upload: Lane, wait_ready: Callable[[int], None]
-    ) -> None:
+    def __init__(self, anatomy: Anatomy, store: Store, dtype: torch.dtype, compute: Compute, upload: Lane, updates: Updates) -> None:
         self.store = store
         self.compute = compute
         self.upload = upload
-        self.wait_ready = wait_ready
+        self.updates = updates
         sizes, index = slot_sizes(anatomy, store.resident)
         self.slots = [Slot(torch.zeros(size, dtype=dtype, device=compute.device)) for size in sizes]
         for slot in self.slots:
@@ -111,13 +116,13 @@ class Streamer:
     def _fetch(self, block: int, slot: Slot) -> None:
         if slot.holds == block:
             return
-        lease = self.store.lease(block, ["weight"])  # from NVMe it is read from now on, while others travel
+        lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))  # then it is read while others travel
         target = slot.target[: self.store.layouts[block].numel]
         free, slot.holds = slot.free, None  # nothing, if this is interrupted
 
         def job(event: Event) -> None:
             started, nvme = time.perf_counter(), self.store.nvme_waited_s
-            self.wait_ready(block)  # wait: the host may still be updating this block
+            self.updates.wait_ready(block)  # wait: the host may still be updating this block
             ready, event.nvme_wait_s = time.perf_counter(), self.store.nvme_waited_s - nvme
             event.update_wait_s = ready - started - event.nvme_wait_s
             source = lease.wait()["weight"]

@@ -258,6 +258,10 @@ class Updater:
         if self._given_up is not None:
             self.check()
 
+    def is_ready(self, block: int) -> bool:
+        """Whether the last queued update of `block` is over."""
+        return block not in self._done or self._done[block][1].host.is_set()
+
     def give_up(self, error: BaseException) -> None:
         """From now on every wait and check raises `error`, or what stopped the updates before it: the weights are of two steps."""
         self._given_up = error

@@ -1,8 +1,16 @@
 """NVMe as the home of arrays: in files, with a few staging buffers in host RAM through which whoever uses an array shares it.
 
-A buffer holds one array of one block. Whoever wants an array that is in a buffer shares it, so that nobody sees an old value; others wait
-their turn for one that nobody uses and whose changes are on the drive. Turns come in the order of asking, for each array by itself: nobody
-waits forever as long as what one does never depends on what a later one holds.
+A buffer holds one array of one block, and an array lies in one buffer at most. Whoever wants one that is in a buffer shares it, so that
+nobody sees an old value; others wait their turn for a buffer that nobody uses and whose changes are on the drive. Turns come in the order
+of asking, for each array by itself; but those who only read weights have turns of their own, which come first, so that a sweep waits for
+the updates of the blocks that it visits and not for all that were queued before. Nobody waits for ever, however few the buffers are:
+
+- A reader who has a buffer gives it back without waiting for any update. Who asks for a block whose update is not over keeps his place, and
+  with it holds back the readers behind him, but gets no buffer before he waits for it, which is after that update (`ahead=False`). So the
+  readers who have buffers wait only for those of them who came before, in the lane that uploads.
+- An update waits for a gradient that has landed, for those who came before it and for readers who have a buffer, never for one who has
+  none.
+- Who asks for several arrays takes his turn in all of them, a reader too: he might hold one while he waits for the other.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.slab import Slab
 from megatrain.memory.swap_files import PAGE, SwapFiles
-from megatrain.nvme_tier import stages
+from megatrain.nvme_tier import READERS, stages, stages_for_updates
 
 READ_BYTES = 16 << 20  # of an array that is read past the buffers
 
@@ -35,20 +43,33 @@ class _Buffer:
     memory: torch.Tensor  # bytes
     key: Key | None = None
     users: int = 0
+    readers: int = 0  # of the users, those with turns of their own
     reading: bool = False
     writing: bool = False
     dirty: bool = False  # changed since it was last written
     turn: int = 0  # when somebody last began to use it
 
+    @property
+    def changes(self) -> bool:
+        """Whether it holds what is being changed, or was and is not on the drive yet."""
+        return self.users > self.readers or self.dirty or self.writing
+
 
 @dataclass
 class NvmeLease:
-    """What somebody asked for, in the order of asking."""
+    """What somebody asked for.
+
+    Args:
+        reads: its turn is one of the readers'.
+        wanted: it may have its turn; from `wait` on at the latest.
+    """
 
     store: NvmeStore
     keys: tuple[Key, ...]
     changes: bool
     fill: bool
+    reads: bool
+    wanted: bool
     buffers: dict[Key, _Buffer] = field(default_factory=dict)
     released: bool = False
 
@@ -98,6 +119,8 @@ class NvmeStore:
         self._changed = threading.Condition()
         self._where: dict[Key, _Buffer] = {}
         self._queues: dict[str, deque[tuple[NvmeLease, Key]]] = {name: deque() for name in self._specs}
+        self._readers: dict[str, deque[tuple[NvmeLease, Key]]] = {name: deque() for name in self._specs if name in READERS}
+        self._most_changed = {name: stages_for_updates(name, len(blocks[name])) for name in self._specs}
         self._error: BaseException | None = None
         self._turn = 0
         self._waiting_since: list[float] = []
@@ -149,17 +172,27 @@ class NvmeStore:
 
     # -- leases -----------------------------------------------------------------------------------------------------------------
 
-    def lease(self, block: int, names: Sequence[str], *, changes: bool, fill: bool = True) -> NvmeLease:
-        """Ask for arrays of a block; their turn comes in the order of asking. `fill`: read what they hold, unless all is overwritten."""
-        lease = NvmeLease(self, tuple((name, block) for name in names), changes, fill)
+    def lease(self, block: int, names: Sequence[str], *, changes: bool, fill: bool = True, ahead: bool = True) -> NvmeLease:
+        """Ask for arrays of a block.
+
+        Args:
+            fill: read what they hold, unless all is overwritten.
+            ahead: read as early as can be. False for a reader of what an update is about to change: no earlier than he waits.
+        """
+        reads = not changes and all(name in self._readers for name in names)
+        lease = NvmeLease(self, tuple((name, block) for name in names), changes, fill, reads, wanted=ahead or not reads)
         with self._changed:
             for key in lease.keys:
-                self._queues[key[0]].append((lease, key))
+                (self._readers if reads else self._queues)[key[0]].append((lease, key))
                 self._serve(key[0])
         return lease
 
     def wait(self, lease: NvmeLease) -> dict[str, torch.Tensor]:
         with self._changed:
+            if not lease.wanted:
+                lease.wanted = True
+                for name, _ in lease.keys:
+                    self._serve(name)
             if not self._is_ready(lease):
                 self._wait_timed(lease)
             self._check()
@@ -195,6 +228,7 @@ class NvmeStore:
             lease.released = True
             for buffer in lease.buffers.values():
                 buffer.users -= 1
+                buffer.readers -= lease.reads
                 buffer.dirty |= changed
                 if soon and not buffer.users and buffer.dirty:
                     self._write(buffer)
@@ -205,28 +239,39 @@ class NvmeStore:
 
     def _serve(self, name: str) -> None:
         """Give buffers to those whose turn it is, until there is none to give."""
-        queue = self._queues[name]
-        while queue:
-            lease, key = queue[0]
-            if not lease.released:
-                buffer = self._where.get(key) or self._take(name)
-                if buffer is None:
-                    break
-                if buffer.key != key:
-                    self._assign(buffer, key, lease.fill)
-                self._turn += 1
-                buffer.users, buffer.turn = buffer.users + 1, self._turn
-                lease.buffers[key] = buffer
-            queue.popleft()
+        for queue in (self._readers.get(name), self._queues[name]):
+            while queue and self._give(*queue[0]):
+                queue.popleft()
         self._changed.notify_all()
 
-    def _take(self, name: str) -> _Buffer | None:
-        """The buffer that nobody used for longest; None while all are in use or hold what is not on the drive yet."""
+    def _give(self, lease: NvmeLease, key: Key) -> bool:
+        """Give whose turn it is a buffer. Returns whether the turn is over."""
+        if lease.released:
+            return True
+        if not lease.wanted:
+            return False
+        buffer = self._where.get(key) or self._take(key[0], lease.reads)
+        if buffer is None:
+            return False
+        if buffer.key != key:
+            self._assign(buffer, key, lease.fill)
+        self._turn += 1
+        buffer.users, buffer.turn = buffer.users + 1, self._turn
+        buffer.readers += lease.reads
+        lease.buffers[key] = buffer
+        return True
+
+    def _take(self, name: str, reads: bool) -> _Buffer | None:
+        """The buffer that nobody used for longest; None while there is none, or none that readers can spare."""
         idle = [buffer for buffer in self._buffers[name] if not (buffer.users or buffer.reading or buffer.writing)]
         clean = [buffer for buffer in idle if not buffer.dirty]
-        if not clean and idle:
-            self._write(min(idle, key=lambda buffer: buffer.turn))
-        return min(clean, key=lambda buffer: buffer.turn, default=None)
+        spare = reads or sum(buffer.changes for buffer in self._buffers[name]) < self._most_changed[name]
+        if clean and spare:
+            return min(clean, key=lambda buffer: buffer.turn)
+        dirty = [buffer for buffer in idle if buffer.dirty]
+        if dirty:
+            self._write(min(dirty, key=lambda buffer: buffer.turn))
+        return None
 
     def _assign(self, buffer: _Buffer, key: Key, fill: bool) -> None:
         if buffer.key is not None:

@@ -106,11 +106,13 @@ class Store:
         """Whether the array can only be had by a lease that waits for it."""
         return self.nvme is not None and self.nvme.holds(name, block)
 
-    def lease(self, block: int, names: Sequence[str], *, changes: bool = False, fill: bool = True, soon: bool = True) -> Lease:
-        """Arrays of a block, on whatever tier they lie; those on NVMe are asked for now. See `Arrays` and `Lease`."""
+    def lease(
+        self, block: int, names: Sequence[str], *, changes: bool = False, fill: bool = True, soon: bool = True, ahead: bool = True
+    ) -> Lease:
+        """Arrays of a block, on whatever tier they lie; those on NVMe are asked for now. See `Arrays`, `Lease` and `NvmeStore.lease`."""
         far = [name for name in names if self.is_on_nvme(name, block)]
         here = {name: self.array(name, block) for name in names if name not in far}
-        there = self.nvme.lease(block, far, changes=changes, fill=fill) if self.nvme is not None and far else None
+        there = self.nvme.lease(block, far, changes=changes, fill=fill, ahead=ahead) if self.nvme is not None and far else None
         return Lease(here, there, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:

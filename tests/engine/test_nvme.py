@@ -21,6 +21,7 @@ from megatrain.memory.nvme_store import NvmeStore
 from megatrain.nvme_tier import blocks_on_nvme
 from tests.support import (
     LANES,
+    NoUpdates,
     State,
     Trace,
     delay,
@@ -179,7 +180,7 @@ def reads_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def buffers_are_taken_while_they_are_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
-    def take(self: NvmeStore, name: str) -> Any:
+    def take(self: NvmeStore, name: str, reads: bool) -> Any:
         return min((b for b in self._buffers[name] if not b.users), key=lambda b: b.turn, default=None)
 
     patch.setattr(NvmeStore, "_take", take)
@@ -191,7 +192,7 @@ def changes_are_not_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_read_before_the_update(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._streamer.wait_ready = lambda block: None
+    engine._streamer.updates = NoUpdates()
 
 
 @pytest.mark.parametrize(

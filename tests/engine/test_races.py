@@ -11,7 +11,7 @@ import pytest
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
-from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from tests.support import LANES, NoUpdates, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
 MODES = {
@@ -81,7 +81,7 @@ def never_wait(*_: object) -> None:
 
 
 def updates_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._streamer.wait_ready = never_wait
+    engine._streamer.updates = NoUpdates()
 
 
 def uploads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:

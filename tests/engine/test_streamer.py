@@ -16,6 +16,7 @@ from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, Block
+from tests.support import NoUpdates
 
 CPU = torch.device("cpu")
 EMBED, LAYER, HEAD = 3000, 1500, 500  # elements of the blocks, before padding
@@ -33,6 +34,16 @@ def there_and_back(layers: int) -> list[int]:
     return [*order, *reversed(order[:-1])]
 
 
+class Noted(NoUpdates):
+    """Notes whose update is waited for, in that order."""
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+
+    def wait_ready(self, block: int) -> None:
+        self.blocks.append(block)
+
+
 class Rig:
     """A streamer over a store whose block i is full of i + 1. `uploads` notes blocks in the order in which they travelled."""
 
@@ -43,7 +54,7 @@ class Rig:
             self.store.array("weight", block.index).fill_(block.index + 1)
         self.uploads: list[int] = []
         self.lane = Lane("upload")
-        self.streamer = Streamer(shape, self.store, torch.float32, Compute(CPU), self.lane, self.uploads.append)
+        self.streamer = Streamer(shape, self.store, torch.float32, Compute(CPU), self.lane, Noted(self.uploads))
 
     def visit(self, visits: Sequence[int]) -> Iterator[int]:
         """Sweep, checking at every visit that the block's own weights are there."""
@@ -180,12 +191,13 @@ def test_an_upload_waits_for_the_update_of_its_block():
     with rig(3) as made:
         updated = threading.Event()
 
-        def update(block: int) -> None:
-            if block == 2:
-                updated.wait()
-                made.store.array("weight", 2).fill_(-1.0)
+        class Updates(NoUpdates):
+            def wait_ready(self, block: int) -> None:
+                if block == 2:
+                    updated.wait()
+                    made.store.array("weight", 2).fill_(-1.0)
 
-        made.streamer.wait_ready = update
+        made.streamer.updates = Updates()
         visits = made.streamer.sweep(range(5))
         assert [next(visits), next(visits)] == [0, 1]  # these need not wait
         updated.set()

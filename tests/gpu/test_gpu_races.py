@@ -15,7 +15,7 @@ import torch
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
-from tests.support import State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+from tests.support import NoUpdates, State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(2, 8)] * 3) for seed in range(3)]
 MODES = {
@@ -130,7 +130,7 @@ def never_wait(*_: object) -> None:
 
 
 def updates_may_lag(engine: Engine) -> None:
-    engine._streamer.wait_ready = never_wait
+    engine._streamer.updates = NoUpdates()
 
 
 def uploads_may_overtake_computation(engine: Engine) -> None:

@@ -1,0 +1,157 @@
+"""With weights on NVMe the next forward runs beside the update, and sees what was updated: with few buffers, and lanes of any speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import nvme_tier
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import ALL, Settings
+from megatrain.errors import MegaTrainError
+from megatrain.memory import swap_files
+from megatrain.memory.lease import Lease
+from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+
+pytestmark = pytest.mark.timeout(60)  # what hangs is a dead-lock
+STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
+MODES: dict[str, dict[str, Any]] = {
+    "clipped": {"clip": 0.5},
+    "unclipped": {"clip": None},
+    "second backward": {"clip": 0.5, "second": True},
+}
+IN_TIME_S = 10.0
+
+
+@pytest.fixture
+def few_buffers(monkeypatch) -> Callable[[int], None]:
+    """So many of every array."""
+
+    def set_count(count: int) -> None:
+        monkeypatch.setattr(nvme_tier, "STATE_STAGES", count)
+        monkeypatch.setattr(nvme_tier, "STAGES", {"weight": count, "grad": count})
+        monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
+
+    return set_count
+
+
+def make(folder: Path | None, clip: float | None = 0.5, *, layers: int = 4, second: bool = False) -> Engine:
+    nvme: dict[str, Any] = {} if folder is None else {"nvme_folders": (folder,), "nvme_blocks": ALL, "nvme_arrays": "all"}
+    settings = Settings(second_backward=second, **nvme)
+    config = tiny_config("qwen2-tied", num_hidden_layers=layers)  # the first block of a forward is the last to be updated beside backward
+    return engine_of(config, settings=settings, max_grad_norm=clip, precision="bfloat16")
+
+
+def run(engine: Engine) -> tuple[Trace, State]:
+    with engine:
+        return train_engine(engine, STEPS), state_of(engine)
+
+
+@cache
+def in_ram(mode: str) -> tuple[Trace, State]:
+    return run(make(None, **MODES[mode]))
+
+
+def note_uploads(engine: Engine, patch: pytest.MonkeyPatch) -> dict[int, list[bool]]:
+    """For each block, whether it might be read ahead whenever it was asked for."""
+    noted: dict[int, list[bool]] = {block.index: [] for block in engine.anatomy.blocks}
+    lease = engine.store.lease
+
+    def note(block: int, names: Sequence[str], **how: Any) -> Lease:
+        if names == ["weight"]:
+            noted[block].append(how["ahead"])
+        return lease(block, names, **how)
+
+    patch.setattr(engine.store, "lease", note)
+    return noted
+
+
+@pytest.mark.parametrize("buffers", [2, 5])
+def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers, monkeypatch, buffers):
+    few_buffers(buffers)
+    reached, in_time = threading.Event(), []
+
+    def hold_up(block: int) -> None:
+        if block == 4:
+            in_time.append(reached.wait(IN_TIME_S))
+
+    with make(tmp_path, layers=8) as engine:
+        layer = engine.skeleton.layer
+
+        def noted(index: int, *arguments: Any) -> Any:
+            if index == 2:  # block 3: all that is updated by now
+                reached.set()
+            return layer(index, *arguments)
+
+        engine.train_step(STEPS[0])
+        for block in engine.anatomy.blocks:
+            engine.wait_ready(block.index)
+        engine._updater.delay = hold_up
+        engine.forward_backward(STEPS[1])
+        engine.step()
+        engine.skeleton.layer = noted  # type: ignore[assignment,method-assign]
+        ahead = note_uploads(engine, monkeypatch)
+        engine.forward_backward(STEPS[2])
+    assert in_time == [True]
+    assert ahead[4] == [False, True]  # in the forward it must not be read before its update, in backward there is none
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_slow_lanes_beside_few_buffers_change_no_bit(tmp_path, few_buffers, mode, buffers):
+    few_buffers(buffers)
+    expected, state = in_ram(mode)
+    found, again = run(delay(make(tmp_path, **MODES[mode]), LANES, longest_s=0.003, seed=buffers))
+    assert (found.losses, found.norms) == (expected.losses, expected.norms)
+    assert differing(state, again) == []
+
+
+def between_steps(engine: Engine, folder: Path) -> list[Any]:
+    """What those see who read weights right after a step, while blocks may still be updated."""
+    seen: list[Any] = []
+    with engine:
+        for number, step in enumerate(STEPS):
+            seen.append(engine.train_step(step).loss)
+            if number % 2:
+                seen.append(engine.evaluate(STEPS[0]).loss)
+            engine.save_pretrained(folder / str(number))
+            seen.append((folder / str(number) / "model.safetensors").read_bytes())
+            seen += [(name, weight.double().sum().item()) for name, weight in engine.iter_weights()]
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["clipped", "unclipped"])
+def test_who_evaluates_saves_or_copies_right_after_a_step_sees_its_update(tmp_path, few_buffers, mode):
+    expected = between_steps(make(None, **MODES[mode]), tmp_path / "ram")
+    for buffers in (1, 5):
+        few_buffers(buffers)
+        engine = make(tmp_path / "swap", **MODES[mode])
+        engine._updater.delay = sleeper(buffers, 0.0, 0.01)
+        assert between_steps(engine, tmp_path / f"nvme-{buffers}") == expected
+
+
+@pytest.mark.parametrize("buffers", [1, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_that_fails_stops_the_forward_beside_it(tmp_path, few_buffers, mode, buffers):
+    few_buffers(buffers)
+
+    def fail(block: int) -> None:
+        time.sleep(0.01)
+        if block == 3:
+            raise RuntimeError("no such update")
+
+    started = time.perf_counter()
+    with make(tmp_path, **MODES[mode]) as engine:
+        engine.train_step(STEPS[0])
+        engine._updater.delay = fail
+        with pytest.raises((RuntimeError, MegaTrainError), match="no such update"):
+            train_engine(engine, STEPS)
+        with pytest.raises((RuntimeError, MegaTrainError), match="no such update"):
+            engine.evaluate(STEPS[0])
+    assert time.perf_counter() - started < IN_TIME_S
