@@ -23,7 +23,7 @@ class Updates(Protocol):
         """Block the calling thread until a block's deferred update is done. Every reader of weights goes through it."""
 
     def is_ready(self, block: int) -> bool:
-        """Whether that would return, or raise, at once."""
+        """Whether that update is over."""
 
 
 class Slot:
