@@ -13,11 +13,19 @@ LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
 # the device, and a gradient is on its way from there.
 STAGES = {"weight": 5, "grad": 4}
 STATE_STAGES = 3
+# Boundary activations pass through pieces that are a drive's queue several times over: some leave or arrive while others are copied to or
+# from the device. A micro-batch of long sequences may be a hundred times as large.
+BOUNDARY_PIECES, BOUNDARY_PIECE_BYTES = 8, 64 << 20
 
 
 def stages(array: str, blocks: int) -> int:
     """Staging buffers of one array of which so many blocks lie on NVMe."""
     return min(blocks, STAGES.get(array, STATE_STAGES))
+
+
+def boundary_staging(micro_batch_bytes: int) -> tuple[int, int]:
+    """(pieces, bytes of each) through which boundaries of so many bytes go to the drive and return."""
+    return BOUNDARY_PIECES, min(micro_batch_bytes, BOUNDARY_PIECE_BYTES)
 
 
 def holds(level: Level, array: str) -> bool:
