@@ -1,7 +1,7 @@
 """The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation.
 
-What a retained layer's graph saved may wait in host RAM beside them, and the inputs that wait longest may go on to a drive
-(far_boundaries.py). A codec may keep inputs in fewer bits, wherever that is.
+What a retained layer's graph saved may wait in host RAM beside them, and a share of the inputs may go on to a drive (far_boundaries.py).
+A codec may keep inputs in fewer bits, wherever that is.
 """
 
 from __future__ import annotations
@@ -131,13 +131,21 @@ class Near:
 
 @dataclass
 class Parked:
-    """Tensors in host RAM or on a drive, and, once they were asked for, on their way back."""
+    """Tensors in host RAM and on a drive, and, once they were asked for, on their way back."""
 
     places: tuple[Place, ...]
-    home: Near | Far
+    homes: tuple[Near | Far, ...]  # of their bytes, in this order
     landed: Event  # at home, or in what is staged on the way to a drive: they have left the device
     stretch: Stretch | None = None
     arrived: Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(home.nbytes for home in self.homes)
+
+
+def _split(flat: torch.Tensor, homes: Sequence[Near | Far]) -> tuple[torch.Tensor, ...]:
+    return torch.split(flat, [home.nbytes for home in homes])
 
 
 @dataclass
@@ -224,7 +232,7 @@ class Offload:
     Args:
         row: bytes of a token's boundary, as it is kept.
         codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
-        far_layers: the boundaries of the first so many recomputed layers wait on the drives of `folders`.
+        far_layers: as much as the boundaries of so many recomputed layers are, of all of them, waits on the drives of `folders`.
     """
 
     _down: Ring
@@ -245,7 +253,6 @@ class Offload:
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
         self._far = FarBoundaries(far_layers, folders, compute.is_cuda, download, fetch) if far_layers else None
-        self._far_left = 0  # boundaries of this group that go there
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for
         self._counts = rings(1, 0)
@@ -263,19 +270,16 @@ class Offload:
         self._expected.clear()
         self._boundaries.begin()
         self._graphs.begin()
-        far = self._make_far_room([count * self.row for count in tokens], layers) if self._far else 0
-        self._far_left = far * len(tokens)
-        self._make_room(self._boundaries, sum(tokens) * (layers - far) * self.row)
+        sizes = [count * self.row for count in tokens]
+        if self._far:
+            for event in (self._last_down, self._last_up):
+                if event is not None:
+                    event.wait_host()  # wait: what an abandoned step had queued may still want pieces
+            self._far.begin(sizes, layers)
+        self._make_room(self._boundaries, layers * sum(size - self._far_bytes(size) for size in sizes))
 
-    def _make_far_room(self, sizes: Sequence[int], layers: int) -> int:
-        """On the drives. Returns how many layers' inputs go there."""
-        assert self._far is not None
-        for event in (self._last_down, self._last_up):
-            if event is not None:
-                event.wait_host()  # wait: what an abandoned step had queued may still want pieces
-        far = min(self._far.layers, layers)
-        self._far.begin(sizes, far)
-        return far
+    def _far_bytes(self, nbytes: int) -> int:
+        return self._far.share(nbytes) if self._far else 0
 
     def _make_rings(self, largest: int) -> None:
         """On the device, for pieces of so many bytes."""
@@ -307,8 +311,7 @@ class Offload:
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
         place = Place.of(hidden, self.codec)
-        far, self._far_left = self._far_left > 0, self._far_left - 1
-        return self._send([hidden], [place], place.nbytes, self._far if far and self._far else self._boundaries)
+        return self._send([hidden], [place], place.nbytes, self._boundaries, self._far_bytes(place.nbytes))
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
         """Send what a graph of so many tokens saved, contiguous. The first one of a group shows how much room all will need."""
@@ -322,40 +325,45 @@ class Offload:
             self._layers = 0
         return self._send(tensors, places, nbytes, self._graphs)
 
-    def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room | FarBoundaries) -> Parked:
+    def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room, far_bytes: int = 0) -> Parked:
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
         stretch, free = given
         self.compute.wait(free, "download")  # wait: what was sent before still leaves this stretch
         for tensor, place in zip(tensors, places, strict=True):
             place.write(tensor, stretch.flat)
-        ready, home = self.compute.record(), room.take(nbytes)
+        ready = self.compute.record()
+        homes: list[Near | Far] = [room.take(nbytes - far_bytes)] if far_bytes < nbytes else []
+        if far_bytes and self._far:
+            homes.append(self._far.take(far_bytes))
 
         def job(event: Event) -> None:
             self.download.wait(ready)  # wait: all must be in the ring
-            home.send(stretch.flat, event)
+            for home, source in zip(homes, _split(stretch.flat, homes), strict=True):
+                home.send(source, event)
 
         stretch.free = self._last_down = landed = self.download.submit(job)
-        return Parked(tuple(places), home, landed)
+        return Parked(tuple(places), tuple(homes), landed)
 
     def expect(self, kept: Iterable[Parked]) -> None:
         """What is parked, in the order in which it will be taken; the first start on their way back now."""
         self._expected = deque(kept)
         if self._far:
-            self._far.expect(parked.home for parked in self._expected if isinstance(parked.home, Far))
+            self._far.expect(home for parked in self._expected for home in parked.homes if isinstance(home, Far))
         self._ask()
 
     def _ask(self) -> None:
         """Fetch what comes next, as far as there is room."""
-        while self._expected and (given := self._up.take(self._expected[0].home.nbytes)):
+        while self._expected and (given := self._up.take(self._expected[0].nbytes)):
             parked, (stretch, free) = self._expected.popleft(), given
             parked.stretch = stretch
-            parked.arrived = self._last_up = self.fetch.submit(partial(self._bring, parked.home, parked.landed, stretch.flat, free))
+            parked.arrived = self._last_up = self.fetch.submit(partial(self._bring, parked, stretch.flat, free))
 
-    def _bring(self, home: Near | Far, landed: Event, target: torch.Tensor, free: Event | None, event: Event) -> None:
+    def _bring(self, parked: Parked, target: torch.Tensor, free: Event | None, event: Event) -> None:
         self.fetch.wait(free)  # wait: the computation may still read what lay there
-        self.fetch.wait(landed)  # wait: this may still be on its way down
-        home.bring(target, event)
+        self.fetch.wait(parked.landed)  # wait: this may still be on its way down
+        for home, part in zip(parked.homes, _split(target, parked.homes), strict=True):
+            home.bring(part, event)
 
     def take(self, parked: Parked) -> torch.Tensor:
         """A boundary, on the device: valid until `release`."""

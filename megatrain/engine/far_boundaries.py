@@ -1,9 +1,10 @@
 """Boundary activations on NVMe: in files, through a few pieces of pinned host RAM that are written behind and read ahead.
 
-On its way down a boundary passes through the pieces part by part, and each is free again once it is on the drive. On the way back parts
-are read in the order in which they are wanted, as pieces become free, and each is free again once the device has it. So any length of
-sequence needs the same few pieces. They are one pool, and nobody waits in a circle: nothing is read while a part that was parked has no
-piece yet, so a write waits for no read but one that the device is already taking; and the order of reading is the order of taking.
+An equal share of every boundary lies there, so that the drive writes during all of forward and reads during all of backward. On its way
+down it passes through the pieces part by part, and each is free again once it is on the drive. On the way back parts are read in the order
+in which they are wanted, as pieces become free, and each is free again once the device has it. So any length of sequence needs the same few
+pieces. They are one pool, and nobody waits in a circle: nothing is read while a part that was parked has no piece yet, so a write waits for
+no read but one that the device is already taking; and the order of reading is the order of taking.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ TOUCHING_THREADS = 8
 
 @dataclass
 class _Part:
-    """Of a boundary, what one piece holds."""
+    """Of what is parked here of a boundary, as much as one piece holds."""
 
-    bytes: slice  # of the boundary
+    bytes: slice
     offset: int  # in the files
     written: bool = False
     reading: bool = False
@@ -44,10 +45,10 @@ class _Part:
 
 
 class FarBoundaries:
-    """Keeps flat boundaries in files between forward and backward. Nothing is allocated before `begin`.
+    """Keeps a share of boundaries in files between forward and backward. Nothing is allocated before `begin`.
 
     Args:
-        layers: the inputs of the first so many recomputed layers are kept here.
+        layers: as much as the inputs of so many recomputed layers are is kept here.
         folders: on one or several drives.
         pinned: pin the staging pieces for CUDA.
 
@@ -68,6 +69,7 @@ class FarBoundaries:
         self._files: SwapFiles | None = None
         self._slab: Slab | None = None
         self._reserved = self._piece_bytes = self._end = 0
+        self._far, self._of = 0, 1  # the share, in layers
 
     @property
     def nbytes(self) -> int:
@@ -75,16 +77,17 @@ class FarBoundaries:
         return self._slab.nbytes if self._slab else 0
 
     def begin(self, sizes: Sequence[int], layers: int) -> None:
-        """Make room for the inputs of so many layers, of micro-batches of at most so many bytes each. What an abandoned step still wants is
-        dropped; no job that reads may be queued."""
+        """Make room for what comes here of the inputs of so many layers, of micro-batches of at most so many bytes each. What an abandoned
+        step still wants is dropped; no job that reads may be queued."""
         with self._changed:
             self._to_read.clear()
             self._changed.wait_for(lambda: self._error or not (self._unwritten or any(part.reading for part in self._ahead)))
             self._check()
             self._free += [part.piece for part in self._ahead if part.piece is not None]
             self._ahead.clear()
-        self._end = 0
-        nbytes, piece = layers * sum(round_up(size, PAGE) for size in sizes), boundary_staging(round_up(max(sizes), PAGE))[1]
+        self._end, self._far, self._of = 0, min(self.layers, layers), max(1, layers)
+        shares = [round_up(self.share(size), PAGE) for size in sizes]
+        nbytes, piece = layers * sum(shares), boundary_staging(max(shares))[1]
         if nbytes > self._reserved or piece > self._piece_bytes:
             self._renew(max(nbytes, self._reserved), max(piece, self._piece_bytes))
 
@@ -105,8 +108,12 @@ class FarBoundaries:
             self._slab.close()
         self._files, self._slab, self._reserved, self._piece_bytes = None, None, 0, 0
 
+    def share(self, nbytes: int) -> int:
+        """Bytes of a boundary that come here. What stays is whole pages."""
+        return nbytes - nbytes * (self._of - self._far) // self._of // PAGE * PAGE if self._far else 0
+
     def take(self, nbytes: int) -> Far:
-        """A place for the next boundary, which must be sent there."""
+        """A place for that of the next boundary, which must be sent there."""
         starts = range(0, nbytes, self._piece_bytes)
         parts = [_Part(slice(start, min(nbytes, start + self._piece_bytes)), self._end + start) for start in starts]
         self._end += round_up(nbytes, PAGE)
@@ -226,7 +233,7 @@ class FarBoundaries:
 
 @dataclass(frozen=True)
 class Far:
-    """A place for one boundary, uint8, in files."""
+    """A place in files, uint8."""
 
     keeper: FarBoundaries
     parts: Sequence[_Part]

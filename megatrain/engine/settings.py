@@ -46,7 +46,8 @@ class Settings:
         nvme_folders: on the drives that hold what host RAM does not.
         nvme_blocks: so many streamed blocks keep arrays there: the last layers first, then the head and the embedding.
         nvme_arrays: which: "state" (remainder and the optimizer's arrays), "gradients" (those too) or "all" (weights too).
-        nvme_activations: the boundary activations of the first so many recomputed layers, which wait longest, go on from host RAM to there.
+        nvme_activations: of the recomputed layers' boundary activations an equal share goes on from host RAM to there, as much as those of
+            so many layers are.
 
     Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
     host RAM or boundaries on NVMe without `offload`, and for a second backward of several groups or of graphs, which the first one spends.

@@ -20,10 +20,12 @@ from megatrain.engine.far_boundaries import FarBoundaries
 from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, StorageError
 from megatrain.memory import slab, swap_files
+from megatrain.memory.layout import round_up
+from megatrain.memory.swap_files import PAGE
 from megatrain.optim import Muon
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
-STEPS = [full_batches(seed, [(2, 40), (2, 40), (1, 40)]) for seed in range(2)]  # two parts each in bf16; the last one is shorter
+STEPS = [full_batches(seed, [(8, 40), (8, 40), (1, 40)]) for seed in range(2)]  # in bf16 5 pages, and the last one most of a page
 IN_RAM = Settings(offload=True, head_chunk=7)
 MODES: dict[str, Settings] = {
     "one group": IN_RAM,
@@ -37,9 +39,9 @@ MODES: dict[str, Settings] = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECE_BYTES", 4096)
+    monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECE_BYTES", PAGE)
     monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", 3)
-    monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(swap_files, "PIECE_BYTES", PAGE)
 
 
 def make(
@@ -118,18 +120,18 @@ def test_training_with_inputs_on_nvme_is_training_with_them_in_ram(tmp_path, mon
     same(run(make(tmp_path, mode, clip)), in_ram(mode, clip))
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_some_layers_inputs_may_go_there(tmp_path, monkeypatch, layers):
+@pytest.mark.parametrize(("layers", "pages"), [(1, 2), (2, 3), (3, 4), (4, 5)])
+def test_a_share_of_every_input_may_go_there(tmp_path, monkeypatch, layers, pages):
     moved = count_calls(monkeypatch)
     same(run(make(tmp_path, layers=layers)), in_ram())
-    boundaries = layers * len(STEPS) * (8192 + 8192 + 4096)  # whole pages
+    boundaries = 4 * len(STEPS) * (2 * pages + 1) * PAGE
     assert moved == {"preadv": boundaries, "pwritev": boundaries}
 
 
 def test_a_second_backward_reads_twice_what_was_written_once(tmp_path, monkeypatch):
     moved = count_calls(monkeypatch)
     run(make(tmp_path, "second backward"))
-    assert moved["preadv"] == 2 * moved["pwritev"] == 2 * 4 * len(STEPS) * (8192 + 8192 + 4096)
+    assert moved["preadv"] == 2 * moved["pwritev"] == 2 * 4 * len(STEPS) * 11 * PAGE
 
 
 @pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("gpt2", "float32"), ("gemma2", "bfloat16")])
@@ -173,7 +175,7 @@ def test_delays_in_lanes_change_no_bit(tmp_path, monkeypatch, clip, slow):
 
 
 def test_what_is_on_nvme_is_not_in_ram_and_its_space_is_reserved_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(slab, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(slab, "HUGE_PAGE", PAGE)
     reserved = []
     monkeypatch.setattr(os, "posix_fallocate", lambda _, start, nbytes: reserved.append(nbytes))
     with make(None) as near, make(tmp_path, layers=3) as far:
@@ -181,17 +183,17 @@ def test_what_is_on_nvme_is_not_in_ram_and_its_space_is_reserved_at_once(tmp_pat
         monkeypatch.setattr(FarBoundaries, "take", lambda *_: pytest.fail("before the first layer all is known"))
         with pytest.raises(pytest.fail.Exception):
             far.train_step(STEPS[0])
-        assert reserved == [3 * (8192 + 8192 + 4096)]
+        assert reserved == [4 * (4 + 4 + 1) * PAGE]
         assert isinstance(near._boundaries, Offload)
         assert isinstance(far._boundaries, Offload)
-        assert near._boundaries._boundaries.nbytes == -(-4 * 200 * 64 // 4096) * 4096
-        assert far._boundaries._boundaries.nbytes == -(-1 * 200 * 64 // 4096) * 4096
-        assert far_of(far).nbytes == 3 * 4096
+        assert near._boundaries._boundaries.nbytes == round_up(4 * (8 + 8 + 1) * 40 * 64, PAGE)
+        assert far._boundaries._boundaries.nbytes == 4 * (1 + 1 + 0) * PAGE
+        assert far_of(far).nbytes == 3 * PAGE
 
 
 def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", 1)
-    slow_drive(monkeypatch, ("preadv",), 0.02, 0.02)
+    slow_drive(monkeypatch, ("preadv",), 0.005, 0.005)
     with make(tmp_path) as engine:
         stalls = engine.train_step(STEPS[0]).stalls_s
         assert stalls["wait_nvme"] > 0.1 > stalls["wait_upload"]
@@ -224,8 +226,9 @@ def fail_in_layer(monkeypatch: pytest.MonkeyPatch, engine: Engine, verb: str, ca
 @pytest.mark.parametrize("slow", [(), ("preadv", "pwritev")], ids=["as it comes", "slow"])
 @pytest.mark.parametrize(("verb", "call"), [("layer", 5), ("layer", 11), ("layer_again", 0), ("layer_again", 4)])
 def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monkeypatch, verb, call, slow):
+    monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", 1)
     with make(tmp_path) as engine:
-        slow_drive(monkeypatch, slow, 0.02, 0.02)
+        slow_drive(monkeypatch, slow, 0.005, 0.005)
         fail_in_layer(monkeypatch, engine, verb, call)
         with pytest.raises(RuntimeError, match="in the middle"):
             engine.forward_backward(STEPS[1])
@@ -235,7 +238,7 @@ def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monk
 @pytest.mark.parametrize(("verb", "call"), [("layer", 5), ("layer_again", 1)])
 def test_an_engine_closes_in_the_middle_of_a_step(tmp_path, monkeypatch, verb, call):
     engine = make(tmp_path)
-    slow_drive(monkeypatch, ("preadv", "pwritev"), 0.02, 0.02)
+    slow_drive(monkeypatch, ("preadv", "pwritev"), 0.01, 0.01)
     fail_in_layer(monkeypatch, engine, verb, call)
     with pytest.raises(RuntimeError, match="in the middle"):
         engine.forward_backward(STEPS[1])
@@ -316,6 +319,6 @@ def parts_are_taken_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
 )
 def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, slow):
     fault(monkeypatch)
-    slow_drive(monkeypatch, (slow,), 0.05, 0.05)
+    slow_drive(monkeypatch, (slow,), 0.02, 0.02)
     with make(tmp_path) as engine:
         assert train_engine(engine, STEPS).norms != in_ram()[0].norms
