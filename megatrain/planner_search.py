@@ -137,7 +137,7 @@ class Search:
             step = -(-(self.layers - found.retained) // ON_HOST_STEPS)
             most = min(self.layers - found.retained, found.retained_on_host + step - 1)
             for count in range(max(0, found.retained_on_host - step + 1), most + 1):
-                if count != found.retained_on_host:
+                if count != found.retained_on_host and self.leaves_inputs(found.retained, count):
                     yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, found: Choices) -> Iterator[Choices]:
@@ -192,6 +192,11 @@ class Search:
         others = self.layers - retained
         return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
 
+    def leaves_inputs(self, retained: int, sent: int) -> bool:
+        """Whether as many layers are recomputed as shall have their inputs on NVMe, unless so many graphs were asked for."""
+        asked = retained <= (self.job.retained or 0) and sent <= (self.job.retained_on_host or 0)
+        return asked or self.layers - retained - sent >= min(self.layers, self.job.nvme_activations or 0)
+
     def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
         """Whether gradients may be computed twice: of one group whose layers are all recomputed."""
         if not self.job.clipping or groups > 1 or retained + sent > 0:
@@ -212,6 +217,8 @@ class Search:
             for sent, in_chunks in product(self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)):
                 if in_chunks and ((retained and self.job.retained is None) or (sent and self.job.retained_on_host is None)):
                     continue  # layers that need chunks leave no room for graphs, and compute in backward what a graph would spare
+                if not self.leaves_inputs(retained, sent):
+                    continue
                 if cheap and not retained and not sent and self.job.cheap_retention is None:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
