@@ -63,7 +63,7 @@ def measure(model: str, layers: int | None, folder: Path, steps: int, overrides:
         "date": date.today().isoformat(),
         "model": model,
         "parameters": parts.shape.parameters,
-        "choices": {"nvme_blocks": plan.choices.nvme_blocks, "nvme_arrays": plan.choices.nvme_arrays, "resident": plan.choices.resident},
+        "choices": {name: getattr(plan.choices, name) for name in ("nvme_blocks", "nvme_arrays", "nvme_activations", "resident")},
         "disk": {"write_bytes_per_s": write, "read_bytes_per_s": read},
         "bytes_read": bytes_read,
         "bytes_written": bytes_written,

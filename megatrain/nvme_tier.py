@@ -16,6 +16,9 @@ STATE_STAGES = 3
 # So many of an array's staging buffers are left to those who only read it and do not queue behind updates: what is read for the device
 # while something else is on its way there.
 READERS = {"weight": 2}
+# Boundary activations pass through pieces that are a drive's queue several times over: some leave or arrive while others are copied to or
+# from the device. A micro-batch of long sequences may be a hundred times as large.
+BOUNDARY_PIECES, BOUNDARY_PIECE_BYTES = 8, 64 << 20
 
 
 def stages(array: str, blocks: int) -> int:
@@ -27,6 +30,11 @@ def stages_for_updates(array: str, blocks: int) -> int:
     """An update takes one only while fewer than so many of them hold what is being changed, or was and is not on the drive yet."""
     count = stages(array, blocks)
     return count if count == blocks else max(1, count - READERS.get(array, 0))
+
+
+def boundary_staging(micro_batch_bytes: int) -> tuple[int, int]:
+    """(pieces, bytes of each) through which boundaries of so many bytes go to the drive and return."""
+    return BOUNDARY_PIECES, min(micro_batch_bytes, BOUNDARY_PIECE_BYTES)
 
 
 def holds(level: Level, array: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
-from megatrain.nvme_tier import blocks_on_nvme, holds, stages
+from megatrain.nvme_tier import blocks_on_nvme, boundary_staging, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
 
@@ -188,10 +188,11 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 
 def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs, which hold their inputs, stay."""
-    recomputed = _recomputed(choices, shape)
+    """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs, which hold their inputs, stay, and less
+    what goes on to a drive."""
+    near = _recomputed(choices, shape) - far_inputs(choices, shape)
     of_graphs = choices.retained_on_host * shape.hidden_size * WEIGHT_BYTES[job.precision]
-    return choices.group_tokens(job) * (recomputed * boundary_row_bytes(job, shape) + of_graphs) if choices.offload else 0
+    return choices.group_tokens(job) * (near * boundary_row_bytes(job, shape) + of_graphs) if choices.offload else 0
 
 
 def _graphs_on_host(choices: Choices, job: Job, shape: ModelShape) -> int:
@@ -206,14 +207,14 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     sizes = shape.block_numel
     numel = sum(sizes) - _numel(sizes, choices.resident)
     weight = WEIGHT_BYTES[job.precision]
-    far = nvme_bytes(choices, job, shape)
+    far = _arrays_on_nvme(choices, job, shape)
     table = {name: int(numel * size) - far.get(name, 0) for name, size in array_bytes(choices, job).items()}
     if job.whole_update is not None:
         scratch = job.whole_update.host_scratch if choices.resident < len(sizes) else 0
         table |= job.whole_update.of_blocks(choices.resident) | {"update's scratch": scratch}
     table |= {
         "gradient staging": 0 if choices.stores_gradients(job) else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
-        "NVMe staging": _nvme_staging(choices, job, shape),
+        "NVMe staging": _nvme_staging(choices, job, shape) + _input_staging(choices, job, shape),
         "gradient sums": (sum(sizes) - _numel(sizes, choices.sums_on_device)) * SUM_BYTES if choices.groups > 1 else 0,
         "boundary activations": _offloaded(choices, job, shape),
         "retained activations": _graphs_on_host(choices, job, shape),
@@ -233,6 +234,11 @@ def array_bytes(choices: Choices, job: Job) -> dict[str, float]:
 
 def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
     """What lies on NVMe, by array."""
+    inputs = far_inputs(choices, shape) * choices.group_tokens(job) * boundary_row_bytes(job, shape)
+    return _arrays_on_nvme(choices, job, shape) | ({"boundary activations": inputs} if inputs else {})
+
+
+def _arrays_on_nvme(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
     numel = sum(shape.block_numel[block] for block in far_blocks(choices, shape))
     return {name: int(numel * size) for name, size in array_bytes(choices, job).items() if numel and holds(choices.nvme_arrays, name)}
 
@@ -241,13 +247,18 @@ def far_blocks(choices: Choices, shape: ModelShape) -> tuple[int, ...]:
     return blocks_on_nvme(len(shape.block_numel), choices.resident, choices.nvme_blocks)
 
 
+def far_inputs(choices: Choices, shape: ModelShape) -> int:
+    """Layers that have as much input as waits on NVMe of all."""
+    return min(choices.nvme_activations, _recomputed(choices, shape)) if choices.offload else 0
+
+
 def nvme_traffic(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, int]:
-    """Bytes that a step (reads, writes): the update reads and writes everything but gradients, sweeps read weights."""
-    far = nvme_bytes(choices, job, shape)
-    once, weight = sum(far.values()), far.get("weight", 0)
-    return once + (
-        2 * choices.groups + choices.second_backward
-    ) * weight, once  # a gradient is written when it has landed, and read by the update
+    """Bytes that a step (reads, writes): the update reads and writes arrays, sweeps read weights, backward reads inputs."""
+    far = _arrays_on_nvme(choices, job, shape)
+    once, weight = sum(far.values()), far.get("weight", 0)  # a gradient is written when it has landed, and read by the update
+    sweeps, backwards = 2 * choices.groups + choices.second_backward, 1 + choices.second_backward
+    inputs = far_inputs(choices, shape) * int(job.computed_tokens(choices.micro_batch_tokens)) * boundary_row_bytes(job, shape)
+    return once + sweeps * weight + backwards * inputs, once + inputs
 
 
 def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
@@ -256,6 +267,14 @@ def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
     largest = max((shape.block_numel[block] for block in blocks), default=0)
     sizes = array_bytes(choices, job)
     return int(sum(stages(name, len(blocks)) * largest * size for name, size in sizes.items() if holds(choices.nvme_arrays, name)))
+
+
+def _input_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of host RAM through which layers' inputs pass on their way to NVMe and back."""
+    layers = far_inputs(choices, shape)
+    share = choices.micro_batch_tokens * boundary_row_bytes(job, shape) * layers // max(1, _recomputed(choices, shape))
+    pieces, nbytes = boundary_staging(share)
+    return pieces * nbytes
 
 
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:

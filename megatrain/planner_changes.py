@@ -23,6 +23,7 @@ PLACING = {
     "memory.second_backward": "second_backward",
     "memory.nvme_blocks": "nvme_blocks",
     "memory.nvme_arrays": "nvme_arrays",
+    "memory.nvme_activations": "nvme_activations",
 }
 CUTTING = {
     "train.micro_batch_tokens": "micro_batch_tokens",
@@ -141,7 +142,7 @@ def smaller_jobs(job: Job) -> Iterator[Change]:
 
 def with_nvme(job: Job) -> Iterator[Change]:
     """The same job with room on a drive, if it has none: exact, and slower than anything else."""
-    if not job.nvme_drives and job.whole_update is None:  # whose arrays cannot lie there
+    if not job.nvme_drives:
         yield Change("memory.nvme: FOLDER", EXACT, replace(job, nvme_drives=1))
 
 

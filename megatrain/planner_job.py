@@ -55,6 +55,7 @@ class Job:
     nvme_drives: int = 0  # that hold what host RAM has no room for
     nvme_blocks: int | None = None
     nvme_arrays: Level | None = None
+    nvme_activations: int | None = None
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
@@ -96,6 +97,7 @@ class Choices:
     layer_chunk_tokens: int = 0  # the token-wise parts of a layer are computed so many tokens at a time; 0: a micro-batch at once
     nvme_blocks: int = 0  # so many streamed blocks keep arrays on NVMe, the last layers first
     nvme_arrays: Level = "state"  # which
+    nvme_activations: int = 0  # of the recomputed layers' offloaded inputs as much waits there as so many layers' are
 
     def stores_gradients(self, job: Job) -> bool:
         """Whether every gradient waits for the norm."""

@@ -12,7 +12,7 @@ from megatrain import timing
 from megatrain.hardware import MIB, Hardware, update_threads
 from megatrain.machine import MachineProfile
 from megatrain.nvme_tier import LEVELS
-from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes, nvme_bytes
+from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes, nvme_bytes, nvme_traffic
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -90,10 +90,11 @@ class Search:
         tied = [choices for choices in seconds if seconds[choices] <= best * (1 + TIE)]
         return min(tied, key=self.complexity, default=None)
 
-    def complexity(self, choices: Choices) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
+    def complexity(self, choices: Choices) -> tuple[bool, int, int, int, bool, bool, bool, bool, int]:
         """What speaks against choices that are equally fast."""
         layers = choices.retained_on_host > 0, choices.cheap_retention, choices.layer_chunk_tokens > 0
-        return choices.second_backward, choices.nvme_blocks, choices.groups, choices.offload, *layers, self.bytes(choices)
+        on_nvme = choices.nvme_blocks, choices.nvme_activations
+        return choices.second_backward, *on_nvme, choices.groups, choices.offload, *layers, self.bytes(choices)
 
     # -- candidates -----------------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class Search:
             step = -(-(self.layers - found.retained) // ON_HOST_STEPS)
             most = min(self.layers - found.retained, found.retained_on_host + step - 1)
             for count in range(max(0, found.retained_on_host - step + 1), most + 1):
-                if count != found.retained_on_host:
+                if count != found.retained_on_host and self.leaves_inputs(found.retained, count):
                     yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, found: Choices) -> Iterator[Choices]:
@@ -175,8 +176,8 @@ class Search:
         return [False, True] if self.job.compiled else [False]
 
     def offloads(self) -> list[bool]:
-        if self.job.offload is not None or self.job.retained_on_host:
-            return [bool(self.job.offload or self.job.retained_on_host)]
+        if self.job.offload is not None or self.job.retained_on_host or self.job.nvme_activations:
+            return [bool(self.job.offload or self.job.retained_on_host or self.job.nvme_activations)]
         return [False, True] if self.hardware.gpu else [False]  # on the CPU they would only be copied
 
     def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
@@ -190,6 +191,11 @@ class Search:
             return [0]
         others = self.layers - retained
         return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
+
+    def leaves_inputs(self, retained: int, sent: int) -> bool:
+        """Whether as many layers are recomputed as shall have their inputs on NVMe, unless so many graphs were asked for."""
+        asked = retained <= (self.job.retained or 0) and sent <= (self.job.retained_on_host or 0)
+        return asked or self.layers - retained - sent >= min(self.layers, self.job.nvme_activations or 0)
 
     def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
         """Whether gradients may be computed twice: of one group whose layers are all recomputed."""
@@ -211,6 +217,8 @@ class Search:
             for sent, in_chunks in product(self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)):
                 if in_chunks and ((retained and self.job.retained is None) or (sent and self.job.retained_on_host is None)):
                     continue  # layers that need chunks leave no room for graphs, and compute in backward what a graph would spare
+                if not self.leaves_inputs(retained, sent):
+                    continue
                 if cheap and not retained and not sent and self.job.cheap_retention is None:
                     continue  # there is no graph to keep less of
                 for sums in (0, blocks // 2, blocks) if groups > 1 else (0,):
@@ -224,10 +232,34 @@ class Search:
         return self.spilled(self.placed_on_device(choices))
 
     def spilled(self, choices: Choices) -> Choices:
-        """With as little on NVMe as host RAM allows: of as few blocks as can be, what a step touches least."""
+        """With as little on NVMe as host RAM allows: arrays of blocks, or inputs of layers first, whichever moves fewer bytes in a step."""
         if not self.job.nvme_drives:
             return choices
+        recomputed = self.layers - choices.retained - choices.retained_on_host if choices.offload else 0
+        if self.job.nvme_activations is not None:
+            return self.with_arrays_spilled(replace(choices, nvme_activations=min(self.job.nvme_activations, recomputed)))
+        arrays, asked = self.with_arrays_spilled(replace(choices, nvme_activations=0)), self.job.nvme_blocks or 0
+        if not recomputed or (arrays.nvme_blocks <= asked and self.host_share(arrays) <= 1):
+            return arrays
+        inputs = self.with_arrays_spilled(replace(choices, nvme_activations=recomputed))
+        if inputs.nvme_blocks <= asked and self.host_share(inputs) <= 1:
+            inputs = self.least_inputs(inputs)
+        fitting = [found for found in (arrays, inputs) if self.host_share(found) <= 1]
+        if not fitting:
+            return min(arrays, inputs, key=self.host_share)
+        return min(fitting, key=lambda found: sum(nvme_traffic(found, self.job, self.shape)))
+
+    def least_inputs(self, choices: Choices) -> Choices:
+        """With the inputs of the fewest layers on NVMe that suffice, if those of `choices` do."""
+        counts = range(1, choices.nvme_activations)
+        least = bisect_left(counts, True, key=lambda count: self.host_share(replace(choices, nvme_activations=count)) <= 1)
+        return replace(choices, nvme_activations=least + 1)
+
+    def with_arrays_spilled(self, choices: Choices) -> Choices:
+        """With arrays of as few blocks on NVMe as suffice, what a step touches least."""
         levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
+        if self.job.whole_update is not None:  # whose arrays cannot lie there
+            return replace(choices, nvme_blocks=0, nvme_arrays=levels[0])
         streamed, asked = len(self.shape.block_numel) - choices.resident, self.job.nvme_blocks
         if asked is not None:
             with_asked = [replace(choices, nvme_blocks=min(asked, streamed), nvme_arrays=level) for level in levels]

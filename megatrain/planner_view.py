@@ -49,7 +49,7 @@ def _choices(plan: Plan) -> Table:
         "head chunk": f"{choices.head_chunk_tokens:,} tokens",
         "layer chunk": f"{choices.layer_chunk_tokens:,} tokens" if choices.layer_chunk_tokens else "none",
         "update threads": str(choices.update_threads),
-        "NVMe": f"{NVME_WORDS[choices.nvme_arrays]} of {choices.nvme_blocks} blocks" if choices.nvme_blocks else "nothing",
+        "NVMe": on_nvme(choices) or "nothing",
         "working set": human(plan.device["working set"]),
     }
     table = Table(title=f"{plan.parameters:,} parameters, {plan.job.precision}, {plan.job.tokens_per_step:,} tokens per step")
@@ -58,6 +58,13 @@ def _choices(plan: Plan) -> Table:
     for name, why in plan.reasons:
         table.add_row(name, chosen[name], why)
     return table
+
+
+def on_nvme(choices: Choices) -> str:
+    """What lies there; empty for nothing."""
+    arrays = f"{NVME_WORDS[choices.nvme_arrays]} of {choices.nvme_blocks} blocks" if choices.nvme_blocks else ""
+    inputs = f"{choices.nvme_activations} layers' worth of inputs" if choices.nvme_activations else ""
+    return ", ".join(words for words in (arrays, inputs) if words)
 
 
 def _retained(choices: Choices) -> str:

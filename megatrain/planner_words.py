@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED
 from megatrain.hardware import GIB, Hardware
-from megatrain.planner_bytes import nvme_traffic, working_sets
+from megatrain.planner_bytes import far_inputs, nvme_traffic, working_sets
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "head chunk": job.head_chunk_tokens,
         "layer chunk": job.layer_chunk_tokens,
         "update threads": job.update_threads,
-        "NVMe": job.nvme_blocks,
+        "NVMe": job.nvme_activations if job.nvme_blocks is None else job.nvme_blocks,
     }
     found = {
         "micro-batch": "with the other choices, the shortest step",
@@ -109,7 +109,7 @@ def _sums(choices: Choices, shape: ModelShape) -> str:
 
 
 def _nvme(choices: Choices, job: Job, shape: ModelShape) -> str:
-    if not choices.nvme_blocks:
+    if not choices.nvme_blocks and not far_inputs(choices, shape):
         return "host RAM has room for everything"
     read, written = nvme_traffic(choices, job, shape)
     steps, drives = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written)), "a drive" if job.nvme_drives == 1 else "drives"

@@ -40,6 +40,8 @@ class BlockTasks:
     nvme_write: float = 0.0  # behind it
     nvme_gradient: float = 0.0  # a gradient's way there
     nvme_weight: float = 0.0  # a weight's way back for a sweep
+    boundary_write: float = 0.0  # of offloaded boundary activations that go on to NVMe
+    boundary_read: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def in_turn(blocks: Sequence[BlockTasks], dials: Dials) -> Course:
         "upload": uploads + groups * sum(block.boundary_up for block in others) + (groups - 1) * sum(block.sum_up for block in travelling),
         "download": sum(block.download for block in streamed) + (groups - 1) * sum(block.sum_down for block in travelling),
     }
-    drive = sum(b.nvme_read + b.nvme_write + b.nvme_gradient + (2 * groups - 1 + dials.second_backward) * b.nvme_weight for b in blocks)
+    drive = groups * sum(b.boundary_write + b.boundary_read for b in blocks)
+    drive += dials.second_backward * sum(b.boundary_read for b in blocks)
+    drive += sum(b.nvme_read + b.nvme_write + b.nvme_gradient + (2 * groups - 1 + dials.second_backward) * b.nvme_weight for b in blocks)
     course.waits["forward"]["nvme"] = max(0.0, drive - groups * sum(block.forward for block in others))  # drives need no cores
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
@@ -126,10 +130,11 @@ def at_least(blocks: Sequence[BlockTasks], dials: Dials) -> float:
     uploading += (groups - 1) * sum(block.sum_up for block in travelling)
     downloading = sum(groups * block.boundary_down + block.download for block in blocks)
     downloading += (groups - 1) * sum(block.sum_down for block in travelling)
+    inputs = groups * sum(block.boundary_write + block.boundary_read for block in blocks)  # written and read again within the step
     updating = max(sum(block.host_update for block in blocks), sum(block.nvme_read for block in blocks))
     # the head is updated last: where gradients are stored, only the first forward and the device's own updates happen meanwhile
     behind = computing - forward - on_device if dials.stored else 0.0
-    return max(computing, uploading, downloading, updating + behind)
+    return max(computing, uploading, downloading, inputs, updating + behind)
 
 
 class _Play:
@@ -240,8 +245,22 @@ class _Play:
         tasks, begin = self.blocks[block], self.compute
         self._compute("forward", tasks.forward)
         if tasks.boundary_down:
-            self.download = max(self.download, begin + tasks.forward / self.dials.micro_batches) + tasks.boundary_down
-            self._wait("forward", self.download - self.leaving, "download")
+            begin = max(self.download, begin + tasks.forward / self.dials.micro_batches)
+            self.download, cause = self._boundary(begin, tasks.boundary_down, tasks.boundary_write, "download")
+            longer = max(1.0, tasks.boundary_write / tasks.boundary_down)  # the same ring holds so many more seconds of a slower way
+            self._wait("forward", self.download - longer * self.leaving, cause)
+
+    def _boundary(self, begin: float, bus: float, drive: float, cause: str) -> tuple[float, str]:
+        """When boundaries are in place, and what a wait for them waits for: they pass bus and drive part by part, at the slower's rate.
+
+        A drive that also holds arrays takes inputs after a whole update here; in fact it does both at once, and is done as soon.
+        """
+        there = begin + bus
+        if drive:
+            self.drive = max(self.drive, begin) + drive
+            if self.drive > there:
+                return self.drive, "nvme"
+        return there, cause
 
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
         """The first micro-batch needs no sums yet, and the last one its boundary."""
@@ -253,12 +272,16 @@ class _Play:
         arriving = self._fetch_sum(block) if travels and not first else 0.0
         if travels and first:
             self._wait(phase, self.travelling_free[self.turn], "download")
+        back, cause = 0.0, "upload"
         if tasks.boundary_up:
-            self.fetch = max(self.fetch, self.compute - self.coming) + tasks.boundary_up
+            longer = max(1.0, tasks.boundary_read / tasks.boundary_up)
+            begin = max(self.fetch, self.compute - longer * self.coming)
+            self.fetch, cause = self._boundary(begin, tasks.boundary_up, tasks.boundary_read, cause)
+            back = self.fetch + each
         self._compute(phase, each)
         self._wait(phase, arriving, "upload")
         self._compute(phase, tasks.backward - each)
-        self._wait(phase, self.fetch + each if tasks.boundary_up else 0.0, "upload")
+        self._wait(phase, back, cause)
         if last:
             self._finish(phase, block)
         elif travels:

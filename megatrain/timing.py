@@ -6,7 +6,7 @@ tests/test_timing.py holds all of it to measurements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatrain import simulation
@@ -19,6 +19,7 @@ from megatrain.planner_bytes import (
     array_bytes,
     boundary_row_bytes,
     far_blocks,
+    far_inputs,
     graph_bytes,
     state_bytes_per_parameter,
 )
@@ -131,6 +132,8 @@ class _Costs:
         self.sent = graph_bytes(choices, job, shape) if choices.retained_on_host else ()
         self.micro_batches = micro_batches(choices, job)
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
+        self.far_share = far_inputs(choices, shape) / max(1, self.graphs.count("nowhere"))  # of a recomputed layer's input
+        self.disk_read, self.disk_write = (max(1.0, job.nvme_drives * rate) for rate in (machine.disk_read, machine.disk_write))
         self.beside_update = choices.stores_gradients(job) and choices.groups == 1 and choices.resident < len(shape.block_numel)
         self.host_update_rate = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
@@ -153,7 +156,8 @@ class _Costs:
             gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
             coding = self._coding() if graph == "nowhere" else 0.0
             offloaded = kept if self.choices.offload else 0.0
-            self._known[key] = self._block(number, forward + gathering + coding, backward + again + adding + coding, offloaded)
+            block = self._block(number, forward + gathering + coding, backward + again + adding + coding, offloaded)
+            self._known[key] = self._with_drive(block, offloaded) if graph == "nowhere" else block
         return self._known[key]
 
     def _again(self, work: LayerWork, tokens: int) -> float:
@@ -236,6 +240,11 @@ class _Costs:
             **(self._nvme(numel) if number in self.far else {}),
         )
 
+    def _with_drive(self, block: BlockTasks, offloaded: float) -> BlockTasks:
+        """And of so many bytes that go to the host, those that go on to NVMe."""
+        nbytes = self.far_share * self.micro_batches * offloaded
+        return replace(block, boundary_write=nbytes / self.disk_write, boundary_read=nbytes / self.disk_read)
+
     def _products(self, number: int, travelling: bool = False) -> float:
         """Of the products in a block's update. Those of blocks in host RAM are a GPU's too: what they multiply goes up, and comes down, in
         bfloat16, and they take the device's time from the computation."""
@@ -248,7 +257,7 @@ class _Costs:
     def _nvme(self, numel: int) -> dict[str, float]:
         """Reading and writing what such a block keeps on NVMe, at the rates of as many drives as there are."""
         sizes = {name: numel * size for name, size in array_bytes(self.choices, self.job).items() if holds(self.choices.nvme_arrays, name)}
-        read, write = (max(1.0, self.job.nvme_drives * rate) for rate in (self.machine.disk_read, self.machine.disk_write))
+        read, write = self.disk_read, self.disk_write
         grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
         return {
             "nvme_read": sum(sizes.values()) / read,

@@ -77,6 +77,7 @@ memory:
   nvme_size: 800GiB
   nvme_blocks: 3
   nvme_arrays: gradients
+  nvme_activations: 2
 economy:
   price_per_hour: 3.5
   price_per_kwh: 0.3
@@ -248,6 +249,11 @@ def test_steps_alone_decide_the_length(write):
         (["optimizer.lr=1"], "command line: optimizer.lr: did you mean train.learning_rate?"),
         (["train.keep=1"], "command line: train.keep: did you mean checkpoint.keep?"),
         (["memory.nvme_blocks=2"], "memory.nvme_blocks: needs a folder to keep them in; set memory.nvme as well"),
+        (["memory.nvme_activations=2"], "memory.nvme_activations: needs a folder to keep them in; set memory.nvme as well"),
+        (
+            ["memory.nvme=swap", "memory.offload_activations=false", "memory.nvme_activations=2"],
+            "memory.nvme_activations: layers' inputs get there through host RAM; set offload_activations: true as well",
+        ),
         (["memory.nvme=[]"], "memory.nvme: must be a folder, a list of folders, or null, not []"),
         (["memory.nvme=5"], "memory.nvme: must be a folder, a list of folders, or null, not 5"),
         (["memory.offload_activations=false", "memory.retained_on_host=2"], "memory.retained_on_host: what is sent to host RAM includes"),
@@ -261,7 +267,7 @@ def test_steps_alone_decide_the_length(write):
         (
             ["memory.zzz=1"],
             "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, "
-            "second_backward, activations, nvme, nvme_size, nvme_blocks, nvme_arrays",
+            "second_backward, activations, nvme, nvme_size, nvme_blocks, nvme_arrays, nvme_activations",
         ),
     ],
 )

@@ -26,7 +26,7 @@ from megatrain.planner_bytes import array_bytes, host_bytes, nvme_bytes, nvme_tr
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_gpu
 
 SMALL = with_gpu(replace(H200, host_available_bytes=60 * GIB), 24 * GIB)
-ON_DRIVE = replace(JOB_7B, nvme_drives=1, second_backward=False)
+ON_DRIVE = replace(JOB_7B, nvme_drives=1, second_backward=False, nvme_activations=0)
 
 
 @cache

@@ -138,6 +138,20 @@ def test_without_clipping_the_update_runs_during_backward() -> None:
     assert waits(unclipped)["update"] < 6
 
 
+def test_boundaries_that_go_on_to_a_drive_take_the_longer_of_both_ways() -> None:
+    """A layer computes 1 s forward and 3 s backward."""
+    offloaded = model(replace(COMPUTING[1], boundary_down=0.5, boundary_up=0.5), COMPUTING[0])
+    course = overlapped(offloaded, ONE_GROUP)
+    fast = overlapped([replace(block, boundary_write=0.8 * block.boundary_down) for block in offloaded], ONE_GROUP)
+    assert fast == course
+    writing = overlapped([replace(block, boundary_write=5 * block.boundary_down) for block in offloaded], ONE_GROUP)
+    assert writing.phases["forward"] == pytest.approx(course.phases["forward"] + LAYERS * (2.5 - 1), abs=2.5)
+    assert writing.waits["forward"]["nvme"] == pytest.approx(writing.phases["forward"] - course.phases["forward"])
+    reading = overlapped([replace(block, boundary_read=10 * block.boundary_up) for block in offloaded], ONE_GROUP)
+    assert reading.phases["backward"] == pytest.approx(course.phases["backward"] + LAYERS * (5 - 3), abs=5)
+    assert reading.waits["backward"]["nvme"] > 0 == sum(waits(reading).values())
+
+
 TWICE = replace(ONE_GROUP, second_backward=True)
 
 
@@ -191,6 +205,8 @@ def test_no_step_beats_its_bound(seed: int) -> None:
             tasks = replace(tasks, upload=0.0, download=0.0, host_update=0.0, device_update=draw.random())
         if number in (0, LAYERS + 1):
             tasks = replace(tasks, boundary_down=0.0, boundary_up=0.0)
+        if tasks.boundary_down and tasks.boundary_up and seed % 2:
+            tasks = replace(tasks, boundary_write=draw.random(), boundary_read=draw.random())
         return replace(tasks, forward=0.0) if number == LAYERS + 1 else tasks
 
     blocks = [block(number) for number in range(LAYERS + 2)]

@@ -257,13 +257,19 @@ class MemoryOptions(Options):
     nvme_arrays: Annotated[_NVME_ARRAYS, choice(_NVME_ARRAYS)] = Field(
         default="auto", description="state (the fp32 remainder and the optimizer's arrays), gradients (those too), or all (weights too)."
     )
+    nvme_activations: _NumberOrAuto = Field(
+        default="auto", description="Of recomputed layers' inputs, as much as so many layers' are goes on from host RAM to there."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.nvme is None and self.nvme_blocks not in ("auto", 0):
-            raise wrong("needs a folder to keep them in; set memory.nvme as well", key="nvme_blocks")
+        for key in ("nvme_blocks", "nvme_activations"):
+            if self.nvme is None and getattr(self, key) not in ("auto", 0):
+                raise wrong("needs a folder to keep them in; set memory.nvme as well", key=key)
         if self.nvme is None and self.nvme_size != "auto":
             raise wrong("is the space of folders that are not named; set memory.nvme as well", key="nvme_size")
+        if self.offload_activations is False and self.nvme_activations not in ("auto", 0):
+            raise wrong("layers' inputs get there through host RAM; set offload_activations: true as well", key="nvme_activations")
         if self.offload_activations is False and self.retained_on_host not in ("auto", 0):
             raise wrong("what is sent to host RAM includes layers' inputs; set offload_activations: true as well", key="retained_on_host")
         return self

@@ -1,6 +1,7 @@
 """The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation.
 
-What a retained layer's graph saved may wait in host RAM beside them. A codec may keep inputs in fewer bits, here or there.
+What a retained layer's graph saved may wait in host RAM beside them, and a share of the inputs may go on to a drive (far_boundaries.py).
+A codec may keep inputs in fewer bits, wherever that is.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from megatrain.engine.far_boundaries import TOUCHING_THREADS, Far, FarBoundaries
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.codecs import Codec
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
 from megatrain.retention import rings
 
-TOUCHING_THREADS = 8
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
 
@@ -110,15 +112,40 @@ class Place:
         return self._part(flat).view(self.dtype).view(self.shape)
 
 
+@dataclass(frozen=True)
+class Near:
+    """A place in host RAM."""
+
+    host: torch.Tensor  # uint8
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.numel()
+
+    def send(self, source: torch.Tensor, _: Event) -> None:
+        self.host.copy_(source, non_blocking=True)
+
+    def bring(self, target: torch.Tensor, _: Event) -> None:
+        target.copy_(self.host, non_blocking=True)
+
+
 @dataclass
 class Parked:
-    """Tensors in host RAM, and, once they were asked for, on their way back."""
+    """Tensors in host RAM and on a drive, and, once they were asked for, on their way back."""
 
     places: tuple[Place, ...]
-    host: torch.Tensor  # uint8
-    landed: Event
+    homes: tuple[Near | Far, ...]  # of their bytes, in this order
+    landed: Event  # at home, or in what is staged on the way to a drive: they have left the device
     stretch: Stretch | None = None
     arrived: Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(home.nbytes for home in self.homes)
+
+
+def _split(flat: torch.Tensor, homes: Sequence[Near | Far]) -> tuple[torch.Tensor, ...]:
+    return torch.split(flat, [home.nbytes for home in homes])
 
 
 @dataclass
@@ -176,14 +203,14 @@ class Room:
     def nbytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> Near:
         """The next `nbytes`; more memory, if there was less than was needed."""
         while self._slab < len(self._slabs) and self._used + nbytes > self._slabs[self._slab].nbytes:
             self._slab, self._used = self._slab + 1, 0
         if self._slab == len(self._slabs):
             self._slabs.append(Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS))
         self._used += nbytes
-        return self._slabs[self._slab].bytes[self._used - nbytes : self._used]
+        return Near(self._slabs[self._slab].bytes[self._used - nbytes : self._used])
 
     def renew(self, nbytes: int) -> None:
         """So much in one piece, instead of what there was."""
@@ -197,7 +224,7 @@ class Room:
 
 
 class Offload:
-    """What is parked waits in host RAM, and comes back in the order in which backward needs it.
+    """What is parked waits in host RAM or on a drive, and comes back in the order in which backward needs it.
 
     Copies go through rings of device memory, filled and read on the computing stream: memory that the computation frees never waits for a
     transfer.
@@ -205,16 +232,27 @@ class Offload:
     Args:
         row: bytes of a token's boundary, as it is kept.
         codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
+        far_layers: as much as the boundaries of so many recomputed layers are, of all of them, waits on the drives of `folders`.
     """
 
     _down: Ring
     _up: Ring
 
-    def __init__(self, row: int, compute: Compute, download: Lane, fetch: Lane, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        row: int,
+        compute: Compute,
+        download: Lane,
+        fetch: Lane,
+        codec: Codec | None = None,
+        far_layers: int = 0,
+        folders: Sequence[Path] = (),
+    ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
+        self._far = FarBoundaries(far_layers, folders, compute.is_cuda, download, fetch) if far_layers else None
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for
         self._counts = rings(1, 0)
@@ -229,10 +267,19 @@ class Offload:
         self._make_rings(max(tokens) * self.row)
         self._up.give_back(self.compute.record())  # what an abandoned step had asked for
         self._tokens, self._layers = sum(tokens), graphs
+        self._expected.clear()
         self._boundaries.begin()
         self._graphs.begin()
-        self._make_room(self._boundaries, sum(tokens) * layers * self.row)
-        self._expected.clear()
+        sizes = [count * self.row for count in tokens]
+        if self._far:
+            for event in (self._last_down, self._last_up):
+                if event is not None:
+                    event.wait_host()  # wait: what an abandoned step had queued may still want pieces
+            self._far.begin(sizes, layers)
+        self._make_room(self._boundaries, layers * sum(size - self._far_bytes(size) for size in sizes))
+
+    def _far_bytes(self, nbytes: int) -> int:
+        return self._far.share(nbytes) if self._far else 0
 
     def _make_rings(self, largest: int) -> None:
         """On the device, for pieces of so many bytes."""
@@ -264,7 +311,7 @@ class Offload:
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
         place = Place.of(hidden, self.codec)
-        return self._send([hidden], [place], place.nbytes, self._boundaries)
+        return self._send([hidden], [place], place.nbytes, self._boundaries, self._far_bytes(place.nbytes))
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
         """Send what a graph of so many tokens saved, contiguous. The first one of a group shows how much room all will need."""
@@ -278,8 +325,7 @@ class Offload:
             self._layers = 0
         return self._send(tensors, places, nbytes, self._graphs)
 
-    def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room) -> Parked:
-        host = room.take(nbytes)
+    def _send(self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room, far_bytes: int = 0) -> Parked:
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
         stretch, free = given
@@ -287,30 +333,37 @@ class Offload:
         for tensor, place in zip(tensors, places, strict=True):
             place.write(tensor, stretch.flat)
         ready = self.compute.record()
+        homes: list[Near | Far] = [room.take(nbytes - far_bytes)] if far_bytes < nbytes else []
+        if far_bytes and self._far:
+            homes.append(self._far.take(far_bytes))
 
-        def job(_: Event) -> None:
+        def job(event: Event) -> None:
             self.download.wait(ready)  # wait: all must be in the ring
-            host.copy_(stretch.flat, non_blocking=True)
+            for home, source in zip(homes, _split(stretch.flat, homes), strict=True):
+                home.send(source, event)
 
         stretch.free = self._last_down = landed = self.download.submit(job)
-        return Parked(tuple(places), host, landed)
+        return Parked(tuple(places), tuple(homes), landed)
 
     def expect(self, kept: Iterable[Parked]) -> None:
         """What is parked, in the order in which it will be taken; the first start on their way back now."""
         self._expected = deque(kept)
+        if self._far:
+            self._far.expect(home for parked in self._expected for home in parked.homes if isinstance(home, Far))
         self._ask()
 
     def _ask(self) -> None:
         """Fetch what comes next, as far as there is room."""
-        while self._expected and (given := self._up.take(self._expected[0].host.numel())):
+        while self._expected and (given := self._up.take(self._expected[0].nbytes)):
             parked, (stretch, free) = self._expected.popleft(), given
             parked.stretch = stretch
-            parked.arrived = self._last_up = self.fetch.submit(partial(self._bring, parked.host, parked.landed, stretch.flat, free))
+            parked.arrived = self._last_up = self.fetch.submit(partial(self._bring, parked, stretch.flat, free))
 
-    def _bring(self, host: torch.Tensor, landed: Event, target: torch.Tensor, free: Event | None, _: Event) -> None:
+    def _bring(self, parked: Parked, target: torch.Tensor, free: Event | None, event: Event) -> None:
         self.fetch.wait(free)  # wait: the computation may still read what lay there
-        self.fetch.wait(landed)  # wait: this may still be on its way down
-        target.copy_(host, non_blocking=True)
+        self.fetch.wait(parked.landed)  # wait: this may still be on its way down
+        for home, part in zip(parked.homes, _split(target, parked.homes), strict=True):
+            home.bring(part, event)
 
     def take(self, parked: Parked) -> torch.Tensor:
         """A boundary, on the device: valid until `release`."""
@@ -330,6 +383,8 @@ class Offload:
         self._ask()
 
     def close(self) -> None:
+        if self._far:
+            self._far.close()
         self._boundaries.close()
         self._graphs.close()
         self._drop_rings()

@@ -136,12 +136,12 @@ class Engine:
 
     def _keeper(self) -> OnDevice | Offload:
         """Keeps the layers' inputs between forward and backward."""
-        activations = self.settings.activations
-        codec = CODECS.get(activations)
-        if not self.settings.offload:
+        settings, codec = self.settings, CODECS.get(self.settings.activations)
+        if not settings.offload:
             return OnDevice(codec)
-        row = kept_row_bytes(activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
-        return Offload(row, self._compute, self._download, self._fetch, codec)
+        row = kept_row_bytes(settings.activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
+        far = settings.nvme_activations, settings.nvme_folders
+        return Offload(row, self._compute, self._download, self._fetch, codec, *far)
 
     # -- making one -----------------------------------------------------------------------------------------------------------
 

@@ -46,9 +46,11 @@ class Settings:
         nvme_folders: on the drives that hold what host RAM does not.
         nvme_blocks: so many streamed blocks keep arrays there: the last layers first, then the head and the embedding.
         nvme_arrays: which: "state" (remainder and the optimizer's arrays), "gradients" (those too) or "all" (weights too).
+        nvme_activations: of the recomputed layers' boundary activations an equal share goes on from host RAM to there, as much as those of
+            so many layers are.
 
     Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
-    host RAM without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
+    host RAM or boundaries on NVMe without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
     """
 
     groups: int = 1
@@ -68,18 +70,20 @@ class Settings:
     nvme_folders: tuple[Path, ...] = ()
     nvme_blocks: int = 0
     nvme_arrays: Level = "state"
+    nvme_activations: int = 0
 
     def __post_init__(self) -> None:
         ones = ("groups", "head_chunk", "update_threads", *(() if self.layer_chunk is None else ("layer_chunk",)))
-        zeros = ("resident", "sums_on_device", "retained", "retained_on_host", "nvme_blocks")
+        zeros = ("resident", "sums_on_device", "retained", "retained_on_host", "nvme_blocks", "nvme_activations")
         for name, least in {**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: {value!r} is out of range; it must be a whole number of at least {least}")
         if self.activations not in (UNCHANGED, *FORMS):
             raise ConfigError(f"activations: {self.activations!r} is unknown; choose one of {', '.join((UNCHANGED, *FORMS))}")
-        if self.nvme_blocks and not self.nvme_folders:
-            raise ConfigError("nvme_blocks: no folder was named for what lies on NVMe; set nvme_folders as well")
+        for name in ("nvme_blocks", "nvme_activations"):
+            if getattr(self, name) and not self.nvme_folders:
+                raise ConfigError(f"{name}: no folder was named for what lies on NVMe; set nvme_folders as well")
         if self.nvme_arrays not in LEVELS:
             raise ConfigError(f"nvme_arrays: {self.nvme_arrays!r} is unknown; choose one of {', '.join(LEVELS)}")
         if self.cheap_retention and not self.compile:
@@ -88,6 +92,8 @@ class Settings:
             raise ConfigError(
                 "retained_on_host: graphs wait in host RAM beside boundary activations; set offload_activations: true as well"
             )
+        if self.nvme_activations and not self.offload:
+            raise ConfigError("nvme_activations: what goes on to a drive leaves the device first; set offload_activations: true as well")
         if self.second_backward and (self.groups > 1 or self.retained or self.retained_on_host):
             raise ConfigError(
                 "second_backward: it begins with the inputs of all layers of all micro-batches; set groups: 1, retained: 0 and "

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 
-def _cuda_event(timed: bool = False) -> Any:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+def _cuda_event(timed: bool = False, blocking: bool = False) -> Any:
+    return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
 
 
 class Event:
@@ -89,6 +89,15 @@ class Lane:
                 self.stream.wait_event(event.cuda)
             else:
                 event.cuda.synchronize()
+
+    def record(self) -> Event:
+        """Inside a job: an event that completes when what it did so far is done. A thread that waits for it sleeps."""
+        event = Event()
+        if self.stream is not None:
+            event.cuda = _cuda_event(blocking=True)
+            event.cuda.record(self.stream)
+        event.finish()
+        return event
 
     def close(self) -> None:
         """Finish what is queued, on the GPU too, then stop the thread: the memory that jobs read and write may go afterwards."""

@@ -46,6 +46,7 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "memory.second_backward": choices.second_backward,
         "memory.nvme_blocks": choices.nvme_blocks,
         "memory.nvme_arrays": choices.nvme_arrays,
+        "memory.nvme_activations": choices.nvme_activations,
         "precision": machine.precision,
         "compile": plan.job.compiled,
         "device": machine.device.type,
@@ -79,13 +80,14 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
     """What the plan decided, as a line."""
     choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
     on_host = f"{choices.retained_on_host} more in host RAM, " if choices.retained_on_host else ""
+    far = f"{choices.nvme_activations} layers' worth of inputs on NVMe, " if choices.nvme_activations else ""
     kept = "" if plan.job.activations == UNCHANGED else f"activations kept as {plan.job.activations}, "
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
         f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}{kept}"
         f"{'gradients computed twice, ' if choices.second_backward else ''}"
-        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{choices.update_threads} update thread(s)"
+        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{far}{choices.update_threads} update thread(s)"
     )
 
 

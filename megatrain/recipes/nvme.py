@@ -18,22 +18,32 @@ from megatrain.planner import Plan
 
 
 def asked_of_nvme(config: Config) -> dict[str, Any]:
-    """Fields of the job. Raises ConfigError for an optimizer whose arrays the plan cannot place there."""
+    """Fields of the job. Raises ConfigError for an optimizer whose arrays the plan cannot place there; layers' inputs may always go."""
     memory = config.memory
-    if memory.nvme and issubclass(OPTIMIZERS[config.optimizer.name], WholeTensors):
-        where, others = config.where("memory.nvme"), [name for name, made in OPTIMIZERS.items() if not issubclass(made, WholeTensors)]
-        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(others)}, or set it to null")
+    if memory.nvme_blocks not in ("auto", 0) and issubclass(OPTIMIZERS[config.optimizer.name], WholeTensors):
+        where, others = (
+            config.where("memory.nvme_blocks"),
+            [name for name, made in OPTIMIZERS.items() if not issubclass(made, WholeTensors)],
+        )
+        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(others)}, or set it to auto")
     return {
         "nvme_drives": len({drive_of(folder) for folder in memory.nvme or ()}),
         "nvme_blocks": None if memory.nvme_blocks == "auto" else memory.nvme_blocks,
         "nvme_arrays": None if memory.nvme_arrays == "auto" else memory.nvme_arrays,
+        "nvme_activations": None if memory.nvme_activations == "auto" else memory.nvme_activations,
     }
 
 
 def on_nvme(settings: Settings, plan: Plan, config: Config) -> Settings:
     """The engine's settings with what the plan puts there."""
     choices = plan.choices
-    return replace(settings, nvme_folders=config.memory.nvme or (), nvme_blocks=choices.nvme_blocks, nvme_arrays=choices.nvme_arrays)
+    return replace(
+        settings,
+        nvme_folders=config.memory.nvme or (),
+        nvme_blocks=choices.nvme_blocks,
+        nvme_arrays=choices.nvme_arrays,
+        nvme_activations=choices.nvme_activations,
+    )
 
 
 def with_drives(profile: MachineProfile, config: Config) -> MachineProfile:

@@ -17,6 +17,7 @@ from tests.commands import Command
 from tests.recipes.same_run import same_run
 
 SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3", "memory.nvme_arrays=all"]
+INPUTS = ["memory.nvme=swap", "memory.nvme_activations=2"]
 SHORT = ["train.max_steps=3", "train.epochs=null"]
 
 
@@ -39,6 +40,21 @@ def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain: Command) ->
     plan = json.loads(megatrain("plan", "cfg.yaml", "--json", *SWAP).out)
     assert plan["choices"]["nvme_blocks"] == 3
     assert plan["totals"]["nvme"]["need"] == sum(plan["nvme"].values()) > 0
+
+
+def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, project: Path) -> None:
+    for name in ("adamw", "adafactor"):
+        optimizer = f"optimizer.name={name}"
+        assert megatrain("train", "cfg.yaml", f"output={name}", optimizer).code == 0
+        started = megatrain("train", "cfg.yaml", f"output={name}-far", optimizer, *INPUTS)
+        assert started.code == 0, started.err
+        plan = json.loads((project / f"{name}-far" / "plan.json").read_text())
+        assert plan["choices"]["nvme_activations"] == 2
+        assert plan["nvme"]["boundary activations"] > 0
+        same_run(project / name, project / f"{name}-far")
+    refused = megatrain("plan", "cfg.yaml", "optimizer.name=adafactor", *SWAP)
+    assert refused.code == 2
+    assert "memory.nvme_blocks: not built for adafactor; choose one of adamw, lion, or set it to auto" in refused.err
 
 
 def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain: Command, copied:
 
 FREE = {
     "train.eval_every", "train.eval_rows", "train.log_every", "checkpoint.every", "checkpoint.keep", "memory.gpu", "memory.host",
-    "memory.nvme", "memory.nvme_size", "memory.nvme_blocks", "memory.nvme_arrays",
+    "memory.nvme", "memory.nvme_size", "memory.nvme_blocks", "memory.nvme_arrays", "memory.nvme_activations",
     "memory.resident", "memory.offload_activations", "memory.second_backward", "threads", "device", "sample_prompt",
     "economy.price_per_hour", "economy.price_per_kwh", "economy.currency", "economy.gpu_power_w", "economy.host_power_w",
 }  # fmt: skip
