@@ -208,10 +208,12 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     numel = sum(sizes) - _numel(sizes, choices.resident)
     weight = WEIGHT_BYTES[job.precision]
     far = _arrays_on_nvme(choices, job, shape)
-    table = {name: int(numel * size) - far.get(name, 0) for name, size in array_bytes(choices, job).items()}
+    table = {name: int(numel * size) for name, size in array_bytes(choices, job).items()}
     if job.whole_update is not None:
-        scratch = job.whole_update.host_scratch if choices.resident < len(sizes) else 0
-        table |= job.whole_update.of_blocks(choices.resident) | {"update's scratch": scratch}
+        table |= job.whole_update.of_blocks(choices.resident)
+    table = {name: size - far.get(name, 0) for name, size in table.items()}
+    if job.whole_update is not None and choices.resident < len(sizes):
+        table["update's scratch"] = job.whole_update.host_scratch
     table |= {
         "gradient staging": 0 if choices.stores_gradients(job) else HOST_STAGES * max(sizes[choices.resident :], default=0) * weight,
         "NVMe staging": _nvme_staging(choices, job, shape) + _input_staging(choices, job, shape),
@@ -226,7 +228,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
 
 
 def array_bytes(choices: Choices, job: Job) -> dict[str, float]:
-    """Bytes per parameter of each array of a streamed block."""
+    """Bytes per parameter of each array of a streamed block, but for those in which blocks differ."""
     weight = WEIGHT_BYTES[job.precision]
     table: dict[str, float] = {"weight": weight, "remainder": REMAINDER_BYTES[job.precision], **dict(job.state_bytes)}
     return {name: size for name, size in {**table, "grad": weight if choices.stores_gradients(job) else 0}.items() if size}
@@ -239,8 +241,16 @@ def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
 
 
 def _arrays_on_nvme(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
-    numel = sum(shape.block_numel[block] for block in far_blocks(choices, shape))
-    return {name: int(numel * size) for name, size in array_bytes(choices, job).items() if numel and holds(choices.nvme_arrays, name)}
+    arrays = [far_arrays(block, choices, job, shape) for block in far_blocks(choices, shape)]
+    return {name: int(sum(sizes[name] for sizes in arrays)) for name in (arrays[0] if arrays else ())}
+
+
+def far_arrays(block: int, choices: Choices, job: Job, shape: ModelShape) -> dict[str, float]:
+    """Bytes of each array of a block that keeps arrays on NVMe."""
+    arrays = {name: shape.block_numel[block] * size for name, size in array_bytes(choices, job).items()}
+    if job.whole_update is not None:
+        arrays |= {name: sizes[block] for name, sizes in job.whole_update.state_bytes}
+    return {name: size for name, size in arrays.items() if holds(choices.nvme_arrays, name)}
 
 
 def far_blocks(choices: Choices, shape: ModelShape) -> tuple[int, ...]:
@@ -263,10 +273,8 @@ def nvme_traffic(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, in
 
 def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of host RAM through which the arrays on NVMe pass."""
-    blocks = far_blocks(choices, shape)
-    largest = max((shape.block_numel[block] for block in blocks), default=0)
-    sizes = array_bytes(choices, job)
-    return int(sum(stages(name, len(blocks)) * largest * size for name, size in sizes.items() if holds(choices.nvme_arrays, name)))
+    arrays = [far_arrays(block, choices, job, shape) for block in far_blocks(choices, shape)]
+    return int(sum(stages(name, len(arrays)) * max(sizes[name] for sizes in arrays) for name in (arrays[0] if arrays else ())))
 
 
 def _input_staging(choices: Choices, job: Job, shape: ModelShape) -> int:

@@ -258,8 +258,6 @@ class Search:
     def with_arrays_spilled(self, choices: Choices) -> Choices:
         """With arrays of as few blocks on NVMe as suffice, what a step touches least."""
         levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
-        if self.job.whole_update is not None:  # whose arrays cannot lie there
-            return replace(choices, nvme_blocks=0, nvme_arrays=levels[0])
         streamed, asked = len(self.shape.block_numel) - choices.resident, self.job.nvme_blocks
         if asked is not None:
             with_asked = [replace(choices, nvme_blocks=min(asked, streamed), nvme_arrays=level) for level in levels]

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from megatrain import simulation
 from megatrain.activations import UNCHANGED
 from megatrain.machine import UPDATE_BYTES, MachineProfile, interpolate
-from megatrain.nvme_tier import holds
 from megatrain.planner_bytes import (
     SUM_BYTES,
     WEIGHT_BYTES,
-    array_bytes,
     boundary_row_bytes,
+    far_arrays,
     far_blocks,
     far_inputs,
     graph_bytes,
@@ -237,7 +236,7 @@ class _Costs:
             boundary_up=offloaded / self.up,
             host_update=streamed / self.host_update_rate + (self._products(number, travelling=True) if streamed else 0.0),
             device_update=resident / self.device_update_rate + (self._products(number) if resident or self.on_gpu else 0.0),
-            **(self._nvme(numel) if number in self.far else {}),
+            **(self._nvme(number) if number in self.far else {}),
         )
 
     def _with_drive(self, block: BlockTasks, offloaded: float) -> BlockTasks:
@@ -254,9 +253,9 @@ class _Costs:
         moved = 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down) if travelling and self.on_gpu else 0.0
         return flops / interpolate(self.machine.matmul, self.shape.hidden_size) + moved
 
-    def _nvme(self, numel: int) -> dict[str, float]:
+    def _nvme(self, number: int) -> dict[str, float]:
         """Reading and writing what such a block keeps on NVMe, at the rates of as many drives as there are."""
-        sizes = {name: numel * size for name, size in array_bytes(self.choices, self.job).items() if holds(self.choices.nvme_arrays, name)}
+        sizes = far_arrays(number, self.choices, self.job, self.shape)
         read, write = self.disk_read, self.disk_write
         grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
         return {

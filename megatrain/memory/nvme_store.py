@@ -113,7 +113,9 @@ class NvmeStore:
         for block in sorted({block for name in self._specs for block in blocks[name]}):  # what is used together lies together
             for name in self._specs:
                 if (name, block) in self._numel:
-                    nbytes = round_up(self._numel[name, block] * self._specs[name].dtype.itemsize, PAGE)
+                    nbytes = max(
+                        PAGE, round_up(self._numel[name, block] * self._specs[name].dtype.itemsize, PAGE)
+                    )  # it may have no element
                     self._places[name, block] = end, nbytes
                     end += nbytes
         self._changed = threading.Condition()

@@ -9,23 +9,15 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.engine.settings import Settings
-from megatrain.errors import ConfigError
 from megatrain.hardware import Hardware, disk_free, drive_of
 from megatrain.machine import MachineProfile
 from megatrain.measure.disk import disk_rates
-from megatrain.optim import OPTIMIZERS, WholeTensors
 from megatrain.planner import Plan
 
 
 def asked_of_nvme(config: Config) -> dict[str, Any]:
-    """Fields of the job. Raises ConfigError for an optimizer whose arrays the plan cannot place there; layers' inputs may always go."""
+    """Fields of the job."""
     memory = config.memory
-    if memory.nvme_blocks not in ("auto", 0) and issubclass(OPTIMIZERS[config.optimizer.name], WholeTensors):
-        where, others = (
-            config.where("memory.nvme_blocks"),
-            [name for name, made in OPTIMIZERS.items() if not issubclass(made, WholeTensors)],
-        )
-        raise ConfigError(f"{where}: not built for {config.optimizer.name}; choose one of {', '.join(others)}, or set it to auto")
     return {
         "nvme_drives": len({drive_of(folder) for folder in memory.nvme or ()}),
         "nvme_blocks": None if memory.nvme_blocks == "auto" else memory.nvme_blocks,

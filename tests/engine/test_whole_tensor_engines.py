@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain import nvme_tier
 from megatrain.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError
 from megatrain.models.anatomy import decays
+from megatrain.nvme_tier import LEVELS
 from megatrain.optim import Adafactor, AdamW, Muon, WholeTensors
 from tests.support import (
     LANES,
@@ -91,6 +93,20 @@ def test_dials_change_no_bit(name, optimizer):
     config, steps, states = tiny_config("llama"), [micro_batches(seed) for seed in range(3)], []
     for settings in (Settings(head_chunk=7), SETTINGS[name]):
         with engine_of(config, optimizer=optimizer, precision="bfloat16", settings=settings) as engine:
+            train_engine(engine, steps)
+            states.append(state_of(engine))
+    assert differing(*states) == []
+
+
+@by_name
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None], ids=["clipped", "unclipped"])
+def test_nor_do_arrays_on_nvme(level, max_norm, optimizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(nvme_tier, "STATE_STAGES", 1)
+    config, steps, states = tiny_config("qwen2-tied"), [micro_batches(seed) for seed in range(3)], []
+    for settings in (Settings(head_chunk=7), Settings(head_chunk=7, nvme_folders=(tmp_path,), nvme_blocks=ALL, nvme_arrays=level)):
+        with engine_of(config, optimizer=optimizer, precision="bfloat16", max_grad_norm=max_norm, settings=settings) as engine:
+            assert engine.store.is_on_nvme("remainder", 1) == bool(settings.nvme_blocks)
             train_engine(engine, steps)
             states.append(state_of(engine))
     assert differing(*states) == []

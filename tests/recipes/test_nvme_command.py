@@ -52,9 +52,18 @@ def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, pro
         assert plan["choices"]["nvme_activations"] == 2
         assert plan["nvme"]["boundary activations"] > 0
         same_run(project / name, project / f"{name}-far")
-    refused = megatrain("plan", "cfg.yaml", "optimizer.name=adafactor", *SWAP)
-    assert refused.code == 2
-    assert "memory.nvme_blocks: not built for adafactor; choose one of adamw, lion, or set it to auto" in refused.err
+
+
+def test_so_may_the_arrays_of_an_optimizer_of_whole_tensors(megatrain: Command, project: Path) -> None:
+    changes = ["optimizer.name=muon", "memory.resident=0"]
+    assert megatrain("train", "cfg.yaml", "output=here", *changes).code == 0
+    started = megatrain("train", "cfg.yaml", "output=there", *changes, *SWAP)
+    assert started.code == 0, started.err
+    same_run(project / "here", project / "there")
+    here, there = (json.loads((project / run / "plan.json").read_text()) for run in ("here", "there"))
+    moved = {key: there["nvme"][key] + there["host"].get(key, 0) for key in there["nvme"]}
+    assert set(moved) > {"weight", "remainder", "grad"}
+    assert moved == {key: pytest.approx(here["host"][key], abs=4 << 20) for key in moved}  # slabs are whole huge pages
 
 
 def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
