@@ -260,8 +260,9 @@ def main() -> None:
     columns = ("allocated", "measured", "reserved", "driver", "measured", "host", "measured", "other", "seconds", "measured")
     print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
     results: dict[str, Any] = {}
-    if device == "cuda":  # as a run does before its first plan; here in a process that ends before any peak is taken
-        subprocess.run([sys.executable, "-m", "megatrain", "doctor", "--quick"], capture_output=True, check=True)
+    # on CUDA as a run does before its first plan, but in a process that ends before any peak is taken
+    quick = ["--quick"] if device == "cuda" else []
+    subprocess.run([sys.executable, "-m", "megatrain", "doctor", *quick], capture_output=True, check=True)
     started = time.monotonic()
     for name, case in cases.items():
         if time.monotonic() - started > args.budget:
