@@ -178,6 +178,11 @@ def test_alias_values_without_a_meaning_are_refused(load, text):
         load(text)
 
 
+def test_an_optimizer_that_differs_from_ours_of_the_same_name_names_ours(load):
+    with pytest.raises(ConfigError, match=r"optim: transformers' adafactor cannot be honoured: .* set optimizer\.name: adafactor"):
+        load("optim: adafactor")
+
+
 @pytest.mark.parametrize("name", [*REFUSED, *[prefix + "anything" for prefix in REFUSED_PREFIXES]])
 @pytest.mark.parametrize("section", ["", "train"])
 def test_what_cannot_be_honoured_is_refused_with_the_reason(load, name, section):

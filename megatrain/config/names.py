@@ -79,10 +79,21 @@ _schedule = _among(
     ("cosine", "cosine"),
     ("warmup_stable_decay", "wsd"),
 )
-_optimizer = _among(
+_known_optimizer = _among(
     *[(name, "adamw") for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")],
     *[(name, "lion") for name in ("lion", "lion_32bit")],
 )
+
+
+def _optimizer(value: object) -> object:
+    if _same("adafactor", value):
+        raise ValueError(
+            "transformers' adafactor cannot be honoured: its rate is not relative to the size of the weights, as torch's and ours is; set "
+            "optimizer.name: adafactor, and a train.learning_rate for it, such as 1e-3"
+        )
+    return _known_optimizer(value)
+
+
 _only_answers = _among((True, "assistant"), (False, "all"))
 _seq_len = Alias(("train", "seq_len"))
 _model = Alias(("model", "path"))
