@@ -61,10 +61,15 @@ class Search:
     def fastest(self) -> Choices:
         """The fastest choices that leave some room; else that fit at all; else those that are nearest to fitting."""
         found = replace(self, room=self.room.less_spare()).fastest_that_fits()
-        if found is None or found.second_backward:  # room to spare is not worth a second backward
+        if found is None or self.strained(found):
             tight = self.fastest_that_fits()
-            found = tight if found is None or (tight and not tight.second_backward) else found
+            found = tight if found is None or (tight and not self.strained(tight)) else found
         return found or min(self.lean(), key=self.shortage)
+
+    def strained(self, choices: Choices) -> bool:
+        """Whether memory costs what room to spare is not worth: gradients computed twice, or more on a drive than was asked for."""
+        on_nvme = choices.nvme_blocks > (self.job.nvme_blocks or 0) or choices.nvme_activations > (self.job.nvme_activations or 0)
+        return choices.second_backward or on_nvme
 
     def fastest_that_fits(self) -> Choices | None:
         found = self.fastest_of(self.coarse())
