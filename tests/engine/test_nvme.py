@@ -163,13 +163,13 @@ def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_want
     few_buffers(monkeypatch, 1)
     with make(tmp_path, "state", clip=None) as engine:
         engine.train_step(STEPS[0])
-        engine._updater.delay = lambda block: time.sleep(0.02)
+        engine._updater.delay = lambda block: time.sleep(0.05)
         slow = engine.train_step(STEPS[1]).stalls_s
         assert slow["wait_update"] > 0.02 > slow["wait_nvme"]
         engine._updater.delay = None
         for block in engine.anatomy.blocks:
             engine.wait_ready(block.index)  # the last ones still sleep
-        slow_drive(monkeypatch, ("preadv",), 0.02, 0.02)
+        slow_drive(monkeypatch, ("preadv",), 0.05, 0.05)
         slow = engine.train_step(STEPS[2]).stalls_s
         assert slow["wait_nvme"] > 0.02 > slow["wait_update"]
 
