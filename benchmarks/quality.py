@@ -56,7 +56,7 @@ VARIANTS = {
     "int8-moments": Variant({"optimizer.moments": "int8"}),
     "lion": Variant({"optimizer.name": "lion", "train.learning_rate": 1e-5}),
     "lion-int8": Variant({"optimizer.name": "lion", "optimizer.moments": "int8", "train.learning_rate": 1e-5}),
-    "adafactor": Variant({"optimizer.name": "adafactor", "train.learning_rate": 1e-3}),
+    "adafactor": Variant({"optimizer.name": "adafactor", "train.learning_rate": 2e-4}),
     "muon": Variant({"optimizer.name": "muon"}),
     "fp8": Variant(policy=Fp8Policy()),
     "fp8-attention-in-bf16": Variant(policy=Fp8Policy(keep=(*ROUTERS, *ATTENTION))),

@@ -89,7 +89,7 @@ def _optimizer(value: object) -> object:
     if _same("adafactor", value):
         raise ValueError(
             "transformers' adafactor cannot be honoured: its rate is not relative to the size of the weights, as torch's and ours is; set "
-            "optimizer.name: adafactor, and a train.learning_rate for it, such as 1e-3"
+            "optimizer.name: adafactor, and a train.learning_rate for it, such as 2e-4"
         )
     return _known_optimizer(value)
 
