@@ -41,7 +41,7 @@ def launch(source: str, name: str, threads: int, tensors: Sequence[Tensor], numb
         shape = (-(-threads // THREADS), 1, 1, THREADS, 1, 1)  # blocks, threads of each
         error = _driver().cuLaunchKernel(kernel.func, *shape, 0, stream, places, None)
     if error:
-        raise RuntimeError(f"CUDA error {error} at the launch of {name}")
+        raise RuntimeError(f"the GPU refused to launch {name}: CUDA error {error}")
 
 
 def float_bits(value: Any) -> int:

@@ -44,7 +44,7 @@ class MachineProfile:
     memory: float  # bytes/s of the compute device's own memory, read and written ones counted
     launch: float  # seconds that one small eager operation costs the host
     device_update: float  # parameters/s of the same update on the compute device
-    disk_write: float  # bytes/s in the output folder, past the page cache
+    disk_write: float  # bytes/s in the output folder, or of the slowest drive of memory.nvme, past the page cache
     disk_read: float
     fp8: float  # FLOP/s of row-wise scaled products at 8192 tokens
 

@@ -61,15 +61,22 @@ class Search:
     def fastest(self) -> Choices:
         """The fastest choices that leave some room; else that fit at all; else those that are nearest to fitting."""
         found = replace(self, room=self.room.less_spare()).fastest_that_fits()
-        if found is None or self.strained(found):
-            tight = self.fastest_that_fits()
-            found = tight if found is None or (tight and not self.strained(tight)) else found
+        if found is None or self.strains(found):
+            candidates = [found, self.fastest_that_fits()]
+            if self.job.nvme_drives and not (self.job.nvme_blocks or self.job.nvme_activations):
+                candidates.append(replace(self, job=replace(self.job, nvme_drives=0)).fastest_that_fits())
+            found = min(filter(None, candidates), key=self.cost, default=None)  # the first of equal ones: room to spare is worth something
         return found or min(self.lean(), key=self.shortage)
 
-    def strained(self, choices: Choices) -> bool:
-        """Whether memory costs what room to spare is not worth: gradients computed twice, or more on a drive than was asked for."""
+    def strains(self, choices: Choices) -> int:
+        """What memory costs that nobody asked for and room to spare is not worth: gradients computed twice, and use of a drive."""
         on_nvme = choices.nvme_blocks > (self.job.nvme_blocks or 0) or choices.nvme_activations > (self.job.nvme_activations or 0)
-        return choices.second_backward or on_nvme
+        return (choices.second_backward and not self.job.second_backward) + on_nvme
+
+    def cost(self, choices: Choices) -> tuple[int, float]:
+        """Strains, then seconds, which may differ by much where a drive is used."""
+        seconds = timing.predict(choices, self.job, self.shape, self.machine).seconds if self.job.nvme_drives else 0.0
+        return self.strains(choices), seconds
 
     def fastest_that_fits(self) -> Choices | None:
         found = self.fastest_of(self.coarse())
@@ -249,9 +256,9 @@ class Search:
         inputs = self.with_arrays_spilled(replace(choices, nvme_activations=recomputed))
         if inputs.nvme_blocks <= asked and self.host_share(inputs) <= 1:
             inputs = self.least_inputs(inputs)
-        fitting = [found for found in (arrays, inputs) if self.host_share(found) <= 1]
+        fitting = [found for found in (arrays, inputs) if self.fits(found)]
         if not fitting:
-            return min(arrays, inputs, key=self.host_share)
+            return min(arrays, inputs, key=self.shortage)
         return min(fitting, key=lambda found: sum(nvme_traffic(found, self.job, self.shape)))
 
     def least_inputs(self, choices: Choices) -> Choices:

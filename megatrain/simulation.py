@@ -147,6 +147,7 @@ class _Play:
         self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
         self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were there
         self.applying: deque[int] = deque(maxlen=HOST_STAGES)  # blocks whose gradients have the buffers of those that are applied at once
+        self.host_late = False  # whether the host's update is behind for waiting for NVMe
         self.late = [False] * len(blocks)  # whether a block's update waited for NVMe, or came after one that did
         self.updated = [0.0] * len(blocks)
         self.gradient_landed = [0.0] * len(blocks)
@@ -201,7 +202,7 @@ class _Play:
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
         arrived = self._read_state(tasks) if tasks.nvme_read else 0.0
-        self.late[block] = arrived > begin or (self.dials.stored and block > 0 and self.late[block - 1])
+        self.late[block] = self.host_late = arrived > begin or (begin == self.host and self.host_late)
         self.host = self.updated[block] = max(begin, arrived) + tasks.host_update
         if tasks.nvme_write:
             self.to_write.append(block)

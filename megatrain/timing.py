@@ -40,7 +40,7 @@ FP8_TRAFFIC = 1.45
 # A kernel of a layer costs the host so many bare launches, with the module around it or the compiled graph, which has fewer kernels but
 # guards, and wrappers of autograd's. On an H100's host a compiled layer of 37 kernels took 3.3 ms, forward and backward, a launch 8 us.
 # A step of 11,700 eager kernels took 0.46 s where a launch takes 10 us; layers alone, without an engine and updates beside, a fifth less.
-LAUNCHES_PER_KERNEL = {"eager": 4.2, "compiled": 10.0}
+LAUNCHES_PER_KERNEL = {"eager": 4.0, "compiled": 10.0}
 # Of the bus's rate, for what leaves in forward while the host updates in the same memory: a 14.8B model's step waited 0.29 s for the
 # graphs of ten layers.
 BESIDE_UPDATE = 0.75

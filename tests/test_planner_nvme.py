@@ -45,13 +45,19 @@ def test_what_host_ram_has_room_for_stays_there() -> None:
     assert plan.choices == make_plan(JOB_7B, QWEN_7B, H200, typical(H200)).choices
 
 
-def test_room_to_spare_is_not_worth_a_drive() -> None:
-    host_alone = replace(ON_DRIVE, nvme_drives=0)
+@pytest.mark.parametrize("again", [False, True, None])
+def test_room_to_spare_is_not_worth_a_drive(again: bool | None) -> None:
+    on_drive = replace(JOB_7B, nvme_drives=1, second_backward=again)
+    host_alone = replace(on_drive, nvme_drives=0)
     too_little = plan_of(host_alone, SMALL, None)  # as little as can be, which is more than there is
     tight = with_gpu(replace(H200, host_available_bytes=int(1.01 * too_little.host_bytes)), 24 * GIB)
-    with_drive, without = plan_of(ON_DRIVE, tight), plan_of(host_alone, tight, None)
+    with_drive, without = plan_of(on_drive, tight), plan_of(host_alone, tight, None)
     assert without.fits
-    assert (with_drive.choices, with_drive.nvme) == (without.choices, {})
+    if again is None:  # a drive may spare a second backward, if it is fast enough
+        assert without.choices.second_backward and not with_drive.choices.second_backward
+        assert with_drive.timing.seconds < without.timing.seconds
+    else:
+        assert (with_drive.choices, with_drive.nvme) == (without.choices, {})
 
 
 @pytest.mark.parametrize(("host", "most"), [(90, "state"), (60, "state"), (32, "all")])

@@ -95,8 +95,8 @@ class Engine:
         stored = self.max_grad_norm is not None and not settings.second_backward  # gradients, until their norm is known
         layouts, dtype, threads = layouts_of(skeleton.anatomy), PRECISIONS[self.precision], settings.update_threads
         placement = Placement.of(settings, len(layouts))
-        take_workspaces(self.device, dtype)
         with naming_the_gpu("the resident blocks' state"):
+            take_workspaces(self.device, dtype)
             self.store = resources.enter_context(
                 open_store(layouts, self.optimizer, self.precision, placement, gradients=stored, device=self.device, threads=threads)
             )

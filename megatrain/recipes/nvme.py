@@ -9,6 +9,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.engine.settings import Settings
+from megatrain.errors import StorageError
 from megatrain.hardware import Hardware, disk_free, drive_of
 from megatrain.machine import MachineProfile
 from megatrain.measure.disk import disk_rates
@@ -39,8 +40,14 @@ def on_nvme(settings: Settings, plan: Plan, config: Config) -> Settings:
 
 
 def with_drives(profile: MachineProfile, config: Config) -> MachineProfile:
-    """The profile with what the slowest drive of memory.nvme writes and reads: measured now, for some seconds each. Raises StorageError."""
-    rates = [disk_rates(folder) for folder in {drive_of(folder): folder for folder in config.memory.nvme or ()}.values()]
+    """The profile with what the slowest drive of memory.nvme writes and reads: measured now, for some seconds each.
+
+    Unchanged where that fails: a folder that is full or cannot be written is told of by the plan or the store, with what they need of it.
+    """
+    try:
+        rates = [disk_rates(folder) for folder in {drive_of(folder): folder for folder in config.memory.nvme or ()}.values()]
+    except StorageError:
+        return profile
     if not rates:
         return profile
     return replace(profile, disk_write=min(write for write, _ in rates), disk_read=min(read for _, read in rates))
