@@ -19,6 +19,7 @@ from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.optim import AdamW
+from megatrain.planner_bytes import HOST_STAGES
 
 LAYOUTS = [
     FlatLayout.pack([("w", (300, 1000), True), ("norm", (70,), False), ("b.bias", (3,), False), ("v", (9, 9), True)]),
@@ -190,6 +191,7 @@ def test_an_error_of_the_optimizer_reaches_whoever_waits(monkeypatch):
 
 
 def test_a_staging_buffer_is_taken_again_only_after_the_update_that_read_it():
+    assert RING_BUFFERS == HOST_STAGES  # as the plan counts them
     waited: list[int] = []
     ring = GradientRing(1024, torch.bfloat16, pinned=False, wait_ready=waited.append, blocked=nullcontext)
     buffers = [ring.take(block, 100 + block) for block in range(RING_BUFFERS)]
