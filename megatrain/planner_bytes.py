@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -241,15 +242,19 @@ def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
 
 
 def _arrays_on_nvme(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
-    arrays = [far_arrays(block, choices, job, shape) for block in far_blocks(choices, shape)]
-    return {name: int(sum(sizes[name] for sizes in arrays)) for name in (arrays[0] if arrays else ())}
+    return {name: int(size) for name, size in far_arrays(far_blocks(choices, shape), sum, choices, job, shape).items()}
 
 
-def far_arrays(block: int, choices: Choices, job: Job, shape: ModelShape) -> dict[str, float]:
-    """Bytes of each array of a block that keeps arrays on NVMe."""
-    arrays = {name: shape.block_numel[block] * size for name, size in array_bytes(choices, job).items()}
+def far_arrays(
+    blocks: Sequence[int], combined: Callable[[Iterable[int]], int], choices: Choices, job: Job, shape: ModelShape
+) -> dict[str, float]:
+    """Of each array that is taken to NVMe, the bytes in these blocks, combined: their sum, or the largest."""
+    if not blocks:
+        return {}
+    numel = combined(shape.block_numel[block] for block in blocks)
+    arrays = {name: numel * size for name, size in array_bytes(choices, job).items()}
     if job.whole_update is not None:
-        arrays |= {name: sizes[block] for name, sizes in job.whole_update.state_bytes}
+        arrays |= {name: combined(sizes[block] for block in blocks) for name, sizes in job.whole_update.state_bytes}
     return {name: size for name, size in arrays.items() if holds(choices.nvme_arrays, name)}
 
 
@@ -273,8 +278,8 @@ def nvme_traffic(choices: Choices, job: Job, shape: ModelShape) -> tuple[int, in
 
 def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of host RAM through which the arrays on NVMe pass."""
-    arrays = [far_arrays(block, choices, job, shape) for block in far_blocks(choices, shape)]
-    return int(sum(stages(name, len(arrays)) * max(sizes[name] for sizes in arrays) for name in (arrays[0] if arrays else ())))
+    blocks = far_blocks(choices, shape)
+    return int(sum(stages(name, len(blocks)) * size for name, size in far_arrays(blocks, max, choices, job, shape).items()))
 
 
 def _input_staging(choices: Choices, job: Job, shape: ModelShape) -> int:

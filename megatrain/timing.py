@@ -255,7 +255,7 @@ class _Costs:
 
     def _nvme(self, number: int) -> dict[str, float]:
         """Reading and writing what such a block keeps on NVMe, at the rates of as many drives as there are."""
-        sizes = far_arrays(number, self.choices, self.job, self.shape)
+        sizes = far_arrays([number], sum, self.choices, self.job, self.shape)
         read, write = self.disk_read, self.disk_write
         grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
         return {

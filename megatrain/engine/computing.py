@@ -18,7 +18,7 @@ def computing(device: torch.device, what: str) -> Iterator[None]:
     """While layers run: with this device's attention kernels, and with errors that say what is to be done about `what`.
 
     Gradients are computed in the calling thread. A thread of autograd's own would only wait for it, and the two would pass Python's lock
-    back and forth: of steps that are bound by launches, that took 6%.
+    back and forth: of steps that are bound by launches, that took 5 to 6%.
     """
     with naming_the_gpu(what), naming_the_compiler(), fastest_attention(device), torch.autograd.set_multithreading_enabled(False):
         yield

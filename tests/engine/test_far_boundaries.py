@@ -23,7 +23,8 @@ from megatrain.memory import slab, swap_files
 from megatrain.memory.layout import round_up
 from megatrain.memory.swap_files import PAGE
 from megatrain.optim import Muon
-from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+from tests.drives import slow_drive
+from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(8, 40), (8, 40), (1, 40)]) for seed in range(2)]  # in bf16 5 pages, and the last one most of a page
 IN_RAM = Settings(offload=True, head_chunk=7)
@@ -73,18 +74,6 @@ def far_of(engine: Engine) -> FarBoundaries:
     assert isinstance(keeper, Offload)
     assert keeper._far is not None
     return keeper._far
-
-
-def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_s: float, shortest_s: float = 0.0) -> None:
-    """Every transfer sleeps first."""
-    for number, call in enumerate(calls):
-        real, sleep = getattr(os, call), sleeper(number, shortest_s, longest_s)
-
-        def shim(*arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep) -> Any:
-            sleep()
-            return real(*arguments)
-
-        monkeypatch.setattr(os, call, shim)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -321,6 +310,6 @@ def parts_are_taken_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
 )
 def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, slow):
     fault(monkeypatch)
-    slow_drive(monkeypatch, (slow,), 0.02, 0.02)
+    slow_drive(monkeypatch, (slow,), 0.1, 0.1)
     with make(tmp_path) as engine:
         assert train_engine(engine, STEPS).norms != in_ram()[0].norms

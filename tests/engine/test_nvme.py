@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.memory import swap_files
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.nvme_tier import blocks_on_nvme
+from tests.drives import slow_drive
 from tests.support import (
     LANES,
     NoUpdates,
@@ -28,7 +29,6 @@ from tests.support import (
     differing,
     engine_of,
     full_batches,
-    sleeper,
     state_of,
     tiny_config,
     train_engine,
@@ -119,18 +119,6 @@ def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
 
 
 # -- slow drives --------------------------------------------------------------------------------------------------------------------
-
-
-def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_s: float, shortest_s: float = 0.0) -> None:
-    """Every transfer sleeps first."""
-    for number, call in enumerate(calls):
-        real, sleep = getattr(os, call), sleeper(number, shortest_s, longest_s)
-
-        def shim(*arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep) -> Any:
-            sleep()
-            return real(*arguments)
-
-        monkeypatch.setattr(os, call, shim)
 
 
 @pytest.mark.parametrize("slow", [("preadv",), ("pwritev",), ("preadv", "pwritev")], ids="+".join)

@@ -15,6 +15,7 @@ from megatrain.engine.boundaries import Offload
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
 from megatrain.memory.swap_files import PAGE
+from tests.drives import slow_drive
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -89,14 +90,8 @@ def test_a_late_computation_changes_no_bit(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_slow_drive_and_slow_lanes_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    real, sleep = getattr(os, call), sleeper(0, 0.0, 0.004)
-
-    def slowly(*arguments: Any) -> int:
-        sleep()
-        return int(real(*arguments))
-
     expected = run(make(None))
-    monkeypatch.setattr(os, call, slowly)
+    slow_drive(monkeypatch, (call,), 0.004)
     check_same(run(delay(make(tmp_path), LANES, longest_s=0.003)), expected)
 
 

@@ -1,0 +1,23 @@
+"""Drives as tests want them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import sleeper
+
+
+def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_s: float, shortest_s: float = 0.0) -> None:
+    """Every transfer sleeps first."""
+    for number, call in enumerate(calls):
+        real, sleep = getattr(os, call), sleeper(number, shortest_s, longest_s)
+
+        def shim(*arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep) -> Any:
+            sleep()
+            return real(*arguments)
+
+        monkeypatch.setattr(os, call, shim)
