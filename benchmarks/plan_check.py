@@ -240,7 +240,7 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--device", default="auto", help="cpu or cuda: whose cases")
     parser.add_argument("--steps", type=int, default=6, help="of each case; two warm it up")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further case begins")
@@ -256,7 +256,9 @@ def main() -> None:
     import torch
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    cases = {name: case for name, case in (CUDA_CASES if device == "cuda" else CPU_CASES).items() if args.only in name}
+    cases = {
+        name: case for name, case in (CUDA_CASES if device == "cuda" else CPU_CASES).items() if any(part in name for part in args.only)
+    }
     columns = ("allocated", "measured", "reserved", "driver", "measured", "host", "measured", "other", "seconds", "measured")
     print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
     results: dict[str, Any] = {}
