@@ -82,7 +82,7 @@ def bench(
         computing_s = time_computing(engine, config, plan) if steady_s < LONGEST_TRACED_S else None
         if profile is not None:
             show_timeline(engine, config, plan, profile, console)
-    return result_of(config, plan, parts, measured[warmup:], setup_s=setup_s, memory=memory, computing_s=computing_s)
+    return result_of(config, plan, parts, measured[:warmup], measured[warmup:], setup_s=setup_s, memory=memory, computing_s=computing_s)
 
 
 def prepare_shape(config: Config, layers: int | None) -> Parts:
@@ -158,6 +158,7 @@ def result_of(
     config: Config,
     plan: Plan,
     parts: Parts,
+    warmup_steps: list[BenchStep],
     steps: list[BenchStep],
     *,
     setup_s: float,
@@ -188,6 +189,7 @@ def result_of(
         advice=advise(spent, facts_of(config, plan, parts), mfu),
         choices=choices_in_words(plan, parts),
         setup_s=setup_s,
+        warmup_steps=tuple(warmup_steps),
         steps=tuple(steps),
         plan=plan.to_dict(),
         config=config.model_dump(mode="json"),

@@ -45,6 +45,7 @@ class BenchResult:
     advice: str
     choices: str
     setup_s: float  # to allocate, pin and draw the weights
+    warmup_steps: tuple[BenchStep, ...]
     steps: tuple[BenchStep, ...]
     plan: dict[str, Any]
     config: dict[str, Any]
@@ -75,7 +76,7 @@ class BenchResult:
             ("model", f"{self.parameters:,} parameters, {self.layers} layers"),
             ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
             ("step", f"{self.step_s}; {spread}"),
-            ("loss", f"{self.steps[0].loss:.4f} in the first of them, {self.steps[-1].loss:.4f} in the last"),
+            ("loss", f"{(*self.warmup_steps, *self.steps)[0].loss:.4f} in the first step, {self.steps[-1].loss:.4f} in the last"),
             ("rate", rates if self.mfu is None else f"{rates}, {self.mfu:.0%} of the GPU's peak"),
             ("time", time_in_words(self.time) + ("" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it")),
             ("planned", phases_in_words(self.plan["timing"])),
