@@ -23,14 +23,16 @@ MIB = 2**20
 GIB = 2**30
 
 # What the driver counts beyond torch's reservation once all kernels of a model have been loaded: H200, torch 2.11, CUDA 13. The same to the
-# byte from 0.1 to 7.6 billion parameters, eager and compiled; 16 MiB less in float32, whose attention has no kernels of its own.
-CUDA_CONTEXT_BYTES = 828 * MIB
-# cuBLAS and cuBLASLt (products with a bias) each keep a workspace of 32 MiB inside torch's reservation on Hopper; less on older chips.
-CUBLAS_WORKSPACE_BYTES = 64 * MIB
+# byte from 0.2 to 0.8 billion parameters; 8 MiB less in float32, whose attention has no kernels of its own.
+CUDA_CONTEXT_BYTES = 756 * MIB
+# cuBLAS and cuBLASLt (products with a bias) share a workspace of 32 MiB inside torch's reservation on Hopper; less on older chips. There is
+# one for every thread and stream that multiplies.
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
 # Resident memory that libraries take after planning, when they compute: the update kernel's compiler and code, oneDNN's kernels or CUDA's
 # host side. `benchmarks/plan_check.py` measures it: the host's peak less all other rows of the plan.
 CPU_LIBRARY_BYTES = 140 * MIB  # besides what grows with the head, see planner_bytes.CPU_HEAD_BYTES
 CUDA_LIBRARY_BYTES = 1080 * MIB
+CUDNN_LIBRARY_BYTES = 135 * MIB  # of these, what only attention in bf16 loads
 COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cache; 70 MiB with all of it there
 
 # glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.

@@ -23,7 +23,7 @@ from megatrain.hardware import GIB, Hardware, _nvml, bf16_is_fast, update_thread
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 Link = int | str  # PCIe's generation, or "C2C"
 
-FORMAT = 2  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 3  # of the measurements: a higher number makes every cached profile stale
 UPDATE_BYTES = 26  # memory traffic of one parameter's AdamW update: weight, remainder, two fp32 moments read and written, gradient read
 
 
@@ -37,6 +37,7 @@ class MachineProfile:
     download: float  # bytes/s, the other way, alone
     both: float  # bytes/s, both directions at once, their sum
     update: Rates  # (threads, parameters/s) of our AdamW kernel over host arrays much larger than caches, 26 bytes a parameter
+    arithmetic: float  # how fast a thread of the host computes updates, of what the planner's table of moments assumes; 1.0 is usual
     update_busy: float  # parameters/s on `hardware.update_threads` threads while PCIe is busy both ways; without a GPU as alone
     matmul: Rates  # (tokens, FLOP/s) on the compute device, bfloat16, [tokens, 4096] x [4096, 14336]
     matmul_fp32: Rates  # the same in float32
@@ -240,6 +241,7 @@ def typical(hardware: Hardware) -> MachineProfile:
         "fingerprint": "typical",
         "measured_on": "",
         "update": update,
+        "arithmetic": 1.0,
         "disk_write": DISK[host][0],
         "disk_read": DISK[host][1],
     }

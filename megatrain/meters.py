@@ -12,30 +12,33 @@ if TYPE_CHECKING:
 
 
 def host_bytes() -> int:
-    """Peak resident bytes of this process and its living children, each at its own peak (Linux counts it as VmHWM).
+    """Peak resident bytes of this process (Linux counts it as VmHWM), and what its living children hold now.
 
-    Pages that several processes map are counted for each: the sum is never less than what the machine had to hold.
+    A page that several processes map is shared out among them (Linux: PSS): children that were forked, as a compiler's are, have most of
+    theirs from their parent, and would each be counted for all of it.
     """
     import psutil
 
     own = psutil.Process()
-    return sum(_peak_resident_bytes(process) for process in (own, *own.children(recursive=True)))
+    return _peak_resident_bytes(own) + sum(_own_bytes(child) for child in own.children(recursive=True))
 
 
-def _peak_resident_bytes(process: Any) -> int:
+def _own_bytes(process: Any) -> int:
     import psutil
 
     try:
+        memory = process.memory_full_info()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone; or not ours to look into
+        return 0
+    return int(getattr(memory, "pss", memory.rss))
+
+
+def _peak_resident_bytes(process: Any) -> int:
+    try:
         status = Path(f"/proc/{process.pid}/status").read_text()
-    except FileNotFoundError:  # not Linux, or the child is gone: what is resident now is the best there is
-        try:
-            return int(process.memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a zombie has no memory
+    except FileNotFoundError:  # not Linux: what is resident now is the best there is
+        return int(process.memory_info().rss)
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 class GpuMeter:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED, kept_row_bytes
-from megatrain.hardware import COMPILER_BYTES, MIB, Hardware
+from megatrain.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, MIB, Hardware
 from megatrain.nvme_tier import blocks_on_nvme, boundary_staging, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
@@ -224,6 +224,7 @@ def host_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware
     }
     slabs = {name: -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for name, size in table.items() if size}
     libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
+    libraries -= CUDNN_LIBRARY_BYTES if hardware.gpu and job.precision == "float32" else 0
     head = {} if hardware.gpu else {HEAD_COPIES: round(CPU_HEAD_BYTES[job.precision] * shape.vocab_size * shape.hidden_size)}
     return slabs | {"the process so far": hardware.resident_bytes, "libraries at work": libraries} | head
 

@@ -37,10 +37,14 @@ CPU_PRODUCTS_SHARE = 0.91  # of a lone matrix product's rate that a layer's prod
 # before gradients had kernels of their own; with them the prediction is right to 4%.
 FP8_WEIGHT_BYTES = 35.0
 FP8_TRAFFIC = 1.45
+# How much longer a GPU's eager kernels take than what they read and write does at the rate of its memory: many change a type, broadcast
+# or turn round what lies across. Traces of seven steps of 0.2B to 0.8B models on an H200: 1.5 (float32) to 1.9; a 7.6B model's step: 1.5.
+EAGER_TRAFFIC = 1.6
 # A kernel of a layer costs the host so many bare launches, with the module around it or the compiled graph, which has fewer kernels but
 # guards, and wrappers of autograd's. On an H100's host a compiled layer of 37 kernels took 3.3 ms, forward and backward, a launch 8 us.
-# A step of 11,700 eager kernels took 0.46 s where a launch takes 10 us; layers alone, without an engine and updates beside, a fifth less.
-LAUNCHES_PER_KERNEL = {"eager": 4.0, "compiled": 10.0}
+# Steps of 10,500 eager kernels took 0.35 to 0.46 s where a launch takes 6.9 to 10 us; layers alone, without an engine and updates beside, a
+# fifth less.
+LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
 # Of the bus's rate, for what leaves in forward while the host updates in the same memory: a 14.8B model's step waited 0.29 s for the
 # graphs of ten layers.
 BESIDE_UPDATE = 0.75
@@ -195,6 +199,7 @@ class _Costs:
         """Seconds of one direction. A GPU computes while the host launches the next kernels; a CPU does one after the other."""
         kind = "compiled" if self.job.compiled else "eager"
         moved, kernels = (work.compiled_bytes, work.compiled_kernels) if self.job.compiled else (work.eager_bytes, work.eager_kernels)
+        traffic *= EAGER_TRAFFIC if self.on_gpu and not self.job.compiled else 1.0
         computing = attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / self.machine.memory
         launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
         return max(computing, launching) if self.on_gpu else computing + launching
@@ -288,7 +293,7 @@ class _Costs:
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
         bounded_by_memory = (alone - (alone - busy) * share) * self._update_scale
         limit = self.job.update_arithmetic
-        return bounded_by_memory if limit is None else min(bounded_by_memory, self.choices.update_threads * limit)
+        return bounded_by_memory if limit is None else min(bounded_by_memory, self.choices.update_threads * limit * self.machine.arithmetic)
 
     def _transfer_rates(self) -> tuple[float, float]:
         """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""

@@ -110,7 +110,7 @@ H200 = Hardware(
     disk_free_bytes=1000 * GIB,
     memlock_bytes=None,
     context_bytes=GIB,
-    workspace_bytes=64 * MIB,
+    workspace_bytes=32 * MIB,
     resident_bytes=GIB,
     library_bytes=GIB,
 )

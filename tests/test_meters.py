@@ -36,6 +36,26 @@ def test_children_are_counted():
     assert host_bytes() - before < 100 * MIB
 
 
+FORKING = f"""
+import os, signal
+from megatrain.meters import host_bytes
+block = bytearray(b"x" * {200 * MIB})
+alone, pids = host_bytes(), []
+for _ in range(4):
+    if not (pid := os.fork()):
+        signal.pause()
+    pids.append(pid)
+print(host_bytes() - alone)
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_pages_that_children_share_are_not_counted_for_each():
+    printed = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True).stdout
+    assert int(printed) < 250 * MIB
+
+
 def test_a_cpu_has_no_gpu_memory():
     with GpuMeter(torch.device("cpu")) as meter:
         assert meter.peak_bytes() is None

@@ -132,10 +132,10 @@ def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
 
 @pytest.mark.parametrize(("shape", "tokens"), LAYERS)
 def test_layers_that_were_measured(shape: ModelShape, tokens: int) -> None:
-    recomputed, retained = LAYERS[shape, tokens]
-    tolerance = 0.15 if (shape, tokens) in LAUNCH_BOUND else 0.07
-    assert layer_tflops(shape, tokens, 0) == pytest.approx(recomputed, rel=tolerance)
-    assert layer_tflops(shape, tokens, 28) == pytest.approx(retained, rel=tolerance)
+    beside_an_engine = 0.8 if (shape, tokens) in LAUNCH_BOUND else 1.0
+    recomputed, retained = (rate * beside_an_engine for rate in LAYERS[shape, tokens])
+    assert layer_tflops(shape, tokens, 0) == pytest.approx(recomputed, rel=0.08)
+    assert layer_tflops(shape, tokens, 28) == pytest.approx(retained, rel=0.08)
 
 
 def test_longer_sequences_cost_attention() -> None:
@@ -191,3 +191,11 @@ def test_moments_of_8_bits_are_updated_faster_where_memory_bounds_the_update_but
     int8 = replace(small, state_bytes=state, update_arithmetic=arithmetic)
     assert seconds(14, int8) < 0.9 * seconds(14, small)
     assert seconds(4, replace(int8, update_arithmetic=1e8)) == pytest.approx(QWEN_7B.parameters / 4e8, rel=0.1)
+
+
+def test_arithmetic_that_is_slower_than_usual_slows_narrow_moments() -> None:
+    state, arithmetic = next((state, arithmetic) for moments, state, arithmetic in JOB_7B.lighter_moments if moments == "int8")
+    int8 = replace(JOB_7B, tokens_per_step=16_384, state_bytes=state, update_arithmetic=arithmetic)
+    slow = predict(STREAMED, int8, QWEN_7B, replace(typical(H200), arithmetic=0.03))
+    assert arithmetic is not None
+    assert slow.seconds == pytest.approx(QWEN_7B.parameters / (14 * 0.03 * arithmetic), rel=0.1)

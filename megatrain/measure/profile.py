@@ -106,7 +106,7 @@ def _using(device: torch.device) -> Iterator[None]:
 
 
 def _links_and_update(subject: Subject) -> Figures:
-    """PCIe, the host's update, and the update while PCIe is busy."""
+    """PCIe, the host's update and its arithmetic, and the update while PCIe is busy."""
     cores = subject.hardware.physical_cores
     chosen = update_threads(cores)
     clock, host_clock = subject.clock(subject.device), subject.clock(torch.device("cpu"))
@@ -116,17 +116,18 @@ def _links_and_update(subject: Subject) -> Figures:
         work = stack.enter_context(preparing.result())
         counts = [chosen] if subject.quick else thread_counts(cores)
         rates = tuple((threads, work.rate(threads, host_clock)) for threads in counts)
+        arithmetic = update.arithmetic(chosen, host_clock)
         if link is None:
-            return {"update": rates, "update_busy": interpolate(rates, chosen), "device_update": rates[-1][1]}
+            return {"update": rates, "arithmetic": arithmetic, "update_busy": interpolate(rates, chosen), "device_update": rates[-1][1]}
         figures = link.rates(clock)
         with link.busy():
-            return {**figures, "update": rates, "update_busy": work.rate(chosen, host_clock)}
+            return {**figures, "update": rates, "arithmetic": arithmetic, "update_busy": work.rate(chosen, host_clock)}
 
 
 def _products(subject: Subject) -> Figures:
-    """In both precisions; a quick one only in that which runs choose by themselves."""
+    """In both precisions; on a CPU, where they take long, a quick one only in that which runs choose by themselves."""
     device, dtypes = subject.computing(), {"matmul": torch.bfloat16, "matmul_fp32": torch.float32}
-    if subject.quick:
+    if subject.quick and subject.device.type == "cpu":
         del dtypes["matmul_fp32" if bf16_is_fast(subject.device.type) else "matmul"]
     return {field: device.matmul(subject.sizes.tokens, dtype) for field, dtype in dtypes.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -300,16 +301,48 @@ def parts_are_taken_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("megatrain.engine.far_boundaries._Part.reading", property(lambda _: False, lambda *_: None), raising=False)
 
 
+def hold_writes(patch: pytest.MonkeyPatch) -> None:
+    """The newest write waits until what it writes was read, or another one is asked for."""
+    write, read, changed = os.pwritev, os.preadv, threading.Condition()
+    asked, read_at = [0], set[int]()
+
+    def late_write(file: int, buffers: Any, offset: int, *more: Any) -> int:
+        with changed:
+            asked[0] += 1
+            number = asked[0]
+            changed.notify_all()
+            changed.wait_for(lambda: asked[0] > number or offset in read_at, timeout=20)
+        return write(file, buffers, offset, *more)
+
+    def seen_read(file: int, buffers: Any, offset: int, *more: Any) -> int:
+        count = read(file, buffers, offset, *more)
+        with changed:
+            read_at.add(offset)
+            changed.notify_all()
+        return count
+
+    patch.setattr(os, "pwritev", late_write)
+    patch.setattr(os, "preadv", seen_read)
+
+
+def slow_writes(patch: pytest.MonkeyPatch) -> None:
+    slow_drive(patch, ("pwritev",), 0.1, 0.1)
+
+
+def slow_reads(patch: pytest.MonkeyPatch) -> None:
+    slow_drive(patch, ("preadv",), 0.1, 0.1)
+
+
 @pytest.mark.parametrize(
-    ("fault", "slow"),
+    ("fault", "drive"),
     [
-        (reads_do_not_wait_for_writes, "pwritev"),
-        (pieces_are_free_before_they_are_written, "pwritev"),
-        (parts_are_taken_while_they_are_read, "preadv"),
+        (reads_do_not_wait_for_writes, hold_writes),
+        (pieces_are_free_before_they_are_written, slow_writes),
+        (parts_are_taken_while_they_are_read, slow_reads),
     ],
 )
-def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, slow):
+def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, drive):
     fault(monkeypatch)
-    slow_drive(monkeypatch, (slow,), 0.1, 0.1)
+    drive(monkeypatch)
     with make(tmp_path) as engine:
         assert train_engine(engine, STEPS).norms != in_ram()[0].norms
