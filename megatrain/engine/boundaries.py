@@ -263,6 +263,9 @@ class Offload:
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
         """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
+        # Behind all that an abandoned step had queued, whether or not it came to note the events of that.
+        self._last_down, self._last_up = (lane.submit(lambda _: None) for lane in (self.download, self.fetch))
+        self._down.give_back(self._last_down)
         self._counts = rings(len(tokens), graphs)
         self._make_rings(max(tokens) * self.row)
         self._up.give_back(self.compute.record())  # what an abandoned step had asked for
@@ -273,8 +276,7 @@ class Offload:
         sizes = [count * self.row for count in tokens]
         if self._far:
             for event in (self._last_down, self._last_up):
-                if event is not None:
-                    event.wait_host()  # wait: what an abandoned step had queued may still want pieces
+                event.wait_host()  # wait: what an abandoned step had queued may still want pieces
             self._far.begin(sizes, layers)
         self._make_room(self._boundaries, layers * sum(size - self._far_bytes(size) for size in sizes))
 

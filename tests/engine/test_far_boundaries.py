@@ -226,6 +226,30 @@ def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monk
         same((train_engine(engine, STEPS), state_of(engine)), in_ram())
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sent", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_interrupt_just_before_or_after_an_input_is_sent_leaves_the_engine_usable(tmp_path, monkeypatch, sent, pieces):
+    monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", pieces)
+    with make(tmp_path) as engine:
+        slow_drive(monkeypatch, ("pwritev",), 0.01, 0.01)
+        submit, calls = engine._download.submit, iter(range(1000))
+
+        def interrupted(job: Any) -> Any:
+            now = next(calls) == 5
+            if now and not sent:
+                raise KeyboardInterrupt
+            event = submit(job)
+            if now:
+                raise KeyboardInterrupt
+            return event
+
+        monkeypatch.setattr(engine._download, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(STEPS[1])
+        same((train_engine(engine, STEPS), state_of(engine)), in_ram())
+
+
 @pytest.mark.parametrize(("verb", "call"), [("layer", 5), ("layer_again", 1)])
 def test_an_engine_closes_in_the_middle_of_a_step(tmp_path, monkeypatch, verb, call):
     engine = make(tmp_path)
