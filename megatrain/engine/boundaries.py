@@ -233,6 +233,7 @@ class Offload:
         row: bytes of a token's boundary, as it is kept.
         codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
         far_layers: as much as the boundaries of so many recomputed layers are, of all of them, waits on the drives of `folders`.
+        planned: tokens of each micro-batch of the largest group that is to come; empty where nobody knows.
     """
 
     _down: Ring
@@ -247,12 +248,14 @@ class Offload:
         codec: Codec | None = None,
         far_layers: int = 0,
         folders: Sequence[Path] = (),
+        planned: Sequence[int] = (),
     ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
-        self._far = FarBoundaries(far_layers, folders, compute.is_cuda, download, fetch) if far_layers else None
+        far = folders, [tokens * row for tokens in planned], compute.is_cuda, download, fetch
+        self._far = FarBoundaries(far_layers, *far) if far_layers else None
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for
         self._counts = rings(1, 0)

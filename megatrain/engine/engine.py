@@ -140,7 +140,7 @@ class Engine:
         if not settings.offload:
             return OnDevice(codec)
         row = kept_row_bytes(settings.activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
-        far = settings.nvme_activations, settings.nvme_folders
+        far = settings.nvme_activations, settings.nvme_folders, settings.largest_group
         return Offload(row, self._compute, self._download, self._fetch, codec, *far)
 
     # -- making one -----------------------------------------------------------------------------------------------------------

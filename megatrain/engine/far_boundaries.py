@@ -50,14 +50,15 @@ class FarBoundaries:
     Args:
         layers: as much as the inputs of so many recomputed layers are is kept here.
         folders: on one or several drives.
+        planned: bytes of each micro-batch of the largest group that is to come; room for it is made at once. Empty: for those that come.
         pinned: pin the staging pieces for CUDA.
 
     Raises:
         StorageError: from `begin`, if a folder lacks the space; from it and in the jobs of both lanes, once a transfer failed.
     """
 
-    def __init__(self, layers: int, folders: Sequence[Path], pinned: bool, download: Lane, fetch: Lane) -> None:
-        self.layers, self.folders, self.pinned = layers, folders, pinned
+    def __init__(self, layers: int, folders: Sequence[Path], planned: Sequence[int], pinned: bool, download: Lane, fetch: Lane) -> None:
+        self.layers, self.folders, self.planned, self.pinned = layers, folders, planned, pinned
         self.download, self.fetch = download, fetch
         self._behind = Lane("nvme")  # waits for copies to and from the device, and says what may follow
         self._changed = threading.Condition()
@@ -88,10 +89,15 @@ class FarBoundaries:
             self._ahead.clear()
             self._without_piece = 0
         self._end, self._far, self._of = 0, min(self.layers, layers), max(1, layers)
-        shares = [round_up(self.share(size), PAGE) for size in sizes]
-        nbytes, piece = layers * sum(shares), boundary_staging(max(shares))[1]
+        needs = [self._need(group, layers) for group in (sizes, self.planned) if group]
+        nbytes, piece = (max(need) for need in zip(*needs, strict=True))
         if nbytes > self._reserved or piece > self._piece_bytes:
             self._renew(max(nbytes, self._reserved), max(piece, self._piece_bytes))
+
+    def _need(self, sizes: Sequence[int], layers: int) -> tuple[int, int]:
+        """Bytes in files, and of a staging piece."""
+        shares = [round_up(self.share(size), PAGE) for size in sizes]
+        return layers * sum(shares), boundary_staging(max(shares))[1]
 
     def _renew(self, nbytes: int, piece: int) -> None:
         self._behind.submit(lambda _: None).wait_host()  # wait: the device may still read a piece

@@ -36,6 +36,7 @@ def on_nvme(settings: Settings, plan: Plan, config: Config) -> Settings:
         nvme_blocks=choices.nvme_blocks,
         nvme_arrays=choices.nvme_arrays,
         nvme_activations=choices.nvme_activations,
+        largest_group=choices.largest_group(plan.job),
     )
 
 

@@ -46,9 +46,16 @@ def small_pieces(monkeypatch):
 
 
 def make(
-    folder: Path | None, mode: str = "one group", clip: float | None = 0.5, family: str = "llama", layers: int = ALL, **options: Any
+    folder: Path | None,
+    mode: str = "one group",
+    clip: float | None = 0.5,
+    family: str = "llama",
+    layers: int = ALL,
+    largest_group: tuple[int, ...] = (),
+    **options: Any,
 ) -> Engine:
-    settings = MODES[mode] if folder is None else replace(MODES[mode], nvme_folders=(folder,), nvme_activations=layers)
+    far: Any = {} if folder is None else {"nvme_folders": (folder,), "nvme_activations": layers, "largest_group": largest_group}
+    settings = replace(MODES[mode], **far)
     options = {"precision": "bfloat16", **options}
     return engine_of(tiny_config(family, num_hidden_layers=4), settings=settings, max_grad_norm=clip, **options)
 
@@ -136,6 +143,24 @@ def test_steps_of_other_sizes_find_room(tmp_path):
     steps = [STEPS[0], full_batches(4, [(3, 50)] * 2), full_batches(5, [(1, 4)]), full_batches(6, [(2, 40)] * 5)]
     with make(None) as near, make(tmp_path) as far:
         assert train_engine(near, steps).norms == train_engine(far, steps).norms
+
+
+def test_room_for_the_largest_group_is_made_at_once_and_grows_for_larger_ones_alone(tmp_path, monkeypatch):
+    steps = [full_batches(seed, rows) for seed, rows in enumerate([[(1, 4)], [(3, 40), (1, 40)], [(8, 40)] * 2 + [(1, 40)]])]
+    made: list[int] = []
+    renew = FarBoundaries._renew
+
+    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
+        made.append(nbytes)
+        renew(self, nbytes, piece)
+
+    monkeypatch.setattr(FarBoundaries, "_renew", count)
+    with make(None) as near, make(tmp_path, layers=3, largest_group=(320, 320, 40)) as far:
+        assert train_engine(near, steps).norms == train_engine(far, steps).norms
+        assert made == [4 * (4 + 4 + 1) * PAGE]
+        larger = [full_batches(5, [(8, 41)] * 3)]
+        assert train_engine(near, larger).norms == train_engine(far, larger).norms
+        assert len(made) == 2
 
 
 @pytest.mark.parametrize(
