@@ -110,6 +110,8 @@ class Engine:
         resources.callback(self._stored.close)
         self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
+        with naming_the_gpu("the update's workspace"):
+            self._updater.take_libraries()
         self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))
         self._boundaries = self._keeper()
         resources.callback(self._boundaries.close)
