@@ -231,12 +231,15 @@ def generate(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what plans can do without.")] = False,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")] = Path(),
+    nvme: Annotated[
+        list[Path] | None, typer.Option(metavar="FOLDER", help="Folder for memory.nvme, whose drive is measured, too; may be repeated.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
     from megatrain.recipes import doctor as recipe
 
-    found = recipe.examine(output, quick, lambda what: typer.echo(f"measuring {what}", err=True))
+    found = recipe.examine(output, quick, lambda what: typer.echo(f"measuring {what}", err=True), nvme or ())
     if as_json:
         _print_json(found.to_dict())
     else:

@@ -9,7 +9,7 @@ import ctypes
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +142,20 @@ def disk_free(folder: Path) -> int:
 def drive_of(folder: Path) -> int:
     """A number that tells the file system that holds `folder`, or its nearest existing parent, from others."""
     return _existing(folder).stat().st_dev
+
+
+def one_of_each_drive(folders: Iterable[Path]) -> list[Path]:
+    """Of the folders those that lie on drives of their own."""
+    return list({drive_of(folder): folder for folder in folders}.values())
+
+
+def drive_name(folder: Path) -> str:
+    """The device and the mount point of that file system, such as "259:1 /mnt/fast": to know it again in another run."""
+    mount = _existing(folder).resolve()
+    device = mount.stat().st_dev
+    while not mount.is_mount():
+        mount = mount.parent
+    return f"{os.major(device)}:{os.minor(device)} {mount}"
 
 
 def _existing(folder: Path) -> Path:

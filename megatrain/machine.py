@@ -146,15 +146,50 @@ def load(fingerprint: str) -> MachineProfile | None:
 
 def save(profile: MachineProfile) -> Path:
     """Cache a profile and return its file. Raises StorageError if it cannot be written."""
-    path = cache_file(profile.fingerprint)
+    return _write(cache_file(profile.fingerprint), profile.to_dict())
+
+
+def _write(path: Path, value: dict[str, Any]) -> Path:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(profile.to_dict(), indent=1) + "\n")
+        unfinished.write_text(json.dumps(value, indent=1) + "\n")
         unfinished.replace(path)  # at once: another process may be reading
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}; name another folder in MEGATRAIN_CACHE") from error
     return path
+
+
+@dataclass(frozen=True)
+class DriveRates:
+    """What a drive sustained past the page cache, in bytes/s."""
+
+    write: float
+    read: float
+    measured_on: str  # ISO date
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be one: a cached file may hold anything."""
+        if not (is_rate(self.write) and is_rate(self.read) and min(self.write, self.read) > 0 and isinstance(self.measured_on, str)):
+            raise ValueError(repr(self))
+
+
+def drives_file(fingerprint: str) -> Path:
+    return cache_folder() / f"drives-{fingerprint}.json"
+
+
+def load_drives(fingerprint: str) -> dict[str, DriveRates]:
+    """What was measured of this machine's drives, by `hardware.drive_name`; nothing where the file cannot be read."""
+    try:
+        return {name: DriveRates(**rates) for name, rates in json.loads(drives_file(fingerprint).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # as `load`; or a list
+        return {}
+
+
+def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
+    """Keep a drive's rates beside the profile, instead of older ones. Raises StorageError if they cannot be written."""
+    kept = load_drives(fingerprint) | {name: rates}
+    _write(drives_file(fingerprint), {name: asdict(found) for name, found in kept.items()})
 
 
 # -- guesses ------------------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Plan:
     fix: str | None  # what would make it fit, if it does not
     economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
     steps: int | None = None  # of the whole run, if known
+    drives_assumed: tuple[str, ...] = ()  # folders on drives for NVMe whose rates nobody measured
     faster: tuple[Suggestion, ...] = ()  # what would make it faster, if it fits and that was asked for
 
     @property

@@ -114,3 +114,8 @@ class Choices:
         """Tokens of the largest group."""
         tokens = self.micro_batches(job) * self.micro_batch_tokens
         return min(tokens, max(job.padded_tokens(self.micro_batch_tokens), self.micro_batch_tokens))
+
+    def largest_group(self, job: Job) -> tuple[int, ...]:
+        """Tokens of each of its micro-batches."""
+        full, rest = divmod(self.group_tokens(job), self.micro_batch_tokens)
+        return (self.micro_batch_tokens,) * full + ((rest,) if rest else ())

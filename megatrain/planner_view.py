@@ -20,6 +20,9 @@ def render(plan: Plan, console: Console) -> None:
     console.print(_step(plan))
     console.print(_arrays(plan))
     console.print(_tiers(plan))
+    if plan.drives_assumed:
+        doctor = " ".join(("megatrain doctor", *(f"--nvme {folder}" for folder in plan.drives_assumed)))
+        console.print(Text(f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"))
     for line in _economy(plan):
         console.print(Text(line))
     if plan.fits:

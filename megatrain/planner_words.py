@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What a drive endures: makers of consumer drives promise about so much for each TB of capacity, those of data centres several times that.
 WORN_OUT_BYTES = 600e12
+NO_ROOM = "what host RAM has no room for"
 
 
 def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> tuple[tuple[str, str], ...]:
@@ -29,7 +30,6 @@ def reasons(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -
         "head chunk": job.head_chunk_tokens,
         "layer chunk": job.layer_chunk_tokens,
         "update threads": job.update_threads,
-        "NVMe": job.nvme_activations if job.nvme_blocks is None else job.nvme_blocks,
     }
     found = {
         "micro-batch": "with the other choices, the shortest step",
@@ -109,11 +109,18 @@ def _sums(choices: Choices, shape: ModelShape) -> str:
 
 
 def _nvme(choices: Choices, job: Job, shape: ModelShape) -> str:
+    asked = {"blocks": job.nvme_blocks, "arrays": job.nvme_arrays if choices.nvme_blocks else None, "inputs": job.nvme_activations}
+    names = [name for name, value in asked.items() if value is not None]
+    named = " and ".join(names)
+    whole = {"blocks", "inputs"} <= set(names)  # what is left open is which arrays of those blocks
     if not choices.nvme_blocks and not far_inputs(choices, shape):
-        return "host RAM has room for everything"
+        if whole:
+            return "as asked, nothing"
+        return f"{named} as asked; host RAM has room for the rest" if names else "host RAM has room for everything"
+    wanted = "as asked" if whole else f"{named} as asked, besides {NO_ROOM}" if names else NO_ROOM
     read, written = nvme_traffic(choices, job, shape)
     steps, drives = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written)), "a drive" if job.nvme_drives == 1 else "drives"
     return (
-        f"what host RAM has no room for; a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} steps wear out "
+        f"{wanted}; a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} steps wear out "
         f"{drives} of 600 TB endurance, as consumers buy with 1 TB"
     )

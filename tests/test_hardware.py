@@ -8,7 +8,17 @@ import pytest
 
 from megatrain import hardware
 from megatrain.errors import ConfigError
-from megatrain.hardware import MIB, bf16_is_fast, cgroup_cpus, cgroup_memory, disk_free, probe, update_threads
+from megatrain.hardware import (
+    MIB,
+    bf16_is_fast,
+    cgroup_cpus,
+    cgroup_memory,
+    disk_free,
+    drive_name,
+    one_of_each_drive,
+    probe,
+    update_threads,
+)
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -200,3 +210,17 @@ def test_the_gpu_that_cuda_would_show(visible: str | None, asked: int | str, mon
     assert nvml.asked == asked
     assert found.context_bytes > 0
     assert bf16_is_fast("cuda")
+
+
+def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path: Path) -> None:
+    device, mount = drive_name(tmp_path / "not" / "there").split(" ", 1)
+    assert drive_name(tmp_path) == f"{device} {mount}"
+    assert os.path.ismount(mount)
+    number = tmp_path.stat().st_dev
+    assert device == f"{os.major(number)}:{os.minor(number)}"
+    assert drive_name(Path("/proc/self")).endswith(" /proc")
+
+
+def test_folders_of_one_drive_count_once(tmp_path: Path) -> None:
+    assert len(one_of_each_drive([tmp_path, tmp_path / "a", Path("/proc")])) == 2
+    assert one_of_each_drive([]) == []

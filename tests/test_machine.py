@@ -5,13 +5,29 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain import machine
 from megatrain.errors import StorageError
 from megatrain.hardware import GIB, Gpu, Hardware, update_threads
-from megatrain.machine import GPUS, MachineProfile, cache_file, cache_folder, fingerprint, interpolate, load, processor, save, typical
+from megatrain.machine import (
+    GPUS,
+    DriveRates,
+    MachineProfile,
+    cache_file,
+    cache_folder,
+    drives_file,
+    fingerprint,
+    interpolate,
+    load,
+    load_drives,
+    processor,
+    save,
+    save_drive,
+    typical,
+)
 
 CPU = Hardware(
     gpu=None,
@@ -89,6 +105,38 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(StorageError, match=r"cannot be written: .*; name another folder in MEGATRAIN_CACHE"):
         save(PROFILE)
+
+
+FAST, SLOW = DriveRates(3e9, 5e9, "2026-11-22"), DriveRates(1e9, 2e9, "2026-11-23")
+
+
+def test_drives_are_kept_beside_the_profile() -> None:
+    save(PROFILE)
+    save_drive("this-one", "259:1 /a", FAST)
+    save_drive("this-one", "259:2 /b", FAST)
+    save_drive("this-one", "259:2 /b", SLOW)
+    save(PROFILE)
+    assert load_drives("this-one") == {"259:1 /a": FAST, "259:2 /b": SLOW}
+    assert load_drives("another") == {}
+    assert load("this-one") == PROFILE
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"d": 1}', '{"d": {}}', '{"d": {"write": 0, "read": 1, "measured_on": ""}}', "\x00"]
+)
+def test_drives_that_cannot_be_read_are_measured_anew(text: str) -> None:
+    save(PROFILE)
+    drives_file("this-one").write_text(text)
+    assert load_drives("this-one") == {}
+    assert load("this-one") == PROFILE
+    save_drive("this-one", "d", FAST)
+    assert load_drives("this-one") == {"d": FAST}
+
+
+@pytest.mark.parametrize("changes", [{"write": 0.0}, {"read": -1.0}, {"read": "fast"}, {"write": float("nan")}, {"measured_on": 3}])
+def test_what_cannot_be_a_drive_s_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="DriveRates"):
+        replace(FAST, **changes)
 
 
 def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

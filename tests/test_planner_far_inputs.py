@@ -89,10 +89,29 @@ def test_what_is_asked_for_is_done_and_a_drive_that_is_too_small_is_named() -> N
     assert (plan.choices.nvme_activations, plan.choices.offload) == (5, True)
     assert "inputs of" not in on_nvme(plan.choices)
     assert on_nvme(plan.choices) == "5 layers' worth of inputs"
-    assert dict(plan.reasons)["NVMe"].startswith("as asked: what host RAM has no room for; a step reads")
+    assert dict(plan.reasons)["NVMe"].startswith("inputs as asked, besides what host RAM has no room for; a step reads")
     assert plan_of(350, replace(LONG, nvme_activations=99)).choices.nvme_activations == 28
     assert plan_of(350, replace(LONG, nvme_activations=5), 5 * GIB).short == ("nvme",)
     assert plan_of(350, replace(LONG, groups=None, nvme_activations=5)).choices.retained <= 23
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "words"),
+    [
+        (200, {}, "what host RAM has no room for; "),
+        (350, {}, "host RAM has room for everything"),
+        (350, {"nvme_blocks": 2}, "blocks as asked, besides what host RAM has no room for; "),
+        (350, {"nvme_arrays": "all", "nvme_blocks": 2}, "blocks and arrays as asked, besides what host RAM has no room for; "),
+        (350, {"nvme_arrays": "all", "nvme_activations": 3}, "inputs as asked, besides what host RAM has no room for; "),
+        (350, {"nvme_arrays": "all"}, "host RAM has room for everything"),
+        (350, {"nvme_blocks": 0, "nvme_activations": 3}, "as asked; "),
+        (350, {"nvme_activations": 0}, "inputs as asked; host RAM has room for the rest"),
+        (350, {"nvme_blocks": 0, "nvme_activations": 0}, "as asked, nothing"),
+    ],
+    ids=str,
+)
+def test_the_plan_tells_what_was_asked_from_what_it_chose(host: int, asked: dict[str, Any], words: str) -> None:
+    assert dict(plan_of(host, replace(LONG, **asked)).reasons)["NVMe"].startswith(words)
 
 
 def test_inputs_may_go_there_with_an_optimizer_whose_arrays_may_not() -> None:
@@ -140,14 +159,17 @@ def test_the_engine_allocates_what_the_plan_says(
     choices = Choices(16, 1, 0, 0, 2 - layers, False, True, 8, 1, nvme_activations=far)
     lanes = Lane("download"), Lane("fetch")
     row = planner_bytes.boundary_row_bytes(job, shape)
-    keeper = Offload(row, Compute(torch.device("cpu")), *lanes, None, far, [tmp_path])
+    keeper = Offload(row, Compute(torch.device("cpu")), *lanes, None, far, [tmp_path], choices.largest_group(job))
+    keeper.begin_group([8], layers)
+    staging = keeper._far and keeper._far.nbytes
     keeper.begin_group([16] * 4, layers)
     planned = host_bytes(choices, job, shape, LAPTOP)
     page = 4096 * 4 * layers  # a page a boundary
     assert keeper._far is not None
     assert planned.get("boundary activations", 0) == pytest.approx(keeper._boundaries.nbytes, abs=page)
     assert planned["NVMe staging"] == pytest.approx(keeper._far.nbytes, abs=4096 * BOUNDARY_PIECES)
-    assert sum(nvme_bytes(choices, job, shape).values()) == pytest.approx(reserved[0], abs=page)
+    assert keeper._far.nbytes == staging
+    assert reserved == [pytest.approx(sum(nvme_bytes(choices, job, shape).values()), abs=page)], "at once"
     for lane in lanes:
         lane.close()
     keeper.close()

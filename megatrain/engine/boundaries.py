@@ -233,6 +233,7 @@ class Offload:
         row: bytes of a token's boundary, as it is kept.
         codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
         far_layers: as much as the boundaries of so many recomputed layers are, of all of them, waits on the drives of `folders`.
+        planned: tokens of each micro-batch of the largest group that is to come; empty where nobody knows.
     """
 
     _down: Ring
@@ -247,12 +248,14 @@ class Offload:
         codec: Codec | None = None,
         far_layers: int = 0,
         folders: Sequence[Path] = (),
+        planned: Sequence[int] = (),
     ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
-        self._far = FarBoundaries(far_layers, folders, compute.is_cuda, download, fetch) if far_layers else None
+        far = folders, [tokens * row for tokens in planned], compute.is_cuda, download, fetch
+        self._far = FarBoundaries(far_layers, *far) if far_layers else None
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for
         self._counts = rings(1, 0)
@@ -263,6 +266,9 @@ class Offload:
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
         """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
+        # Behind all that an abandoned step had queued, whether or not it came to note the events of that.
+        self._last_down, self._last_up = (lane.submit(lambda _: None) for lane in (self.download, self.fetch))
+        self._down.give_back(self._last_down)
         self._counts = rings(len(tokens), graphs)
         self._make_rings(max(tokens) * self.row)
         self._up.give_back(self.compute.record())  # what an abandoned step had asked for
@@ -273,8 +279,7 @@ class Offload:
         sizes = [count * self.row for count in tokens]
         if self._far:
             for event in (self._last_down, self._last_up):
-                if event is not None:
-                    event.wait_host()  # wait: what an abandoned step had queued may still want pieces
+                event.wait_host()  # wait: what an abandoned step had queued may still want pieces
             self._far.begin(sizes, layers)
         self._make_room(self._boundaries, layers * sum(size - self._far_bytes(size) for size in sizes))
 

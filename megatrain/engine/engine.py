@@ -110,6 +110,8 @@ class Engine:
         resources.callback(self._stored.close)
         self._updater = Updater(self.store, self.optimizer, threads, self._compute)
         resources.callback(self._updater.close)
+        with naming_the_gpu("the update's workspace"):
+            self._updater.take_libraries()
         self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))
         self._boundaries = self._keeper()
         resources.callback(self._boundaries.close)
@@ -140,7 +142,7 @@ class Engine:
         if not settings.offload:
             return OnDevice(codec)
         row = kept_row_bytes(settings.activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
-        far = settings.nvme_activations, settings.nvme_folders
+        far = settings.nvme_activations, settings.nvme_folders, settings.largest_group
         return Offload(row, self._compute, self._download, self._fetch, codec, *far)
 
     # -- making one -----------------------------------------------------------------------------------------------------------

@@ -50,19 +50,21 @@ class FarBoundaries:
     Args:
         layers: as much as the inputs of so many recomputed layers are is kept here.
         folders: on one or several drives.
+        planned: bytes of each micro-batch of the largest group that is to come; room for it is made at once. Empty: for those that come.
         pinned: pin the staging pieces for CUDA.
 
     Raises:
         StorageError: from `begin`, if a folder lacks the space; from it and in the jobs of both lanes, once a transfer failed.
     """
 
-    def __init__(self, layers: int, folders: Sequence[Path], pinned: bool, download: Lane, fetch: Lane) -> None:
-        self.layers, self.folders, self.pinned = layers, folders, pinned
+    def __init__(self, layers: int, folders: Sequence[Path], planned: Sequence[int], pinned: bool, download: Lane, fetch: Lane) -> None:
+        self.layers, self.folders, self.planned, self.pinned = layers, folders, planned, pinned
         self.download, self.fetch = download, fetch
         self._behind = Lane("nvme")  # waits for copies to and from the device, and says what may follow
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
-        self._without_piece = self._unwritten = 0  # parts that were parked
+        self._without_piece = 0  # parts that were parked
+        self._unwritten = 0  # and parts in a piece, on their way to the drive
         self._to_read: deque[_Part] = deque()
         self._ahead: deque[_Part] = deque()  # read, or on their way, and not taken
         self._error: BaseException | None = None
@@ -78,18 +80,24 @@ class FarBoundaries:
 
     def begin(self, sizes: Sequence[int], layers: int) -> None:
         """Make room for what comes here of the inputs of so many layers, of micro-batches of at most so many bytes each. What an abandoned
-        step still wants is dropped; no job that reads may be queued."""
+        step still wants is dropped, and what it did not come to send; no job that sends or brings may be queued."""
         with self._changed:
             self._to_read.clear()
             self._changed.wait_for(lambda: self._error or not (self._unwritten or any(part.reading for part in self._ahead)))
             self._check()
             self._free += [part.piece for part in self._ahead if part.piece is not None]
             self._ahead.clear()
+            self._without_piece = 0
         self._end, self._far, self._of = 0, min(self.layers, layers), max(1, layers)
-        shares = [round_up(self.share(size), PAGE) for size in sizes]
-        nbytes, piece = layers * sum(shares), boundary_staging(max(shares))[1]
+        needs = [self._need(group, layers) for group in (sizes, self.planned) if group]
+        nbytes, piece = (max(need) for need in zip(*needs, strict=True))
         if nbytes > self._reserved or piece > self._piece_bytes:
             self._renew(max(nbytes, self._reserved), max(piece, self._piece_bytes))
+
+    def _need(self, sizes: Sequence[int], layers: int) -> tuple[int, int]:
+        """Bytes in files, and of a staging piece."""
+        shares = [round_up(self.share(size), PAGE) for size in sizes]
+        return layers * sum(shares), boundary_staging(max(shares))[1]
 
     def _renew(self, nbytes: int, piece: int) -> None:
         self._behind.submit(lambda _: None).wait_host()  # wait: the device may still read a piece
@@ -119,7 +127,6 @@ class FarBoundaries:
         self._end += round_up(nbytes, PAGE)
         with self._changed:
             self._without_piece += len(parts)
-            self._unwritten += len(parts)
         return Far(self, parts)
 
     def expect(self, order: Iterable[Far]) -> None:
@@ -153,7 +160,7 @@ class FarBoundaries:
     def _piece(self, event: Event) -> torch.Tensor:
         with self._changed:
             self._wait(lambda: bool(self._free), event)
-            self._without_piece -= 1
+            self._without_piece, self._unwritten = self._without_piece - 1, self._unwritten + 1
             return self._free.pop()
 
     def _filled(self, part: _Part, event: Event) -> torch.Tensor:

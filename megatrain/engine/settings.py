@@ -48,6 +48,8 @@ class Settings:
         nvme_arrays: which: "state" (remainder and the optimizer's arrays), "gradients" (those too) or "all" (weights too).
         nvme_activations: of the recomputed layers' boundary activations an equal share goes on from host RAM to there, as much as those of
             so many layers are.
+        largest_group: tokens of each micro-batch of the largest group that is to come: files and staging for it are made at once; without
+            it, and for a larger one, these are made anew when it comes.
 
     Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
     host RAM or boundaries on NVMe without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
@@ -71,6 +73,7 @@ class Settings:
     nvme_blocks: int = 0
     nvme_arrays: Level = "state"
     nvme_activations: int = 0
+    largest_group: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ones = ("groups", "head_chunk", "update_threads", *(() if self.layer_chunk is None else ("layer_chunk",)))

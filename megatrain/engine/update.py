@@ -127,6 +127,12 @@ class Updater:
         self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
 
+    def take_libraries(self) -> None:
+        """Before the first update: the lane's thread takes what its matrix products, if the optimizer has any, keep of the GPU's memory."""
+        workspace, optimizer = self._workspace, self.optimizer
+        if workspace is not None and isinstance(optimizer, WholeTensors) and any(map(optimizer.product_flops, self.store.layouts)):
+            self.lane.submit(lambda _: workspace.take_libraries()).wait_host()
+
     def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> None:
         """Queue the update of one block; of a resident one behind what the device has been asked to compute.
 

@@ -47,6 +47,14 @@ class HostWorkspace:
         self._slab = Slab("directions of the update", nbytes, pinned=self._stream is not None, threads=threads) if nbytes else None
         self._taken = 0
 
+    def take_libraries(self) -> None:
+        """In the thread that will call `replace`: let cuBLAS take its workspace for that thread and this stream now, and not amid the first
+        step's activations (as `computing.take_workspaces` does for the computing stream)."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                ones = torch.ones(1, 64, 64, dtype=torch.bfloat16, device=self._device)
+                torch.bmm(ones, ones)
+
     def reset(self) -> None:
         """The block before is complete: its directions may be overwritten."""
         self._taken = 0

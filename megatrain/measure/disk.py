@@ -9,14 +9,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 
 from megatrain.errors import StorageError
+from megatrain.machine import DriveRates
 
 FILE_BYTES = 1 << 30
 PIECE_BYTES = 16 << 20
 THREADS = 8
 LONGEST_S = 3.0  # each way: a slow disk is known after fewer pieces
+
+
+def drive_rates(folder: Path) -> DriveRates:
+    """Of the drive that holds `folder`, measured now, for some seconds. Raises StorageError."""
+    return DriveRates(*disk_rates(folder), date.today().isoformat())
 
 
 def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float]:
@@ -33,7 +40,7 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
             _forget(number)
             _, read = _rate(lambda start: os.preadv(number, [piece], start), written)  # all into one buffer: nobody looks at it
     except OSError as error:
-        raise StorageError(f"{folder}: the disk cannot be measured: {error.strerror}; name another folder with --output") from error
+        raise StorageError(f"{folder}: the disk cannot be measured: {error.strerror}; name another folder") from error
     return write, read
 
 

@@ -6,12 +6,10 @@ together. Every intrinsic names its rounding.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatrain import cuda
 from megatrain.activations import Form
-from megatrain.errors import ConfigError
 
 ELEMENTS = 8  # a thread's
 
@@ -88,7 +86,7 @@ template <typename Unit, int BITS> __device__ codes read(const unsigned char* fr
 }
 
 template <typename T, typename Unit, int BITS, bool FLOATING>
-__device__ void encode(unsigned char* out, const T* hidden, int n, int group, int inverse, int smallest, int cap) {
+__device__ void encode(unsigned char* out, unsigned short* scales, const T* hidden, int n, int group, int inverse, int smallest, int cap) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, sharing = group / 8, groups = (n + (long long)group - 1) / group;
     long long first = 8LL * i;
     Eight<T> eight;
@@ -111,16 +109,15 @@ __device__ void encode(unsigned char* out, const T* hidden, int n, int group, in
         packed |= (codes)(code & ((1u << BITS) - 1)) << (BITS * k);
     }
     write<Unit, BITS>(out + first / 8 * BITS, packed);
-    if (i % sharing == 0) ((unsigned short*)(out + (long long)groups * sharing * BITS))[i / sharing] = scale;
+    if (i % sharing == 0) scales[i / sharing] = scale;
 }
 
 template <typename T, typename Unit, int BITS, bool FLOATING>
-__device__ void decode(T* hidden, const unsigned char* flat, int n, int group) {
+__device__ void decode(T* hidden, const unsigned char* from, const unsigned short* scales, int n, int group) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, sharing = group / 8, groups = (n + (long long)group - 1) / group;
     long long first = 8LL * i;
     bool inside = i / sharing < groups;
-    codes packed = inside ? read<Unit, BITS>(flat + first / 8 * BITS) : 0;
-    const unsigned short* scales = (const unsigned short*)(flat + (long long)groups * sharing * BITS);
+    codes packed = inside ? read<Unit, BITS>(from + first / 8 * BITS) : 0;
     float scale = inside ? __uint_as_float((word)scales[i / sharing] << 16) : 0.0f, x[8];
     for (int k = 0; k < 8; ++k) {
         word code = (word)(packed >> (BITS * k)) & ((1u << BITS) - 1);
@@ -135,11 +132,13 @@ __device__ void decode(T* hidden, const unsigned char* flat, int n, int group) {
 }
 
 #define CODEC(form, T, type, Unit, BITS, FLOATING) \
-    extern "C" __global__ void encode_##form##_##type(unsigned char* out, const T* hidden, int n, int group, int a, int b, int c) { \
-        encode<T, Unit, BITS, FLOATING>(out, hidden, n, group, a, b, c); \
+    extern "C" __global__ void encode_##form##_##type(unsigned char* out, unsigned short* scales, const T* hidden, \
+                                                      int n, int group, int a, int b, int c) { \
+        encode<T, Unit, BITS, FLOATING>(out, scales, hidden, n, group, a, b, c); \
     } \
-    extern "C" __global__ void decode_##form##_##type(T* hidden, const unsigned char* flat, int n, int group) { \
-        decode<T, Unit, BITS, FLOATING>(hidden, flat, n, group); \
+    extern "C" __global__ void decode_##form##_##type(T* hidden, const unsigned char* from, const unsigned short* scales, \
+                                                      int n, int group) { \
+        decode<T, Unit, BITS, FLOATING>(hidden, from, scales, n, group); \
     }
 #define BOTH(form, Unit, BITS, FLOATING) \
     CODEC(form, unsigned short, bfloat16, Unit, BITS, FLOATING) \
@@ -152,28 +151,21 @@ BOTH(int4, word, 4, false)
 """
 
 
-def encode(hidden: Tensor, out: Tensor, form: Form, floating: bool, inverse: float, smallest: float, cap: float) -> None:
-    """Write bf16 or fp32 `hidden` to `out`: scales are a group's largest magnitude times `inverse`, from `smallest` to `cap`."""
-    hidden = hidden.contiguous()
+def encode(hidden: Tensor, codes: Tensor, scales: Tensor, form: Form, floating: bool, inverse: float, smallest: float, cap: float) -> None:
+    """Write flat bf16 or fp32 `hidden` to `codes` and `scales`: a scale is a group's largest magnitude times `inverse`, from `smallest`
+    to `cap`. Less than 2^31 elements."""
     hidden = hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()  # vectors are loaded
-    numel = hidden.numel()
-    numbers = [numel, form.group, *map(cuda.float_bits, (inverse, smallest, cap))]
-    _launch("encode", form, floating, hidden.dtype, numel, [out, hidden], numbers)
+    numbers = [hidden.numel(), form.group, *map(cuda.float_bits, (inverse, smallest, cap))]
+    _launch("encode", form, floating, hidden, [codes, scales, hidden], numbers)
 
 
-def decode(flat: Tensor, form: Form, floating: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What `encode` wrote, of this shape and dtype."""
-    hidden = torch.empty(shape, dtype=dtype, device=flat.device)
-    _launch("decode", form, floating, dtype, hidden.numel(), [hidden, flat], [hidden.numel(), form.group])
-    return hidden
+def decode(codes: Tensor, scales: Tensor, hidden: Tensor, form: Form, floating: bool) -> None:
+    """Write to flat `hidden` what `encode` kept of so many elements."""
+    _launch("decode", form, floating, hidden, [hidden, codes, scales], [hidden.numel(), form.group])
 
 
-def _launch(verb: str, form: Form, floating: bool, dtype: torch.dtype, numel: int, tensors: list[Tensor], numbers: list[int]) -> None:
-    if numel >= 1 << 31:
-        raise ConfigError(
-            f"memory.activations: kernels count up to 2^31 elements, and a micro-batch has {numel}; lower train.micro_batch_tokens or set "
-            "memory.activations: none"
-        )
+def _launch(verb: str, form: Form, floating: bool, hidden: Tensor, tensors: list[Tensor], numbers: list[int]) -> None:
+    assert hidden.numel() < 1 << 31
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    name = f"{verb}_{'fp' if floating else 'int'}{form.bits}_{str(dtype).removeprefix('torch.')}"
-    cuda.launch(SOURCE, name, form.groups(numel) * form.group // ELEMENTS, tensors, numbers)
+    name = f"{verb}_{'fp' if floating else 'int'}{form.bits}_{str(hidden.dtype).removeprefix('torch.')}"
+    cuda.launch(SOURCE, name, form.groups(hidden.numel()) * form.group // ELEMENTS, tensors, numbers)

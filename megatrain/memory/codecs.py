@@ -8,6 +8,7 @@ comes back as NaN, whole. On the CPU this is plain PyTorch; on CUDA a kernel eac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from megatrain.memory import codec_kernels
 SMALLEST_SCALE = 1e-30  # what is smaller than half of it becomes zero; inverses stay finite
 NAN = 0x7FC0  # bfloat16
 ELEMENTS = 8  # whose codes are packed together, into as many bytes as a code has bits
+AT_ONCE = 1 << 30  # elements: kernels count them in 32 bits. Whole groups of every form
 
 
 class Codec(Protocol):
@@ -57,28 +59,43 @@ class GroupScaled(Codec):
         return self.form.nbytes(numel)
 
     def encode(self, hidden: Tensor, out: Tensor) -> None:
-        if hidden.is_cuda:
-            codec_kernels.encode(hidden, out, self.form, self.floating, 1 / self.largest, SMALLEST_SCALE, self.scale_cap)
-            return
-        padding = self.form.groups(hidden.numel()) * self.form.group - hidden.numel()
-        values = functional.pad(hidden.reshape(-1).float(), (0, padding)).view(-1, self.form.group)
-        values = values if self.floating else turned(values * (1 / self.form.group))
-        most = values.abs().amax(1)
-        scales = (most * (1 / self.largest)).clamp(SMALLEST_SCALE, self.scale_cap).view(torch.int32) + 0xFFFF >> 16
-        scales = torch.where(most.isfinite(), scales, NAN)
-        scaled = values * (1 / (scales << 16).view(torch.float32)).unsqueeze(1)
-        codes, kept = self._split(out)
-        codes.copy_(self._packed(scaled.nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)))
-        kept.copy_(scales)
+        for values, codes, scales in self._pieces(hidden.reshape(-1), out):
+            if hidden.is_cuda:
+                codec_kernels.encode(values, codes, scales, self.form, self.floating, 1 / self.largest, SMALLEST_SCALE, self.scale_cap)
+            else:
+                self._encode(values, codes, scales)
 
     def decode(self, flat: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if flat.is_cuda:
-            return codec_kernels.decode(flat, self.form, self.floating, shape, dtype)
-        codes, kept = self._split(flat)
-        scales = (kept.to(torch.int32) << 16).view(torch.float32)
-        values = self._unpacked(codes).view(-1, self.form.group) * scales.unsqueeze(1)
-        values = values if self.floating else turned(values)
-        return values.to(dtype).view(-1)[: shape.numel()].view(shape)
+        hidden = torch.empty(shape, dtype=dtype, device=flat.device)
+        for values, codes, scales in self._pieces(hidden.view(-1), flat):
+            if flat.is_cuda:
+                codec_kernels.decode(codes, scales, values, self.form, self.floating)
+            else:
+                values.copy_(self._decoded(codes, scales)[: values.numel()])
+        return hidden
+
+    def _pieces(self, values: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Views of so many elements, their codes and their scales as are taken at once."""
+        codes, scales = self._split(flat)
+        split = torch.split
+        return zip(split(values, AT_ONCE), split(codes, AT_ONCE // ELEMENTS), split(scales, AT_ONCE // self.form.group), strict=True)
+
+    def _encode(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """The formula. It writes to `codes` and `scales`."""
+        padding = scales.numel() * self.form.group - values.numel()
+        groups = functional.pad(values.float(), (0, padding)).view(-1, self.form.group)
+        groups = groups if self.floating else turned(groups * (1 / self.form.group))
+        most = groups.abs().amax(1)
+        found = (most * (1 / self.largest)).clamp(SMALLEST_SCALE, self.scale_cap).view(torch.int32) + 0xFFFF >> 16
+        found = torch.where(most.isfinite(), found, NAN)
+        scaled = groups * (1 / (found << 16).view(torch.float32)).unsqueeze(1)
+        codes.copy_(self._packed(scaled.nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)))
+        scales.copy_(found)
+
+    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Whole groups of values, fp32."""
+        values = self._unpacked(codes).view(-1, self.form.group) * (scales.to(torch.int32) << 16).view(torch.float32).unsqueeze(1)
+        return (values if self.floating else turned(values)).view(-1)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [elements / 8, bits], and scales, int16 [groups]: views."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ import torch
 from megatrain import machine
 from megatrain.engine.build import choose_device
 from megatrain.errors import StorageError
-from megatrain.hardware import Hardware, probe
-from megatrain.machine import MachineProfile, Rates
+from megatrain.hardware import Hardware, drive_name, one_of_each_drive, probe
+from megatrain.machine import DriveRates, MachineProfile, Rates
 from megatrain.measure import measure
 from megatrain.measure.checks import Finding, check
+from megatrain.measure.disk import drive_rates
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,7 @@ class Diagnosis:
     guessed: list[str]  # fields of the profile that were not measured
     findings: list[Finding]
     saved: Path  # the profile's place in the cache
+    drives: dict[str, DriveRates]  # for memory.nvme, by device and mount point: all that were ever measured
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,23 +46,25 @@ class Diagnosis:
         table = Table(title=f"this machine ({self.profile.fingerprint})")
         for heading in ("what", "figure", "verdict"):
             table.add_column(heading)
-        for finding in (*figures(self.profile, self.guessed), *self.findings):
+        drives = [of_drive(name, rates) for name, rates in self.drives.items()]
+        for finding in (*figures(self.profile, self.guessed), *drives, *self.findings):
             table.add_row(finding.what, finding.figure, finding.advice or "", style="yellow" if finding.advice else None)
         console.print(table)
         console.print(f"kept in {self.saved}", highlight=False, soft_wrap=True)
 
 
-def examine(output: Path, quick: bool, note: Callable[[str], object]) -> Diagnosis:
+def examine(output: Path, quick: bool, note: Callable[[str], object], nvme: Sequence[Path] = ()) -> Diagnosis:
     """Measure this machine and cache what was found.
 
     Args:
         output: the folder whose disk is measured.
         quick: leave out what the planner can do without.
         note: is told what is measured next.
+        nvme: folders whose drives are measured, too, as those of memory.nvme.
 
     Raises:
         OutOfMemory: the GPU has no room for 2 GiB, or memory could not be pinned.
-        StorageError: `output` or the cache cannot be written to.
+        StorageError: `output`, one of `nvme` or the cache cannot be written to.
     """
     load = os.getloadavg()[0]
     device = choose_device("auto")
@@ -68,7 +72,11 @@ def examine(output: Path, quick: bool, note: Callable[[str], object]) -> Diagnos
     profile = measure(hardware, device, output, note, quick=quick)
     guess = machine.typical(hardware)
     guessed = [field for field, *_ in ROWS if getattr(profile, field) == getattr(guess, field) != 0]
-    return Diagnosis(profile, guessed, check(hardware, profile, load), machine.save(profile))
+    findings, saved = check(hardware, profile, load), machine.save(profile)
+    for folder in one_of_each_drive(nvme):
+        note(f"the drive of {folder}")
+        machine.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))
+    return Diagnosis(profile, guessed, findings, saved, machine.load_drives(profile.fingerprint))
 
 
 def measured_or_typical(hardware: Hardware, device: torch.device, *, may_measure: bool = False) -> MachineProfile:
@@ -123,6 +131,11 @@ def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Findin
             continue
         text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
         yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)
+
+
+def of_drive(name: str, rates: DriveRates) -> Finding:
+    write, read = (three_digits(rate / 1e9) for rate in (rates.write, rates.read))
+    return Finding(f"drive {name}", f"writes {write}, reads {read} GB/s, on {rates.measured_on}")
 
 
 def listed(rates: Rates, unit: float) -> str:

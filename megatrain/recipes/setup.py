@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +74,7 @@ class Machine:
     hardware: Hardware
     profile: MachineProfile
     compiles: bool | None = None  # None: if a compiler is found here
+    drives_assumed: tuple[Path, ...] = ()  # folders of memory.nvme whose drives nobody measured
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,8 @@ def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
     # what the run's own checkpoints take is the run's to use again: they make room for the next ones
     hardware = replace(hardware, disk_free_bytes=hardware.disk_free_bytes + bytes_of_checkpoints(config.output))
     profile = measured_or_typical(hardware, device, may_measure=may_measure)
-    if may_measure and device.type == "cuda":
-        profile = with_drives(profile, config)
-    return Machine(device, choose_precision(config.precision, device), hardware, profile)
+    profile, assumed = with_drives(profile, config, hardware, may_measure=may_measure)
+    return Machine(device, choose_precision(config.precision, device), hardware, profile, drives_assumed=assumed)
 
 
 def make_skeleton(config: Config, model: Model, machine: Machine) -> Skeleton:
@@ -197,7 +198,8 @@ def make_run_plan(
     limits = {"gpu_limit": unless_auto(config.memory.gpu), "host_limit": unless_auto(config.memory.host)}
     limits["nvme_limit"] = nvme_room(config, parts.machine.hardware, disk_bytes(job, parts.shape))
     plan = make_plan(job, parts.shape, parts.machine.hardware, parts.machine.profile, suggest=suggest, **limits)
-    return replace(plan, economy=predicted_economy(config, parts.machine.hardware, plan, steps), steps=steps)
+    economy, assumed = predicted_economy(config, parts.machine.hardware, plan, steps), tuple(map(str, parts.machine.drives_assumed))
+    return replace(plan, economy=economy, steps=steps, drives_assumed=assumed)
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:

@@ -47,9 +47,16 @@ def small_pieces(monkeypatch):
 
 
 def make(
-    folder: Path | None, mode: str = "one group", clip: float | None = 0.5, family: str = "llama", layers: int = ALL, **options: Any
+    folder: Path | None,
+    mode: str = "one group",
+    clip: float | None = 0.5,
+    family: str = "llama",
+    layers: int = ALL,
+    largest_group: tuple[int, ...] = (),
+    **options: Any,
 ) -> Engine:
-    settings = MODES[mode] if folder is None else replace(MODES[mode], nvme_folders=(folder,), nvme_activations=layers)
+    far: Any = {} if folder is None else {"nvme_folders": (folder,), "nvme_activations": layers, "largest_group": largest_group}
+    settings = replace(MODES[mode], **far)
     options = {"precision": "bfloat16", **options}
     return engine_of(tiny_config(family, num_hidden_layers=4), settings=settings, max_grad_norm=clip, **options)
 
@@ -139,6 +146,24 @@ def test_steps_of_other_sizes_find_room(tmp_path):
         assert train_engine(near, steps).norms == train_engine(far, steps).norms
 
 
+def test_room_for_the_largest_group_is_made_at_once_and_grows_for_larger_ones_alone(tmp_path, monkeypatch):
+    steps = [full_batches(seed, rows) for seed, rows in enumerate([[(1, 4)], [(3, 40), (1, 40)], [(8, 40)] * 2 + [(1, 40)]])]
+    made: list[int] = []
+    renew = FarBoundaries._renew
+
+    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
+        made.append(nbytes)
+        renew(self, nbytes, piece)
+
+    monkeypatch.setattr(FarBoundaries, "_renew", count)
+    with make(None) as near, make(tmp_path, layers=3, largest_group=(320, 320, 40)) as far:
+        assert train_engine(near, steps).norms == train_engine(far, steps).norms
+        assert made == [4 * (4 + 4 + 1) * PAGE]
+        larger = [full_batches(5, [(8, 41)] * 3)]
+        assert train_engine(near, larger).norms == train_engine(far, larger).norms
+        assert len(made) == 2
+
+
 @pytest.mark.parametrize(
     ("mode", "slow"),
     [
@@ -223,6 +248,30 @@ def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monk
         slow_drive(monkeypatch, ("preadv", "pwritev"), slow_s, slow_s)
         fail_in_layer(monkeypatch, engine, verb, call)
         with pytest.raises(RuntimeError, match="in the middle"):
+            engine.forward_backward(STEPS[1])
+        same((train_engine(engine, STEPS), state_of(engine)), in_ram())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sent", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_interrupt_just_before_or_after_an_input_is_sent_leaves_the_engine_usable(tmp_path, monkeypatch, sent, pieces):
+    monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", pieces)
+    with make(tmp_path) as engine:
+        slow_drive(monkeypatch, ("pwritev",), 0.01, 0.01)
+        submit, calls = engine._download.submit, iter(range(1000))
+
+        def interrupted(job: Any) -> Any:
+            now = next(calls) == 5
+            if now and not sent:
+                raise KeyboardInterrupt
+            event = submit(job)
+            if now:
+                raise KeyboardInterrupt
+            return event
+
+        monkeypatch.setattr(engine._download, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             engine.forward_backward(STEPS[1])
         same((train_engine(engine, STEPS), state_of(engine)), in_ram())
 

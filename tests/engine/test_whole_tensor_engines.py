@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from megatrain import nvme_tier
 from megatrain.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.engine.settings import ALL, Settings
+from megatrain.engine.workspace import HostWorkspace
 from megatrain.errors import ConfigError
 from megatrain.models.anatomy import decays
 from megatrain.nvme_tier import LEVELS
@@ -179,3 +181,23 @@ def test_what_stops_a_piece_reaches_whoever_waits(optimizer, monkeypatch):
         engine.step()
         with pytest.raises(ZeroDivisionError, match="thread of the pool"):
             engine.wait_ready(0)
+
+
+@by_name
+def test_the_thread_of_products_takes_what_their_library_keeps_before_the_first_step(optimizer, monkeypatch):
+    calls: list[tuple[str, threading.Thread]] = []
+    for name in ("take_libraries", "replace"):
+        real = getattr(HostWorkspace, name)
+
+        def noted(*arguments: Any, name: str = name, real: Any = real) -> None:
+            calls.append((name, threading.current_thread()))
+            real(*arguments)
+
+        monkeypatch.setattr(HostWorkspace, name, noted)
+    with engine_of(tiny_config("llama"), optimizer=optimizer) as engine:
+        before = list(calls)
+        train_engine(engine, [micro_batches(0)])
+        products = isinstance(optimizer, Muon)
+        assert [name for name, _ in before] == ["take_libraries"] * products
+        assert {name for name, _ in calls[len(before) :]} == ({"replace"} if products else set())
+        assert {thread for _, thread in calls} == ({engine._updater.lane._thread} if products else set())

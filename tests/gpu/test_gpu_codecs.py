@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain.engine.settings import Settings
+from megatrain.memory import codecs
 from megatrain.memory.codecs import CODECS
 from tests.memory.test_codecs import DTYPES, SHAPES, hidden_states
 from tests.support import State, differing, engine_of, full_batches, state_of, tiny_config, train_engine
@@ -55,6 +56,31 @@ def test_parts_of_other_tensors(name: str) -> None:
     out = torch.zeros_like(flat, device="cuda")
     CODECS[name].encode(hidden.cuda()[:, 1:, 1:], out)
     assert torch.equal(out.cpu(), flat)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_in_pieces_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = hidden_states((3, 333, 577), torch.bfloat16)
+    flat = torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8)
+    CODECS[name].encode(hidden, flat)
+    monkeypatch.setattr(codecs, "AT_ONCE", 1 << 10)
+    _, (cuda_flat, cuda_back) = both(name, hidden)
+    assert torch.equal(flat, cuda_flat)
+    assert torch.equal(CODECS[name].decode(flat, hidden.shape, hidden.dtype), cuda_back)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_more_elements_than_32_bits_count(name: str) -> None:
+    group, codec = 64, CODECS[name]
+    hidden = torch.zeros(2**31 + 5 * group + 3, dtype=torch.bfloat16, device="cuda")  # 4 GiB
+    ends = hidden_states((1, 1, 4 * group), torch.bfloat16).cuda().flatten()
+    hidden[: len(ends)] = hidden[2**31 :][: len(ends)] = ends
+    flat = torch.empty(codec.nbytes(hidden.numel()), dtype=torch.uint8, device="cuda")
+    codec.encode(hidden, flat)
+    back = codec.decode(flat, hidden.shape, hidden.dtype)
+    assert torch.equal(back[: len(ends)], back[2**31 :][: len(ends)])
+    assert (back[: len(ends)] - ends).abs().max() < 0.1 * ends.abs().max()
+    assert int(back.count_nonzero()) <= 2 * len(ends)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "host"])

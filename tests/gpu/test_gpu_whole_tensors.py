@@ -58,6 +58,18 @@ def test_directions_come_down_before_the_host_reads_them():
     assert keys_that_differ(*states) == []
 
 
+def test_products_of_updates_take_their_workspace_before_the_first_step():
+    torch._C._cuda_clearCublasWorkspaces()  # or this thread's and stream's may be there from another test
+    with engine_of(tiny_config("llama"), optimizer=OPTIMIZERS[1], precision="bfloat16", device="cuda") as engine:
+        workspace = engine._updater._workspace
+        assert workspace is not None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        direction = torch.ones(1, 64, 96, dtype=torch.bfloat16)
+        engine._updater.lane.submit(lambda _: workspace.replace(Muon().orthogonal, [direction])).wait_host()
+        assert torch.cuda.memory_allocated() == before
+
+
 def test_each_direction_is_replaced_by_its_own_orthogonal_matrix():
     workspace = HostWorkspace(2 * 6 * 64 * 96, torch.device("cuda"), 1)
     directions = workspace.directions(6 * 64 * 96).view(6, 64, 96)

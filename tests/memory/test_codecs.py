@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.activations import FORMS, kept_row_bytes
+from megatrain.memory import codecs
 from megatrain.memory.codecs import CODECS, SMALLEST_SCALE, GroupScaled, turned
 
 SHAPES = [(2, 4, 576), (3, 5, 100), (1, 1, 1), (1, 7, 64)]
@@ -123,3 +124,25 @@ def test_the_same_twice(name: str) -> None:
     hidden = hidden_states((2, 4, 100), torch.bfloat16)
     assert torch.equal(kept(name, hidden), kept(name, hidden.clone()))
     assert torch.equal(kept(name, hidden.transpose(0, 1)), kept(name, hidden.transpose(0, 1).contiguous()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_more_elements_than_kernels_count_are_taken_in_pieces(name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = hidden_states(shape, torch.bfloat16)
+    whole, pieces = (torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8) for _ in range(2))
+    CODECS[name].encode(hidden, whole)
+    back = CODECS[name].decode(whole, hidden.shape, hidden.dtype)
+    taken, encode = [], GroupScaled._encode
+
+    def count(self: GroupScaled, values: Tensor, *places: Tensor) -> None:
+        taken.append(values.numel())
+        encode(self, values, *places)
+
+    monkeypatch.setattr(GroupScaled, "_encode", count)
+    monkeypatch.setattr(codecs, "AT_ONCE", 128)
+    CODECS[name].encode(hidden, pieces)
+    assert max(taken) <= 128
+    assert sum(taken) == hidden.numel()
+    assert torch.equal(pieces, whole)
+    assert torch.equal(CODECS[name].decode(whole, hidden.shape, hidden.dtype), back)

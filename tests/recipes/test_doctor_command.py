@@ -12,8 +12,8 @@ from rich.console import Console
 
 from megatrain import cli, machine
 from megatrain.errors import StorageError
-from megatrain.hardware import Gpu, Hardware, probe
-from megatrain.machine import fingerprint, typical
+from megatrain.hardware import Gpu, Hardware, drive_name, probe
+from megatrain.machine import DriveRates, fingerprint, typical
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical
 
@@ -86,6 +86,25 @@ def test_the_command_measures_anew_and_caches(hardware: Hardware, measured: list
     here = probe(tmp_path, "cpu")
     assert measured_or_typical(here, CPU).launch == 1.5
     assert shown["saved"] == str(machine.cache_file(fingerprint(here)))
+
+
+def test_drives_that_are_named_are_measured_anew_each_time(
+    hardware: Hardware, measured: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = iter(DriveRates(1e9 * write, 7.5e9, "2026-11-22") for write in (1, 2, 3))
+    monkeypatch.setattr(doctor, "drive_rates", lambda folder: next(rates))
+    named = ["--nvme", str(tmp_path / "one"), "--nvme", str(tmp_path / "another of the same drive")]
+    name = drive_name(tmp_path)
+    for write in (1, 2):
+        assert cli.main(["doctor", "--json", "--output", str(tmp_path), *named]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["drives"] == {name: {"write": 1e9 * write, "read": 7.5e9, "measured_on": "2026-11-22"}}
+        assert err.count("the drive of") == 1
+    assert machine.load_drives(fingerprint(probe(tmp_path, "cpu"))) == {name: DriveRates(2e9, 7.5e9, "2026-11-22")}
+    assert cli.main(["doctor", "--output", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"drive {name}" in shown
+    assert "writes 2, reads 7.5 GB/s, on 2026-11-22" in shown
 
 
 def test_the_table_says_what_was_guessed(hardware: Hardware, measured: list[bool], tmp_path: Path) -> None:

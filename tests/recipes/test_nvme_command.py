@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatrain.hardware import probe
-from megatrain.machine import typical
+from megatrain import hardware
+from megatrain.engine.far_boundaries import FarBoundaries
+from megatrain.errors import StorageError
+from megatrain.hardware import Gpu, probe
+from megatrain.machine import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import nvme
 from megatrain.recipes.shapes import bench_config
 from tests.commands import Command
@@ -42,7 +46,15 @@ def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain: Command) ->
     assert plan["totals"]["nvme"]["need"] == sum(plan["nvme"].values()) > 0
 
 
-def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, project: Path) -> None:
+def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    renew = FarBoundaries._renew
+
+    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
+        made.append(nbytes)
+        renew(self, nbytes, piece)
+
+    monkeypatch.setattr(FarBoundaries, "_renew", count)
     for name in ("adamw", "adafactor"):
         optimizer = f"optimizer.name={name}"
         assert megatrain("train", "cfg.yaml", f"output={name}", optimizer).code == 0
@@ -50,7 +62,8 @@ def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, pro
         assert started.code == 0, started.err
         plan = json.loads((project / f"{name}-far" / "plan.json").read_text())
         assert plan["choices"]["nvme_activations"] == 2
-        assert plan["nvme"]["boundary activations"] > 0
+        assert made == [plan["nvme"]["boundary activations"]], "once, though rows have many lengths"
+        made.clear()
         same_run(project / name, project / f"{name}-far")
 
 
@@ -77,12 +90,80 @@ def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain: Command, pro
     assert not list((project / "runs").glob("**/MANIFEST.json"))
 
 
-def test_the_slowest_of_its_drives_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"fast": (3e9, 5e9), "slow": (2e9, 6e9)}
-    monkeypatch.setattr(nvme, "disk_rates", lambda folder: rates[folder.name])
-    monkeypatch.setattr(nvme, "drive_of", lambda folder: folder.name)
-    config, profile = bench_config("tiny"), typical(probe(tmp_path, "cpu"))
-    assert nvme.with_drives(profile, config) == profile
-    there = config.with_values({"memory.nvme": [str(tmp_path / name) for name in rates]})
-    found = nvme.with_drives(profile, there)
-    assert (found.disk_write, found.disk_read) == (2e9, 5e9)
+# -- what drives do -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were measured. Each is a drive; "slow" writes slowly, the others read slowly."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    made: list[str] = []
+
+    def rates(folder: Path) -> DriveRates:
+        made.append(folder.name)
+        if folder.name == "full":
+            raise StorageError("the disk cannot be measured")
+        return DriveRates(*((2e9, 6e9) if folder.name == "slow" else (3e9, 5e9)), "2026-11-22")
+
+    monkeypatch.setattr(nvme, "drive_rates", rates)
+    monkeypatch.setattr(hardware, "drive_of", lambda folder: folder.name)
+    monkeypatch.setattr(nvme, "drive_name", lambda folder: folder.name)
+    return made
+
+
+def planned(tmp_path: Path, *names: str, gpu: bool = True, may_measure: bool = True) -> tuple[float, float, list[str]]:
+    """Bytes/s written and read that a plan counts on, and the drives of which it assumes them."""
+    here = probe(tmp_path, "cpu")
+    here = replace(here, gpu=Gpu("NVIDIA H200", 1, 1, (9, 0))) if gpu else here
+    config = bench_config("tiny").with_values({"memory.nvme": [str(tmp_path / name) for name in names] or None})
+    found, assumed = nvme.with_drives(replace(typical(here), disk_write=1e9, disk_read=9e9), config, here, may_measure=may_measure)
+    return found.disk_write, found.disk_read, [folder.name for folder in assumed]
+
+
+def test_the_slowest_of_its_drives_is_planned_with(tmp_path: Path, measured: list[str]) -> None:
+    assert planned(tmp_path) == (1e9, 9e9, [])
+    assert measured == []
+    assert planned(tmp_path, "fast", "slow", "fast") == (2e9, 5e9, [])
+    assert measured == ["fast", "slow"]
+
+
+@pytest.mark.parametrize("may_measure", [False, True], ids=["plan", "run"])
+def test_a_drive_is_measured_once_for_plans_and_runs(tmp_path: Path, measured: list[str], may_measure: bool) -> None:
+    (tmp_path / "fast").mkdir()
+    for asks in (may_measure, True, False):
+        assert planned(tmp_path, "fast", may_measure=asks) == (3e9, 5e9, [])
+    assert measured == ["fast"]
+    planned(tmp_path, "fast", "slow")
+    assert measured == ["fast", "slow"]
+
+
+def test_a_plan_writes_to_no_folder_that_is_not_there_and_says_what_it_assumes(tmp_path: Path, measured: list[str]) -> None:
+    assert planned(tmp_path, "fast", may_measure=False) == (1e9, 9e9, ["fast"])
+    (tmp_path / "slow").mkdir()
+    assert planned(tmp_path, "fast", "slow", may_measure=False) == (1e9, 6e9, ["fast"])
+    assert measured == ["slow"]
+
+
+def test_on_a_cpu_nothing_is_measured_and_what_is_kept_is_taken(tmp_path: Path, measured: list[str]) -> None:
+    (tmp_path / "fast").mkdir()
+    assert planned(tmp_path, "fast", gpu=False) == (1e9, 9e9, ["fast"])
+    save_drive(fingerprint(probe(tmp_path, "cpu")), "fast", DriveRates(4e9, 4e9, "2026-11-22"))
+    assert planned(tmp_path, "fast", gpu=False) == (4e9, 4e9, [])
+    assert measured == []
+
+
+def test_a_drive_or_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, measured: list[str]) -> None:
+    assert planned(tmp_path, "full") == (1e9, 9e9, ["full"])
+    (tmp_path / "cache").write_text("")
+    assert planned(tmp_path, "fast") == (3e9, 5e9, [])
+
+
+def test_the_plan_s_last_words_on_a_drive(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+    before = megatrain("plan", "cfg.yaml", *SWAP)
+    assert "the drive's speed is assumed, not measured; `megatrain doctor --nvme swap` measures it" in " ".join(before.out.split())
+    save_drive(fingerprint(probe(project, "cpu")), hardware.drive_name(project / "swap"), DriveRates(1e6, 2e6, "2026-11-22"))
+    assert "assumed, not measured" not in megatrain("plan", "cfg.yaml", *SWAP).out
+    plan = json.loads(megatrain("plan", "cfg.yaml", "--json", *SWAP).out)
+    assert plan["drives_assumed"] == []
+    assert plan["timing"]["seconds"] > plan["totals"]["nvme"]["need"] / 2e6
