@@ -78,6 +78,7 @@ def plan_case(case: Case, device: str) -> Plan:
         offload=case.offload,
         retained_on_host=case.on_host,
         rows_vary=case.varied,
+        checkpoints_written=0,
     )
     machine = measured_or_typical(hardware, torch_device(device))
     limits = {tier: None if cap is None else int(cap * GIB) for tier, cap in (("gpu", case.gpu_cap), ("host", case.host_cap))}

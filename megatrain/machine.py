@@ -37,7 +37,7 @@ class MachineProfile:
     download: float  # bytes/s, the other way, alone
     both: float  # bytes/s, both directions at once, their sum
     update: Rates  # (threads, parameters/s) of our AdamW kernel over host arrays much larger than caches, 26 bytes a parameter
-    arithmetic: float  # how fast a thread of the host computes updates, of what the planner's table of moments assumes; 1.0 is usual
+    arithmetic: float  # how fast a thread of the host computes updates, as a share of what the table of moments says (optim/elementwise.py)
     update_busy: float  # parameters/s on `hardware.update_threads` threads while PCIe is busy both ways; without a GPU as alone
     matmul: Rates  # (tokens, FLOP/s) on the compute device, bfloat16, [tokens, 4096] x [4096, 14336]
     matmul_fp32: Rates  # the same in float32
@@ -259,6 +259,7 @@ HOST_MEMORY: dict[str, Rates] = {
     "desktop": ((1, 25e9), (2, 38e9), (4, 50e9), (8, 60e9)),
 }
 DISK = {"server": (2.75e9, 3.5e9), "desktop": (1.5e9, 2.5e9)}
+ARITHMETIC = {"server": 0.3, "desktop": 1.0}  # the Intel cores beside an H200, from the steps of a 20B model with moments in 8 bits
 BUSY_SHARE = 0.68  # of the update's rate that is left while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200
 CORE_FLOPS = {"fast bfloat16": 100e9, "bfloat16": 25e9, "float32": 50e9, "attention": 20e9}  # of one core with wide vectors
 LAUNCH_S = {"gpu": 5e-6, "cpu": 2e-6}
@@ -276,7 +277,7 @@ def typical(hardware: Hardware) -> MachineProfile:
         "fingerprint": "typical",
         "measured_on": "",
         "update": update,
-        "arithmetic": 1.0,
+        "arithmetic": ARITHMETIC[host],
         "disk_write": DISK[host][0],
         "disk_read": DISK[host][1],
     }

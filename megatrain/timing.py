@@ -45,8 +45,8 @@ EAGER_TRAFFIC = 1.6
 # Steps of 10,500 eager kernels took 0.35 to 0.46 s where a launch takes 6.9 to 10 us; layers alone, without an engine and updates beside, a
 # fifth less.
 LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
-# Of the bus's rate, for what leaves in forward while the host updates in the same memory: a 14.8B model's step waited 0.29 s for the
-# graphs of ten layers.
+# Of the bus's rate, for what leaves in forward while the host updates as fast as their common memory lets it: a 14.8B model's step waited
+# 0.29 s for the graphs of ten layers.
 BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two products a pair forward, five backward
 WORTH_NAMING = 0.05  # a phase is bound by what it waits for if it waits this share of its time
@@ -137,10 +137,10 @@ class _Costs:
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
         self.far_share = far_inputs(choices, shape) / max(1, self.graphs.count("nowhere"))  # of a recomputed layer's input
         self.disk_read, self.disk_write = (max(1.0, job.nvme_drives * rate) for rate in (machine.disk_read, machine.disk_write))
-        self.beside_update = choices.stores_gradients(job) and choices.groups == 1 and choices.resident < len(shape.block_numel)
-        self.host_update_rate = self._host_update_rate()
+        self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         self.up, self.down = self._transfer_rates()
+        self.leaving = self._leaving_rate()
         self._known: dict[tuple[int, int, Where, float, bool, bool], BlockTasks] = {}
 
     # -- computation, of one micro-batch ---------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Costs:
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
             sum_down=numel * SUM_BYTES / self.down,
-            boundary_down=offloaded / (BESIDE_UPDATE * self.down if self.beside_update else self.down),
+            boundary_down=offloaded / self.leaving,
             boundary_up=offloaded / self.up,
             host_update=streamed / self.host_update_rate + (self._products(number, travelling=True) if streamed else 0.0),
             device_update=resident / self.device_update_rate + (self._products(number) if resident or self.on_gpu else 0.0),
@@ -285,15 +285,17 @@ class _Costs:
         again = self.job.whole_update.passes_bytes if self.job.whole_update is not None else 0.0
         return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight + again)
 
-    def _host_update_rate(self) -> float:
-        """Parameters/s, between the rates alone and beside a bus that is busy, for weights on their way use the same memory."""
+    def _host_update_rate(self) -> tuple[float, float]:
+        """Parameters/s, between the rates alone and beside a bus that is busy, for weights on their way use the same memory; and the share
+        that this is of what memory would let through."""
         alone = interpolate(self.machine.update, self.choices.update_threads)
         busy = min(alone, self.machine.update_busy)
         directions = 1 if self.choices.stores_gradients(self.job) else 2  # else gradients come down meanwhile
         share = min(1.0, directions * self.weight * alone / self.machine.both) if self.on_gpu else 0.0
         bounded_by_memory = (alone - (alone - busy) * share) * self._update_scale
         limit = self.job.update_arithmetic
-        return bounded_by_memory if limit is None else min(bounded_by_memory, self.choices.update_threads * limit * self.machine.arithmetic)
+        rate = bounded_by_memory if limit is None else min(bounded_by_memory, self.choices.update_threads * limit * self.machine.arithmetic)
+        return rate, rate / bounded_by_memory
 
     def _transfer_rates(self) -> tuple[float, float]:
         """Bytes/s up and down; where there is no bus, of a copy in memory, which is read and written."""
@@ -301,3 +303,18 @@ class _Costs:
             return self.machine.memory / 2, self.machine.memory / 2
         share = min(1.0, self.machine.both / (self.machine.upload + self.machine.download))
         return share * self.machine.upload, share * self.machine.download
+
+    def _leaving_rate(self) -> float:
+        """Bytes/s of what leaves in forward: weights come up on the same bus meanwhile, and the host may update in the same memory."""
+        layers = range(1, len(self.shape.block_numel) - 1)
+        nbytes = self.micro_batches * sum(self._kept_bytes(self.graphs[number - 1], number) for number in layers)
+        if not (self.on_gpu and self.choices.offload and nbytes):
+            return self.down
+        alone = self.machine.download
+        streamed = sum(self.shape.block_numel[self.choices.resident :])
+        together = 1 - self.down / alone
+        slower = together * min(1.0, streamed * self.weight / self.machine.upload / (nbytes / alone))
+        if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
+            beside = min(1.0, streamed / self.host_update_rate / (nbytes / alone))
+            slower += (1 - BESIDE_UPDATE) * self.update_in_memory * beside
+        return alone * (1 - slower)

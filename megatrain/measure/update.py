@@ -20,8 +20,8 @@ PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of 
 PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
 PASSES = 4  # of many threads over the arrays in a timed call, with no wait in between: waking them and waiting for the last count a quarter
 TOUCH_BYTES = 16 << 20  # that a thread touches at a time
-IN_CACHE = 1 << 16  # parameters: 0.9 MiB of state with moments in 8 bits
-REPEATS = 40
+PIECE = 1 << 19  # parameters that a thread updates in one call: in less, threads would queue for Python's lock
+REPEATS = 8
 TOUCH_VALUE = 60  # of every byte: bfloat16 and float32 numbers of 0.011 each
 ARRAYS = {
     "weight": torch.bfloat16,
@@ -44,28 +44,30 @@ def device_rate(clock: Clock, parameters: int) -> float | None:
 
 
 def arithmetic(threads: int, clock: Clock) -> float:
-    """How fast each of so many threads computes an update in its nearest cache, of what optim/elementwise.py's table of moments assumes.
+    """How fast each of so many threads computes an update, of what optim/elementwise.py's table of moments assumes.
 
     Of AdamW with moments in 8 bits, whose arithmetic takes longer than its memory.
     """
     optimizer = AdamW(moments="int8")
-    arrays = [_in_cache(optimizer) for _ in range(threads)]
+    arrays = [_piece(optimizer) for _ in range(threads)]
     updates = [optimizer.updating(own, **UNMOVING) for own in arrays]
 
     def repeat(update: UpdateRange) -> None:
         for _ in range(REPEATS):
-            update(0, IN_CACHE)
+            update(0, PIECE)
 
     with ThreadPoolExecutor(threads) as pool:
         seconds = clock.seconds(lambda: list(pool.map(repeat, updates)))
-    return REPEATS * IN_CACHE / seconds / MOMENTS["int8"].arithmetic
+    usual = MOMENTS["int8"].arithmetic
+    assert usual is not None
+    return REPEATS * PIECE / seconds / usual
 
 
-def _in_cache(optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """Arrays of IN_CACHE elements, of numbers that look like training's."""
-    arrays = {name: torch.full((IN_CACHE,), 0.01, dtype=ARRAYS[name]) for name in ("weight", "grad")}
-    arrays["remainder"] = torch.zeros(IN_CACHE, dtype=torch.int16)
-    of_state = {state.name: IN_CACHE if state.per == "element" else IN_CACHE // GROUP for state in optimizer.state_arrays}
+def _piece(optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """Arrays of PIECE elements, of numbers that look like training's."""
+    arrays = {name: torch.full((PIECE,), 0.01, dtype=ARRAYS[name]) for name in ("weight", "grad")}
+    arrays["remainder"] = torch.zeros(PIECE, dtype=torch.int16)
+    of_state = {state.name: PIECE if state.per == "element" else PIECE // GROUP for state in optimizer.state_arrays}
     return arrays | {name: torch.full((size,), TOUCH_VALUE, dtype=torch.uint8) for name, size in of_state.items()}
 
 

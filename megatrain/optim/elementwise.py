@@ -19,12 +19,13 @@ from megatrain.optim.optimizer import StateArray, UpdateRange
 
 @dataclass(frozen=True)
 class Format:
-    """How moments are kept. `arithmetic`: parameters/s of one thread of the host with data in its caches, AVX-512 (docs/log.md)."""
+    """How moments are kept. `arithmetic`: parameters/s of one thread of the host with data in its caches, on an EPYC with AVX-512
+    (docs/log.md); None: memory always takes longer."""
 
     dtype: torch.dtype
     suffix: str = ""  # of the kernels that take them
     scaled: bool = False  # each GROUP has a scale
-    arithmetic: float = 1.8e9
+    arithmetic: float | None = None
 
 
 MOMENTS = {  # from the widest to the narrowest

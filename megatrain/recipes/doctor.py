@@ -107,7 +107,7 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("download", "PCIe, down", 1e9, "GB/s"),
     ("both", "PCIe, both ways at once", 1e9, "GB/s"),
     ("update", "host update, by threads", 1e9, "G parameters/s"),
-    ("arithmetic", "arithmetic of the update", 1.0, "of the usual"),
+    ("arithmetic", "arithmetic of the update", 1.0, "of an EPYC's"),
     ("update_busy", "host update, PCIe busy", 1e9, "G parameters/s"),
     ("device_update", "device update", 1e9, "G parameters/s"),
     ("matmul", "bf16 products, by tokens", 1e12, "TFLOP/s"),
