@@ -1,4 +1,4 @@
-"""What tests of compiled layers share."""
+"""What tests of engines share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+
+from tests.once import products_left_out_are_found_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def once() -> Iterator[None]:
+    with products_left_out_are_found_once():
+        yield
 
 
 @pytest.fixture
