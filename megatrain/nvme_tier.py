@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 Level = Literal["state", "gradients", "all"]  # each holds what those before it hold
@@ -42,6 +43,7 @@ def holds(level: Level, array: str) -> bool:
     return array not in {"state": ("weight", "grad"), "gradients": ("weight",), "all": ()}[level] and array != "grad_sum"
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same few again and again
 def blocks_on_nvme(blocks: int, resident: int, count: int) -> tuple[int, ...]:
     """Ascending, `count` of the blocks that are not resident: the last layers first, then the head and the embedding.
 

@@ -54,26 +54,15 @@ def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
 
 def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """What lies where the model computes: the GPU, or host RAM when training on the CPU."""
-    weight = WEIGHT_BYTES[job.precision]
-    sizes = shape.block_numel
     in_group, group_tokens = choices.micro_batches(job), choices.group_tokens(job)
     working_set = max(working_sets(choices, job, shape, hardware).values())
-    layers = sizes[max(choices.resident, 1) : -1]  # those that are streamed
-    table = {
-        "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
-        "embedding and head slot": _edge_slot(choices, shape) * weight,
-        "resident state": _resident_state(choices, job, shape),
-        "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
-        "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
+    table = block_bytes(choices, job, shape, hardware) | {
         "boundary activations": _boundaries(choices, job, shape),
         "retained activations": retained_bytes(choices, job, shape) * group_tokens // choices.micro_batch_tokens,
         "token ids and targets": max(job.padded_tokens(choices.micro_batch_tokens), group_tokens) * INPUT_BYTES,
         "rotary tables and masks": in_group * shape.calls.at(choices.micro_batch_tokens),
         "working set": working_set,
     }
-    if job.whole_update is not None and (choices.resident or any(job.whole_update.product_flops)):
-        products = any(job.whole_update.product_flops)  # on a stream that has a workspace of its own
-        table["update's scratch"] = job.whole_update.device_scratch + (hardware.workspace_bytes if hardware.gpu and products else 0)
     activations = table["boundary activations"] + table["retained activations"] + working_set
     if hardware.gpu:
         varied = int(VARIED_ROWS_SLACK["gpu"] * activations) if job.rows_vary else 0
@@ -84,6 +73,23 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
         }
     elif job.rows_vary:
         table["allocator slack"] = int(VARIED_ROWS_SLACK["host"] * activations)
+    return table
+
+
+def block_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
+    """Of `device_bytes` all that depends on where blocks and their gradient sums live."""
+    weight, sizes = WEIGHT_BYTES[job.precision], shape.block_numel
+    layers = sizes[max(choices.resident, 1) : -1]  # those that are streamed
+    table = {
+        "layer slots": min(LAYER_SLOTS, len(layers)) * max(layers, default=0) * weight,
+        "embedding and head slot": _edge_slot(choices, shape) * weight,
+        "resident state": _resident_state(choices, job, shape),
+        "gradient sums": _device_sums(choices, shape) * SUM_BYTES,
+        "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
+    }
+    if job.whole_update is not None and (choices.resident or any(job.whole_update.product_flops)):
+        products = any(job.whole_update.product_flops)  # on a stream that has a workspace of its own
+        table["update's scratch"] = job.whole_update.device_scratch + (hardware.workspace_bytes if hardware.gpu and products else 0)
     return table
 
 

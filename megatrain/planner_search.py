@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from megatrain import timing
 from megatrain.hardware import MIB, Hardware, update_threads
 from megatrain.machine import MachineProfile
 from megatrain.nvme_tier import LEVELS
-from megatrain.planner_bytes import device_bytes, head_bytes, host_bytes, nvme_bytes, nvme_traffic
+from megatrain.planner_bytes import block_bytes, device_bytes, head_bytes, host_bytes, nvme_bytes, nvme_traffic
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -297,14 +298,15 @@ class Search:
         def resident(count: int) -> Choices:
             return replace(choices, resident=count, sums_on_device=max(choices.sums_on_device, count) if several else 0)
 
+        fits = self.fits_device(choices)
         if self.job.resident is not None:
-            return self.summed(resident(min(self.job.resident, blocks)))
-        if not self.fits_device(resident(0)):
+            return self.summed(resident(min(self.job.resident, blocks)), fits)
+        if not fits(resident(0)):
             return resident(0)
         streamed = min(blocks, self.job.nvme_blocks or 0)  # what was sent to a drive is not resident
-        return self.summed(resident(most(blocks - streamed, lambda count: self.fits_device(resident(count)))))
+        return self.summed(resident(most(blocks - streamed, lambda count: fits(resident(count)))), fits)
 
-    def summed(self, choices: Choices) -> Choices:
+    def summed(self, choices: Choices, fits: Callable[[Choices], bool]) -> Choices:
         """With the gradient sums of as many blocks on the device as there is room for, those of `choices` at least."""
         if choices.groups == 1:
             return choices
@@ -313,22 +315,41 @@ class Search:
         def keeping(count: int) -> Choices:
             return replace(choices, sums_on_device=least + count)
 
-        return keeping(most(blocks - least, lambda count: self.fits_device(keeping(count))))
+        return keeping(most(blocks - least, lambda count: fits(keeping(count))))
 
     # -- memory ---------------------------------------------------------------------------------------------------------------
 
-    def needs(self, choices: Choices) -> tuple[int, int]:
-        """Bytes (where it computes, of host RAM)."""
-        device = sum(device_bytes(choices, self.job, self.shape, self.hardware).values())
-        return device, sum(host_bytes(choices, self.job, self.shape, self.hardware).values())
+    @cached_property
+    def _known(self) -> tuple[dict[Choices, int], dict[Choices, int]]:
+        return {}, {}  # most choices are weighed several times
+
+    def device(self, choices: Choices) -> int:
+        """Bytes where it computes."""
+        known, _ = self._known
+        if choices not in known:
+            known[choices] = sum(device_bytes(choices, self.job, self.shape, self.hardware).values())
+        return known[choices]
+
+    def host(self, choices: Choices) -> int:
+        """Bytes of host RAM."""
+        _, known = self._known
+        if choices not in known:
+            known[choices] = sum(host_bytes(choices, self.job, self.shape, self.hardware).values())
+        return known[choices]
 
     def bytes(self, choices: Choices) -> int:
-        return sum(self.needs(choices))
+        return self.device(choices) + self.host(choices)
 
-    def fits_device(self, choices: Choices) -> bool:
+    def fits_device(self, choices: Choices) -> Callable[[Choices], bool]:
+        """A test of choices that differ from these in where blocks and gradient sums live alone: it adds up only what that decides."""
         if self.room.device is None:
-            return self.fits(choices)
-        return sum(device_bytes(choices, self.job, self.shape, self.hardware).values()) <= self.room.device
+            return self.fits
+
+        def of_blocks(others: Choices) -> int:
+            return sum(block_bytes(others, self.job, self.shape, self.hardware).values())
+
+        room = self.room.device - self.device(choices) + of_blocks(choices)
+        return lambda others: of_blocks(others) <= room
 
     def fits(self, choices: Choices) -> bool:
         return self.shortage(choices) <= 1
@@ -337,15 +358,15 @@ class Search:
         """What the tightest tier needs, over what it has."""
         shares = [self.host_share(choices)]
         if self.room.device is not None:
-            shares.append(self.needs(choices)[0] / max(1, self.room.device))
+            shares.append(self.device(choices) / max(1, self.room.device))
         if self.room.nvme is not None:
             shares.append(sum(nvme_bytes(choices, self.job, self.shape).values()) / max(1, self.room.nvme))
         return max(shares)
 
     def host_share(self, choices: Choices) -> float:
         """What host RAM must hold, over what it can."""
-        device, host = self.needs(choices)
-        return (host + (device if self.room.device is None else 0)) / max(1, self.room.host)
+        need = self.bytes(choices) if self.room.device is None else self.host(choices)
+        return need / max(1, self.room.host)
 
 
 def most(count: int, fits: Callable[[int], bool]) -> int:

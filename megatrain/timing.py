@@ -132,9 +132,9 @@ class _Costs:
         self.far = frozenset(far_blocks(choices, shape))
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
-        self.sent = graph_bytes(choices, job, shape) if choices.retained_on_host else ()
         self.micro_batches = micro_batches(choices, job)
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
+        self.kept_bytes = self._kept_bytes()
         self.far_share = far_inputs(choices, shape) / max(1, self.graphs.count("nowhere"))  # of a recomputed layer's input
         self.disk_read, self.disk_write = (max(1.0, job.nvme_drives * rate) for rate in (machine.disk_read, machine.disk_write))
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
@@ -148,7 +148,7 @@ class _Costs:
     def layer(self, number: int) -> BlockTasks:
         """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
         work, tokens, graph = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, self.graphs[number - 1]
-        kept = self._kept_bytes(graph, number)
+        kept = self.kept_bytes[number - 1]
         key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident, number in self.far)
         if key not in self._known:  # layers are mostly of one kind
             numel, chunk = self.shape.block_numel[number], self.choices.layer_chunk_tokens or tokens
@@ -270,12 +270,12 @@ class _Costs:
             "nvme_weight": weight / read,
         }
 
-    def _kept_bytes(self, graph: Where, number: int) -> float:
-        """What may be sent away of one micro-batch in a layer: its input, and what its graph saved."""
-        boundary = self.choices.micro_batch_tokens * self.shape.hidden_size * self.weight
-        if graph == "host":
-            return boundary + self.sent[self.graphs[: number - 1].count("host")]
-        return self.choices.micro_batch_tokens * boundary_row_bytes(self.job, self.shape) if graph == "nowhere" else 0.0
+    def _kept_bytes(self) -> list[float]:
+        """What may be sent away of one micro-batch in each layer: its input, and what its graph saved."""
+        tokens, job = self.choices.micro_batch_tokens, self.job
+        whole, coded = tokens * self.shape.hidden_size * self.weight, tokens * boundary_row_bytes(job, self.shape)
+        sent = iter(graph_bytes(self.choices, job, self.shape) if self.choices.retained_on_host else ())
+        return [whole + next(sent) if graph == "host" else coded if graph == "nowhere" else 0.0 for graph in self.graphs]
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ import json, os, sys
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import run, use
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 AdamW().compile()
 for line in sys.stdin:
     folder, arguments = json.loads(line)

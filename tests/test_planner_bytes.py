@@ -8,8 +8,8 @@ import pytest
 
 from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, CUDNN_LIBRARY_BYTES, GIB, MIB, Hardware
 from megatrain.models.shape import ModelShape
-from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, device_bytes, disk_bytes, head_bytes, host_bytes
-from megatrain.planner_job import Choices, Job
+from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes
+from megatrain.planner_job import Choices, Job, WholeUpdate
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
 HUGE = 2**21
@@ -48,6 +48,19 @@ def test_device_arrays_of_a_small_model() -> None:
         "allocator slack": 32 * MIB + int(0.05 * 1600),
         "CUDA context": GIB,
     }
+
+
+@pytest.mark.parametrize("hardware", [H200, LAPTOP])
+@pytest.mark.parametrize(
+    "job", [TINY_JOB, replace(TINY_JOB, rows_vary=True, whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7))]
+)
+def test_where_blocks_and_sums_live_decides_what_the_search_says_it_does(job: Job, hardware: Hardware) -> None:
+    """It tries many such places, and adds up only these rows."""
+    places = [replace(TWO_GROUPS, resident=resident, sums_on_device=sums) for resident in range(5) for sums in range(resident, 5)]
+    totals = [sum(device_bytes(choices, job, TINY, hardware).values()) for choices in places]
+    decided = [sum(block_bytes(choices, job, TINY, hardware).values()) for choices in places]
+    assert len(set(decided)) > 5
+    assert len({total - part for total, part in zip(totals, decided, strict=True)}) == 1
 
 
 @pytest.mark.parametrize(

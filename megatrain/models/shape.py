@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -31,7 +32,12 @@ class WorkingSet:
         A peak is the largest of several moments, each linear in tokens: convex, so that a chord lies above it. Below the first
         point the first point's own bytes are the bound.
         """
-        sizes = [size for size, _ in self.points]
+        if tokens not in self._found:  # a search asks for the same few sizes again and again
+            self._found[tokens] = self._at(tokens)
+        return self._found[tokens]
+
+    def _at(self, tokens: int) -> int:
+        sizes = self.sizes
         right = bisect_left(sizes, tokens)
         if right < len(sizes) and (sizes[right] == tokens or right == 0):
             return self.points[right][1]
@@ -40,10 +46,14 @@ class WorkingSet:
         (x0, y0), (x1, y1) = self.points[right - 1 : right + 1] if right < len(sizes) else self.points[-2:]
         return y0 + -(-(y1 - y0) * (tokens - x0) // (x1 - x0))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The token counts that were measured."""
         return tuple(size for size, _ in self.points)
+
+    @cached_property
+    def _found(self) -> dict[int, int]:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -52,6 +53,12 @@ def run(engine: Engine, steps: list[list[Batch]] = STEPS) -> tuple[Trace, dict[t
         return train_engine(engine, steps), state_of(engine)
 
 
+@cache
+def streamed(family: str, precision: str = "float32", clip: float | None = 0.5) -> tuple[Trace, dict[tuple[str, int], Tensor]]:
+    """The run that others are compared with: every block streamed, one group, everything recomputed."""
+    return run(engine_of(tiny_config(family), precision=precision, max_grad_norm=clip))
+
+
 def train_serially(engine: Engine, steps: list[list[Batch]]) -> Trace:
     """The same, but nothing else begins before the update is over."""
     trace = Trace()
@@ -69,9 +76,8 @@ def train_serially(engine: Engine, steps: list[list[Batch]]) -> Trace:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_the_deferred_update_equals_the_serial_one_bit_for_bit(family, precision):
-    config = tiny_config(family)
-    deferred, state = run(engine_of(config, precision=precision))
-    with engine_of(config, precision=precision) as engine:
+    deferred, state = streamed(family, precision)
+    with engine_of(tiny_config(family), precision=precision) as engine:
         serial = train_serially(engine, STEPS)
         assert (deferred.losses, deferred.norms) == (serial.losses, serial.norms)
         assert differing(state, state_of(engine)) == []
@@ -86,9 +92,8 @@ def test_the_same_seed_gives_the_same_bits_twice():
 
 @pytest.mark.parametrize("settings", GROUPINGS, ids=str)
 def test_groups_change_no_bit_where_embeddings_are_not_tied(settings):
-    config = tiny_config("mistral-sliding")
-    whole, state = run(engine_of(config))
-    grouped, again = run(engine_of(config, settings=replace(settings, head_chunk=7)))
+    whole, state = streamed("mistral-sliding")
+    grouped, again = run(engine_of(tiny_config("mistral-sliding"), settings=replace(settings, head_chunk=7)))
     assert grouped.losses == pytest.approx(whole.losses, rel=1e-6)
     assert grouped.norms == whole.norms
     assert differing(state, again) == []
@@ -98,11 +103,10 @@ def test_groups_change_no_bit_where_embeddings_are_not_tied(settings):
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
 def test_where_state_lives_and_what_is_retained_change_no_bit(settings, clip, precision):
-    config = tiny_config("mistral-sliding")
-    streamed, state = run(engine_of(config, precision=precision, max_grad_norm=clip))
-    placed, again = run(engine_of(config, precision=precision, max_grad_norm=clip, settings=settings))
-    assert placed.losses == pytest.approx(streamed.losses, rel=1e-6)
-    assert placed.norms == streamed.norms
+    whole, state = streamed("mistral-sliding", precision, clip)
+    placed, again = run(engine_of(tiny_config("mistral-sliding"), precision=precision, max_grad_norm=clip, settings=settings))
+    assert placed.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert placed.norms == whole.norms
     assert differing(state, again) == []
 
 
@@ -110,9 +114,9 @@ def test_where_state_lives_and_what_is_retained_change_no_bit(settings, clip, pr
 def test_nor_do_they_where_embeddings_are_tied_and_units_drop_out(settings):
     for family, changes in (("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})):
         config = tiny_config(family, **changes)
-        streamed, state = run(engine_of(config))
+        whole, state = run(engine_of(config))
         placed, again = run(engine_of(config, settings=settings))
-        assert (placed.losses, placed.norms) == (streamed.losses, streamed.norms)
+        assert (placed.losses, placed.norms) == (whole.losses, whole.norms)
         assert differing(state, again) == []
 
 
@@ -141,9 +145,8 @@ def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_on
 
 @pytest.mark.parametrize("settings", GROUPINGS, ids=str)
 def test_groups_change_only_summation_order_where_embeddings_are_tied(settings):
-    config = tiny_config("qwen2-tied")
-    whole, _ = run(engine_of(config))
-    grouped, _ = run(engine_of(config, settings=settings))
+    whole, _ = streamed("qwen2-tied")
+    grouped, _ = run(engine_of(tiny_config("qwen2-tied"), settings=settings))
     assert grouped.losses == pytest.approx(whole.losses, rel=1e-6)
     for name, weight in whole.weights.items():
         if not name.endswith("k_proj.bias"):  # its gradient is zero but for rounding, which Adam magnifies

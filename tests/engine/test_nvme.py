@@ -86,12 +86,13 @@ def test_the_last_layers_go_first_then_the_head_and_the_embedding(blocks, reside
     assert blocks_on_nvme(blocks, resident, count) == there
 
 
-@pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "second backward"])
-@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
-def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, arrays, mode, clip, buffers):
-    few_buffers(monkeypatch, buffers)
+@pytest.mark.parametrize(("mode", "number"), [(mode, number) for number, mode in enumerate(MODES) if mode != "second backward"])
+@pytest.mark.parametrize("level", range(len(nvme_tier.LEVELS)))
+def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, level, mode, number, clip):
+    """With one buffer in half of them and three in the others, of every level, of every mode, clipped or not."""
+    few_buffers(monkeypatch, 1 if (level + number + (clip is None)) % 2 else 3)
+    arrays = nvme_tier.LEVELS[level]
     same(run(make(tmp_path, arrays, ALL, clip, mode)), mode, clip)
 
 

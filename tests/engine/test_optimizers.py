@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain.optim import AdamW, Lion, Optimizer
 from tests.optim.test_lion import PlainLion
 from tests.support import (
     LANES,
+    State,
     cosine,
     count_targets,
     delay,
@@ -48,10 +50,17 @@ def make(optimizer: Optimizer, **options: Any) -> Any:
     return engine_of(tiny_config("qwen2-tied"), optimizer=optimizer, precision="bfloat16", **options)
 
 
-@every_optimizer
-def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def straight(optimizer: Optimizer) -> tuple[list[float], State]:
+    """The run that others are compared with."""
     with make(optimizer) as engine:
-        expected, state = train_engine(engine, STEPS).losses, state_of(engine)
+        return train_engine(engine, STEPS).losses, state_of(engine)
+
+
+@every_optimizer
+def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, state = straight(optimizer)
+    with make(optimizer) as engine:
         for name, block in state:
             per = engine.store.arrays[name].per
             assert len(state[name, block]) == engine.store.layouts[block].numel // (GROUP if per == "group" else 1)
@@ -73,10 +82,9 @@ def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(optimi
 
 
 @every_optimizer
-def test_groups_and_a_late_update_follow_the_same_course(optimizer: Optimizer) -> None:
+def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None:
     """Groups sum gradients in fp32, which rounds them otherwise: their losses are near, and those of a delayed update the same."""
-    with make(optimizer) as engine:
-        expected = train_engine(engine, STEPS).losses
+    expected, _ = straight(optimizer)
     with delay(make(optimizer), LANES, longest_s=0.003) as engine:
         assert train_engine(engine, STEPS).losses == expected
     with make(optimizer, settings=Settings(groups=2, head_chunk=7)) as engine:
@@ -84,9 +92,8 @@ def test_groups_and_a_late_update_follow_the_same_course(optimizer: Optimizer) -
 
 
 @every_optimizer
-def test_six_steps_equal_three_and_three_after_a_resume(optimizer: Optimizer, tmp_path: Path) -> None:
-    with make(optimizer) as engine:
-        expected, state = train_engine(engine, STEPS).losses, state_of(engine)
+def test_six_steps_equal_three_and_three_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
+    expected, state = straight(optimizer)
     losses, again = train_with_a_break(lambda: make(optimizer), STEPS, tmp_path)
     assert losses == expected
     assert differing(state, again) == []

@@ -1,14 +1,13 @@
-"""What retained layers keep, and that it changes no bit. Graphs are cut as for the compiler, but then run eagerly: no code is generated."""
+"""What retained layers keep, and that it changes no bit. No code is generated of their graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
-from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.engine.settings import ALL, Settings
@@ -17,19 +16,11 @@ from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
 from tests.support import Batch, State, Trace, differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
+    pytest.mark.usefixtures("no_code_is_generated"),
+]
 ROWS, TOKENS = 2, 16
-
-
-@pytest.fixture(autouse=True)
-def no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def cut_alone(graph: fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:
-        return aot_eager_decomp_partition(graph, inputs)
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", cut_alone)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def run(family: str, steps: Sequence[Sequence[Batch]], precision: str = "bfloat16", **settings: Any) -> tuple[Trace, State]:

@@ -92,7 +92,9 @@ def test_nor_where_rows_are_padded_on_the_left_and_micro_batches_have_no_targets
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_nor_where_layers_are_compiled() -> None:
-    check_equal("llama", replace(TWICE, compile=True), [full_batches(seed, [(2, 16)] * 2) for seed in range(2)])
+    """By the real compiler, which takes seconds for every graph, and the same for layers that share their code."""
+    steps = [full_batches(seed, [(2, 16)] * 2) for seed in range(2)]
+    check_equal("llama", replace(TWICE, compile=True), steps, changes={"num_hidden_layers": 2})
     torch._dynamo.reset()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from megatrain.nvme_tier import LEVELS
 from megatrain.optim import Adafactor, AdamW, Muon, WholeTensors
 from tests.support import (
     LANES,
+    State,
     cosine,
     count_targets,
     delay,
@@ -79,6 +82,7 @@ def test_training_equals_a_plain_loop(family, optimizer):
         assert distance(ours.weights[name], parameter.detach()) <= (1e-4 if exact else 5e-3), name
 
 
+STRAIGHT = Settings(head_chunk=7)
 SETTINGS = {
     "groups": Settings(head_chunk=7, groups=3),
     "sums that stay": Settings(head_chunk=7, groups=3, sums_on_device=2),
@@ -89,15 +93,25 @@ SETTINGS = {
 }
 
 
+def trained(
+    family: str, optimizer: Any, settings: Settings = STRAIGHT, *, max_norm: float | None = MAX_NORM, longest_s: float = 0.0
+) -> State:
+    """What three steps leave."""
+    with engine_of(tiny_config(family), optimizer=optimizer, precision="bfloat16", max_grad_norm=max_norm, settings=settings) as engine:
+        assert engine.store.is_on_nvme("remainder", 1) == bool(settings.nvme_blocks)
+        if longest_s:
+            delay(engine, LANES, longest_s)
+        train_engine(engine, [micro_batches(seed) for seed in range(3)])
+        return state_of(engine)
+
+
+straight = cache(trained)  # the runs that others are compared with
+
+
 @by_name
 @pytest.mark.parametrize("name", SETTINGS)
 def test_dials_change_no_bit(name, optimizer):
-    config, steps, states = tiny_config("llama"), [micro_batches(seed) for seed in range(3)], []
-    for settings in (Settings(head_chunk=7), SETTINGS[name]):
-        with engine_of(config, optimizer=optimizer, precision="bfloat16", settings=settings) as engine:
-            train_engine(engine, steps)
-            states.append(state_of(engine))
-    assert differing(*states) == []
+    assert differing(straight("llama", optimizer), trained("llama", optimizer, SETTINGS[name])) == []
 
 
 @by_name
@@ -105,13 +119,9 @@ def test_dials_change_no_bit(name, optimizer):
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None], ids=["clipped", "unclipped"])
 def test_nor_do_arrays_on_nvme(level, max_norm, optimizer, tmp_path, monkeypatch):
     monkeypatch.setattr(nvme_tier, "STATE_STAGES", 1)
-    config, steps, states = tiny_config("qwen2-tied"), [micro_batches(seed) for seed in range(3)], []
-    for settings in (Settings(head_chunk=7), Settings(head_chunk=7, nvme_folders=(tmp_path,), nvme_blocks=ALL, nvme_arrays=level)):
-        with engine_of(config, optimizer=optimizer, precision="bfloat16", max_grad_norm=max_norm, settings=settings) as engine:
-            assert engine.store.is_on_nvme("remainder", 1) == bool(settings.nvme_blocks)
-            train_engine(engine, steps)
-            states.append(state_of(engine))
-    assert differing(*states) == []
+    settings = replace(STRAIGHT, nvme_folders=(tmp_path,), nvme_blocks=ALL, nvme_arrays=level)
+    expected = straight("qwen2-tied", optimizer, max_norm=max_norm)
+    assert differing(expected, trained("qwen2-tied", optimizer, settings, max_norm=max_norm)) == []
 
 
 @by_name
@@ -127,14 +137,7 @@ def test_without_clipping_blocks_are_updated_during_backward(optimizer):
 
 @by_name
 def test_late_lanes_change_no_bit(optimizer):
-    config, steps, states = tiny_config("llama"), [micro_batches(seed) for seed in range(3)], []
-    for longest in (0.0, 0.02):
-        with engine_of(config, optimizer=optimizer, precision="bfloat16") as engine:
-            if longest:
-                delay(engine, LANES, longest)
-            train_engine(engine, steps)
-            states.append(state_of(engine))
-    assert differing(*states) == []
+    assert differing(straight("llama", optimizer), trained("llama", optimizer, longest_s=0.02)) == []
 
 
 @by_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ import pytest
 
 from megatrain import cli
 from tests.commands import CHATML, POSITIONS, SPECIAL, Answer, Command, chat_rows, make_project
+from tests.once import commands_dry_run_models_once, products_left_out_are_found_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def once() -> Iterator[None]:
+    with commands_dry_run_models_once(), products_left_out_are_found_once():
+        yield
 
 
 @pytest.fixture(scope="session")
