@@ -306,8 +306,7 @@ class _Costs:
 
     def _leaving_rate(self) -> float:
         """Bytes/s of what leaves in forward: weights come up on the same bus meanwhile, and the host may update in the same memory."""
-        layers = range(1, len(self.shape.block_numel) - 1)
-        nbytes = self.micro_batches * sum(self._kept_bytes(self.graphs[number - 1], number) for number in layers)
+        nbytes = self.micro_batches * sum(self.kept_bytes)
         if not (self.on_gpu and self.choices.offload and nbytes):
             return self.down
         alone = self.machine.download

@@ -9,8 +9,9 @@ import pytest
 
 from megatrain.machine import typical
 from megatrain.models.shape import ModelShape
+from megatrain.planner_bytes import graph_bytes
 from megatrain.planner_job import Choices, Job
-from megatrain.timing import predict
+from megatrain.timing import block_tasks, predict
 from tests.planned import H200, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
 
 STREAMED = Choices(
@@ -199,3 +200,15 @@ def test_arithmetic_that_is_slower_than_usual_slows_narrow_moments() -> None:
     slow = predict(STREAMED, int8, QWEN_7B, replace(typical(H200), arithmetic=0.03))
     assert arithmetic is not None
     assert slow.seconds == pytest.approx(QWEN_7B.parameters / (14 * 0.03 * arithmetic), rel=0.1)
+
+
+def test_what_leaves_in_forward_is_slowed_by_as_much_as_goes_on_beside_it() -> None:
+    machine = typical(H200)
+
+    def rate(resident: int) -> float:
+        choices = replace(STREAMED, offload=True, resident=resident, retained_on_host=28)
+        nbytes = 4 * sum(graph_bytes(choices, JOB_7B, QWEN_7B)) + 65_536 * 3584 * 2 * 28
+        return nbytes / sum(block.boundary_down for block in block_tasks(choices, JOB_7B, QWEN_7B, machine))
+
+    assert rate(30) == pytest.approx(machine.download), "nothing is streamed, nothing updated"
+    assert 0.75 * machine.download < rate(0) < 0.95 * rate(24) < rate(24) < machine.download
