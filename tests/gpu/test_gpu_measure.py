@@ -72,7 +72,7 @@ def test_the_devices_update_is_bound_by_its_memory(profile: MachineProfile) -> N
 
 
 def test_a_busy_link_does_not_speed_the_update_up(profile: MachineProfile) -> None:
-    assert 0 < profile.update_busy < 1.1 * max(rate for _, rate in profile.update)
+    assert 0 < profile.update_busy < 1.5 * max(rate for _, rate in profile.update)
 
 
 def test_memory_is_given_back(profile: MachineProfile) -> None:
