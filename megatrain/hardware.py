@@ -23,7 +23,7 @@ MIB = 2**20
 GIB = 2**30
 
 # What the driver counts beyond torch's reservation once all kernels of a model have been loaded: H200, torch 2.11, CUDA 13. The same to the
-# byte from 0.2 to 0.8 billion parameters; 8 MiB less in float32, whose attention has no kernels of its own.
+# byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB less in float32, whose attention has no kernels of its own.
 CUDA_CONTEXT_BYTES = 756 * MIB
 # cuBLAS and cuBLASLt (products with a bias) share a workspace of 32 MiB inside torch's reservation on Hopper; less on older chips. There is
 # one for every thread and stream that multiplies.
