@@ -43,10 +43,15 @@ HEAD_COPIES = "the libraries' forms of the head"
 
 
 def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
-    """Bytes of the computations that take turns: the device holds the largest. An input that a codec had kept is whole meanwhile."""
+    """Bytes of the computations that take turns: the device holds the largest. An input that a codec had kept is whole meanwhile.
+
+    A layer that is recomputed has the device after all retained graphs are gone, each of which takes as much as its own while they live. So
+    where there are any, of a layer only what comes on top of its graph is counted.
+    """
+    graph = retained_bytes(choices, job, shape) // choices.retained if choices.retained and not choices.layer_chunk_tokens else 0
     decoded = choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
     return {
-        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens) + decoded,
+        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens) + decoded - graph,
         "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
         "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, CUDNN_LIBRARY_BYTES, GIB, MIB, Hardware
-from megatrain.models.shape import ModelShape
+from megatrain.models.shape import ModelShape, WorkingSet
 from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes
 from megatrain.planner_job import Choices, Job, WholeUpdate
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
@@ -116,6 +116,19 @@ def test_boundaries_wait_on_the_device_or_in_host_RAM() -> None:
     assert device(alone)["boundary activations"] == 64 * 10 * 2 + 3 * 64 * 10 * 2
     assert host_bytes(offloaded, TINY_JOB, TINY, LAPTOP)["boundary activations"] == HUGE  # of 64 x 10 x 2 x 2 bytes
     assert "boundary activations" not in host_bytes(ALL_STREAMED, TINY_JOB, TINY, LAPTOP)
+
+
+def test_where_graphs_are_retained_a_layer_adds_what_comes_on_top_of_its_own() -> None:
+    """Those that are recomputed have the device when all graphs are gone. A head that needs more has it while they are there."""
+    hungry, keeping, graph = (
+        replace(TINY, layer=WorkingSet(((16, 16_000),))),
+        replace(ALL_STREAMED, retained=2),
+        TINY.retained_bytes(16, 2) // 2,
+    )
+    assert device(ALL_STREAMED, hungry)["working set"] == 16_000
+    assert device(keeping, hungry)["working set"] == 16_000 - graph
+    head = replace(hungry, head=WorkingSet(((16, 20_000),)))
+    assert device(keeping, head)["working set"] == device(ALL_STREAMED, head)["working set"] > 16_000
 
 
 def test_retained_layers_keep_their_graphs_and_their_inputs() -> None:
