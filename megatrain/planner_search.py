@@ -29,6 +29,8 @@ TIE = 0.005  # predictions are not known better: within it the simpler choice is
 # What speed may not use up, of each tier: the plan is right to 3%, and rows of many lengths leave fragments
 SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
 
+Table = Callable[[Choices, Job, "ModelShape", Hardware], dict[str, int]]  # of planner_bytes: bytes of a tier by what they are for
+
 
 @dataclass(frozen=True)
 class Room:
@@ -320,22 +322,22 @@ class Search:
     # -- memory ---------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _known(self) -> tuple[dict[Choices, int], dict[Choices, int]]:
-        return {}, {}  # most choices are weighed several times
+    def _known(self) -> dict[tuple[Table, Choices], int]:
+        return {}  # most choices are weighed several times
+
+    def _bytes_of(self, table: Table, choices: Choices) -> int:
+        key = table, choices
+        if key not in self._known:
+            self._known[key] = sum(table(choices, self.job, self.shape, self.hardware).values())
+        return self._known[key]
 
     def device(self, choices: Choices) -> int:
         """Bytes where it computes."""
-        known, _ = self._known
-        if choices not in known:
-            known[choices] = sum(device_bytes(choices, self.job, self.shape, self.hardware).values())
-        return known[choices]
+        return self._bytes_of(device_bytes, choices)
 
     def host(self, choices: Choices) -> int:
         """Bytes of host RAM."""
-        _, known = self._known
-        if choices not in known:
-            known[choices] = sum(host_bytes(choices, self.job, self.shape, self.hardware).values())
-        return known[choices]
+        return self._bytes_of(host_bytes, choices)
 
     def bytes(self, choices: Choices) -> int:
         return self.device(choices) + self.host(choices)

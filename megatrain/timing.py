@@ -311,11 +311,9 @@ class _Costs:
         nbytes = self.micro_batches * sum(self.kept_bytes)
         if not (self.on_gpu and self.choices.offload and nbytes):
             return self.down
-        alone = self.machine.download
-        streamed = sum(self.shape.block_numel[self.choices.resident :])
-        together = 1 - self.down / alone
-        slower = together * min(1.0, streamed * self.weight / self.machine.upload / (nbytes / alone))
+        alone, streamed = self.machine.download, sum(self.shape.block_numel[self.choices.resident :])
+        seconds = nbytes / alone
+        slower = (1 - self.down / alone) * min(1.0, streamed * self.weight / self.machine.upload / seconds)
         if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
-            beside = min(1.0, streamed / self.host_update_rate / (nbytes / alone))
-            slower += (1 - BESIDE_UPDATE) * self.update_in_memory * beside
+            slower += (1 - BESIDE_UPDATE) * self.update_in_memory * min(1.0, streamed / self.host_update_rate / seconds)
         return alone * (1 - slower)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.engine.far_boundaries import FarBoundaries
 from tests.support import sleeper
 
 
@@ -21,3 +22,16 @@ def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_
             return real(*arguments)
 
         monkeypatch.setattr(os, call, shim)
+
+
+def rooms_for_inputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of files that are made for layers' inputs, each time that they are."""
+    made: list[int] = []
+    renew = FarBoundaries._renew
+
+    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
+        made.append(nbytes)
+        renew(self, nbytes, piece)
+
+    monkeypatch.setattr(FarBoundaries, "_renew", count)
+    return made

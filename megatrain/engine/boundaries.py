@@ -238,6 +238,8 @@ class Offload:
 
     _down: Ring
     _up: Ring
+    _last_down: Event
+    _last_up: Event
 
     def __init__(
         self,
@@ -260,8 +262,6 @@ class Offload:
         self._largest = 0  # piece that the rings were made for
         self._counts = rings(1, 0)
         self._drop_rings()
-        self._last_down: Event | None = None
-        self._last_up: Event | None = None
         self._expected: deque[Parked] = deque()
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
@@ -310,8 +310,7 @@ class Offload:
     def _settle(self) -> None:
         """Wait for all transfers, an abandoned step's too."""
         for event in (self._last_down, self._last_up):
-            if event is not None:
-                event.synchronize()
+            event.synchronize()
 
     def park(self, hidden: torch.Tensor) -> Parked:
         """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""

@@ -24,7 +24,7 @@ from megatrain.memory import slab, swap_files
 from megatrain.memory.layout import round_up
 from megatrain.memory.swap_files import PAGE
 from megatrain.optim import Muon
-from tests.drives import slow_drive
+from tests.drives import rooms_for_inputs, slow_drive
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(8, 40), (8, 40), (1, 40)]) for seed in range(2)]  # in bf16 5 pages, and the last one most of a page
@@ -148,14 +148,7 @@ def test_steps_of_other_sizes_find_room(tmp_path):
 
 def test_room_for_the_largest_group_is_made_at_once_and_grows_for_larger_ones_alone(tmp_path, monkeypatch):
     steps = [full_batches(seed, rows) for seed, rows in enumerate([[(1, 4)], [(3, 40), (1, 40)], [(8, 40)] * 2 + [(1, 40)]])]
-    made: list[int] = []
-    renew = FarBoundaries._renew
-
-    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
-        made.append(nbytes)
-        renew(self, nbytes, piece)
-
-    monkeypatch.setattr(FarBoundaries, "_renew", count)
+    made = rooms_for_inputs(monkeypatch)
     with make(None) as near, make(tmp_path, layers=3, largest_group=(320, 320, 40)) as far:
         assert train_engine(near, steps).norms == train_engine(far, steps).norms
         assert made == [4 * (4 + 4 + 1) * PAGE]

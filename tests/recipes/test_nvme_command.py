@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatrain import hardware
-from megatrain.engine.far_boundaries import FarBoundaries
 from megatrain.errors import StorageError
 from megatrain.hardware import Gpu, probe
 from megatrain.machine import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import nvme
 from megatrain.recipes.shapes import bench_config
 from tests.commands import Command
+from tests.drives import rooms_for_inputs
 from tests.recipes.same_run import same_run
 
 SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3", "memory.nvme_arrays=all"]
@@ -47,14 +47,7 @@ def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain: Command) ->
 
 
 def test_layers_inputs_may_go_there_with_every_optimizer(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    renew = FarBoundaries._renew
-
-    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
-        made.append(nbytes)
-        renew(self, nbytes, piece)
-
-    monkeypatch.setattr(FarBoundaries, "_renew", count)
+    made = rooms_for_inputs(monkeypatch)
     for name in ("adamw", "adafactor"):
         optimizer = f"optimizer.name={name}"
         assert megatrain("train", "cfg.yaml", f"output={name}", optimizer).code == 0
