@@ -15,7 +15,7 @@ from megatrain.models.skeleton import Skeleton
 
 def key_of(skeleton: Skeleton, *more: Any) -> str:
     attention = getattr(skeleton.config, "_attn_implementation", None)
-    chunked = [name for name, module in skeleton.model.named_modules() if chunks_of(module)]
+    chunked = [name for layer in skeleton.layers for name, module in layer.named_modules() if chunks_of(module)]
     return repr((skeleton.model, skeleton.dtype, attention, skeleton.config.to_dict(), chunked, more))
 
 

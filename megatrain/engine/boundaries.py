@@ -102,8 +102,9 @@ class Place:
             self._view(flat).copy_(tensor)
 
     def read(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view; what was encoded is a tensor of its own."""
-        return self.codec.decode(self._part(flat), self.shape, self.dtype) if self.codec else self._view(flat)
+        """What lies there, with a version counter of its own: transfers into the rest of a ring must not look like changes of it to a
+        graph that saves it. What was encoded is a tensor of its own altogether."""
+        return self.codec.decode(self._part(flat), self.shape, self.dtype) if self.codec else self._view(flat).data
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.start : self.start + self.nbytes]

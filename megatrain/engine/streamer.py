@@ -11,7 +11,6 @@ import torch
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.skeleton import flat_alias
 
 LAYER_SLOTS = 2  # double buffering: one computes while the other fills
 
@@ -32,7 +31,7 @@ class Slot:
 
     def __init__(self, flat: torch.Tensor, home_of: int | None = None) -> None:
         self.flat = flat
-        self.target = flat_alias(flat)
+        self.target = flat.data
         self.holds = home_of  # the block whose current weights are here or on their way
         self.landed: Event | None = None
         self.free: Event | None = None  # completes when the computation has last read, or first zeroed, this slot

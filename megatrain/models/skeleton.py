@@ -379,11 +379,6 @@ class Skeleton:
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
 
-def flat_alias(flat: torch.Tensor) -> torch.Tensor:
-    """A second tensor on the same storage as `flat`, with a version counter of its own."""
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), flat.storage_offset(), flat.shape)  # type: ignore[call-overload, no-any-return]
-
-
 def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
     """The layouts of all blocks, in execution order."""
     return tuple(block.layout for block in anatomy.blocks)

@@ -24,7 +24,7 @@ from megatrain.memory import slab, swap_files
 from megatrain.memory.layout import round_up
 from megatrain.memory.swap_files import PAGE
 from megatrain.optim import Muon
-from tests.drives import rooms_for_inputs, slow_drive
+from tests.drives import quick_drive, rooms_for_inputs, slow_drive
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 STEPS = [full_batches(seed, [(8, 40), (8, 40), (1, 40)]) for seed in range(2)]  # in bf16 5 pages, and the last one most of a page
@@ -201,10 +201,11 @@ def test_what_is_on_nvme_is_not_in_ram_and_its_space_is_reserved_at_once(tmp_pat
 
 def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(nvme_tier, "BOUNDARY_PIECES", 1)
+    quick_drive(monkeypatch)
     slow_drive(monkeypatch, ("preadv",), 0.005, 0.005)
     with make(tmp_path) as engine:
         stalls = engine.train_step(STEPS[0]).stalls_s
-        assert stalls["wait_nvme"] > 0.1 > stalls["wait_upload"]
+        assert stalls["wait_nvme"] > max(0.1, 2 * stalls["wait_upload"])
 
 
 def test_a_closed_engine_gives_its_files_back(tmp_path):

@@ -53,6 +53,21 @@ def test_other_dials_change_no_bit(precision: str, dials: dict[str, Any]) -> Non
     assert differing(others, state) == []
 
 
+def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> None:
+    """Autograd refuses what was written over since it was saved; the ring's next stretches are written while a chunk is differentiated."""
+    settings = Settings(head_chunk=7, layer_chunk=CHUNK, offload=True, retained_on_host=ALL)
+    with engine_of(tiny_config("llama"), settings=settings) as engine:
+        transfers = []
+
+        def transfer(*_: Any) -> None:
+            transfers.append(engine._boundaries._up.flat[-1:].add_(0))  # type: ignore[attr-defined]
+
+        for layer in engine.skeleton.layers:
+            layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]
+        train_engine(engine, [full_batches(0, [(1, 16)])])
+    assert len(transfers) > 2 * 3
+
+
 def test_no_chunk_is_longer_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

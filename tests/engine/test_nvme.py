@@ -19,7 +19,7 @@ from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.memory import swap_files
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.nvme_tier import blocks_on_nvme
-from tests.drives import slow_drive
+from tests.drives import quick_drive, slow_drive
 from tests.support import (
     LANES,
     NoUpdates,
@@ -139,28 +139,30 @@ def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip):
 
 def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
     few_buffers(monkeypatch, 1)
+    quick_drive(monkeypatch)
     with make(tmp_path, "state") as engine:
         engine.train_step(STEPS[0])
         slow_drive(monkeypatch, ("preadv",), 0.01, 0.01)
         monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
         engine.train_step(STEPS[1])
         stalls = engine.train_step(STEPS[2]).stalls_s
-        assert stalls["wait_nvme"] > 0.03 > stalls["wait_update"]
+        assert stalls["wait_nvme"] > max(0.03, 2 * stalls["wait_update"])
 
 
 def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_wanted(tmp_path, monkeypatch):
     few_buffers(monkeypatch, 1)
+    quick_drive(monkeypatch)
     with make(tmp_path, "state", clip=None) as engine:
         engine.train_step(STEPS[0])
         engine._updater.delay = lambda block: time.sleep(0.05)
         slow = engine.train_step(STEPS[1]).stalls_s
-        assert slow["wait_update"] > 0.02 > slow["wait_nvme"]
+        assert slow["wait_update"] > max(0.02, 2 * slow["wait_nvme"])
         engine._updater.delay = None
         for block in engine.anatomy.blocks:
             engine.wait_ready(block.index)  # the last ones still sleep
         slow_drive(monkeypatch, ("preadv",), 0.05, 0.05)
         slow = engine.train_step(STEPS[2]).stalls_s
-        assert slow["wait_nvme"] > 0.02 > slow["wait_update"]
+        assert slow["wait_nvme"] > max(0.02, 2 * slow["wait_update"])
 
 
 # -- the tests above can fail -------------------------------------------------------------------------------------------------------

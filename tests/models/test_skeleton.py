@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.skeleton import Skeleton, build_model, choose_attention, flat_alias, layouts_of
+from megatrain.models.skeleton import Skeleton, build_model, choose_attention, layouts_of
 from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, differing, engine_of, plain_model, tiny_config
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
@@ -115,15 +115,6 @@ def test_bound_parameters_are_the_flat_memory():
         assert not any(p.any() for p in parameters)
     owner, leaf = skeleton.owner("lm_head.weight")
     assert owner._parameters[leaf] is skeleton.model.get_input_embeddings().weight  # type: ignore[operator]
-
-
-def test_an_alias_shares_memory_but_not_its_version_counter():
-    flat = torch.zeros(6)
-    alias = flat_alias(flat)
-    version = flat._version
-    alias.fill_(2.0)
-    assert torch.all(flat == 2)
-    assert flat._version == version
 
 
 def test_attention_that_cannot_cap_logits_is_not_chosen():
