@@ -60,7 +60,7 @@ def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> Non
         transfers = []
 
         def transfer(*_: Any) -> None:
-            transfers.append(engine._boundaries._up.flat[-1:].add_(0))  # type: ignore[attr-defined]
+            transfers.append(engine._boundaries._up.flat[-1:].add_(0))  # type: ignore[union-attr]
 
         for layer in engine.skeleton.layers:
             layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]
