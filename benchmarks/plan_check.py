@@ -187,6 +187,13 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
 # -- all cases ----------------------------------------------------------------------------------------------------------------------
 
 
+def measure_rates(device: str) -> None:
+    """On CUDA as a run does before its first plan, but in a process that ends before any peak is taken."""
+    subprocess.run(
+        [sys.executable, "-m", "megatrain", "doctor", *(["--quick"] if device == "cuda" else [])], capture_output=True, check=True
+    )
+
+
 def run_case(case: Case, device: str, steps: int) -> dict[str, Any]:
     """`measure` in a fresh interpreter, so that the peaks are its own."""
     command = [sys.executable, __file__, "--device", device, "--steps", str(steps), "--one", json.dumps(asdict(case))]
@@ -263,14 +270,14 @@ def main() -> None:
     columns = ("allocated", "measured", "reserved", "driver", "measured", "host", "measured", "other", "seconds", "measured")
     print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
     results: dict[str, Any] = {}
-    # on CUDA as a run does before its first plan, but in a process that ends before any peak is taken
-    quick = ["--quick"] if device == "cuda" else []
-    subprocess.run([sys.executable, "-m", "megatrain", "doctor", *quick], capture_output=True, check=True)
+    measure_rates(device)
     started = time.monotonic()
     for name, case in cases.items():
         if time.monotonic() - started > args.budget:
             print(f"{name:38}  not run: the time was up")
             continue
+        if args.times and device == "cpu" and results:
+            measure_rates(device)  # what other machines on the same host leave to this one changes with the minutes
         results[name] = run_case(case, device, args.steps)
         print(row(name, results[name]), flush=True)
         if args.json:

@@ -96,14 +96,18 @@ def plan(
         settings = bench_config(target, given)
     else:
         settings = load_config(target, given)
+    from rich.console import Console
+
     from megatrain.recipes import run
+    from megatrain.report import logging_on
 
     machine = None
     if gpu is not None and ram is not None:
         from megatrain.recipes.another_machine import another_machine
 
         machine = another_machine(settings, gpu, ram, cores)
-    found = run.plan(settings, machine, shape_alone)
+    with logging_on(Console(stderr=True)):
+        found = run.plan(settings, machine, shape_alone)
     if as_json:
         _print_json(found.to_dict())
     else:

@@ -37,7 +37,7 @@ COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cac
 
 # glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.
 # Smaller activations then leave holes in heaps that nobody takes back: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time.
-# A fixed bound costs page faults: at 2 MiB a quarter of a CPU's step (docs/log.md).
+# A fixed bound costs page faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md).
 LARGE_BLOCK_BYTES = 2 * MIB
 _M_MMAP_THRESHOLD = -3  # malloc.h
 # oneDNN keeps generated code for 1024 shapes of bf16 products, and PyTorch its own copy of as many; rows of ever new lengths make ever new

@@ -85,10 +85,22 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     """
     path = Path(run_dir) / LOG_FILE
     try:
-        handlers = [logging.FileHandler(path, encoding="utf-8"), _ConsoleHandler(console)]
+        file = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror}); free space or choose another output folder") from error
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    with logging_on(console, file):
+        try:
+            yield
+        except Exception as error:
+            logger.error(str(error), exc_info=not isinstance(error, MegaTrainError), extra={IN_FILE: True})  # the caller shows it
+            raise
+
+
+@contextmanager
+def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
+    """Send the house's log to the console, and to `others`, which are closed at the end."""
+    handlers = [_ConsoleHandler(console), *others]
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -96,9 +108,6 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
-    except Exception as error:
-        logger.error(str(error), exc_info=not isinstance(error, MegaTrainError), extra={IN_FILE: True})  # the caller shows it
-        raise
     finally:
         for handler in handlers:
             logger.removeHandler(handler)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,20 @@ def test_plan_prints_and_fits(recipes, capsys):
     assert capsys.readouterr().out == "5 bytes\n"
     assert cli.main(["plan", "cfg.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"host_bytes": 5}
+
+
+def test_what_a_plan_logs_goes_to_stderr(recipes, capsys):
+    logger, real = logging.getLogger("megatrain"), recipes.plan
+
+    def plan(*arguments):
+        logger.info("measuring the drive of /fast")
+        return real(*arguments)
+
+    recipes.plan = plan
+    handlers = list(logger.handlers)
+    assert cli.main(["plan", "cfg.yaml"]) == 0
+    assert capsys.readouterr() == ("5 bytes\n", "measuring the drive of /fast\n")
+    assert logger.handlers == handlers
 
 
 def test_plan_that_does_not_fit_is_still_shown(recipes, capsys):

@@ -34,7 +34,7 @@ from megatrain.recipes.setup import (
     quiet_libraries,
 )
 from megatrain.recipes.shapes import shape_model
-from megatrain.report import bound_in_words
+from megatrain.report import bound_in_words, logging_on
 from megatrain.summary import PredictedBytes, PredictedSeconds
 from megatrain.tracing import claim, computing_seconds, tracing
 
@@ -65,11 +65,12 @@ def bench(
     if profile is not None:
         claim(profile)
     console = Console(stderr=True, highlight=False)
-    parts = prepare_shape(config, layers)
-    plan = make_run_plan(config, parts, checkpoints_written=0)
-    plan.check()
-    console.print(f"{parts.shape.parameters:,} parameters, {choices_in_words(plan, parts)}", soft_wrap=True)
     with ExitStack() as stack:
+        stack.enter_context(logging_on(console))
+        parts = prepare_shape(config, layers)
+        plan = make_run_plan(config, parts, checkpoints_written=0)
+        plan.check()
+        console.print(f"{parts.shape.parameters:,} parameters, {choices_in_words(plan, parts)}", soft_wrap=True)
         stack.enter_context(memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
         started = time.perf_counter()
