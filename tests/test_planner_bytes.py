@@ -139,6 +139,16 @@ def test_retained_layers_keep_their_graphs_and_their_inputs() -> None:
     assert one == 32 * 10 * 2 * 2 + 5 * 16 * 10 * 2
 
 
+def test_graphs_in_a_cpu_s_memory_leave_holes_between_them() -> None:
+    """In malloc's heap, where the tensors of small micro-batches are; those of large ones are mapped."""
+    keeping = replace(ALL_STREAMED, retained=2)
+    graphs = device(keeping)["retained activations"]
+    for hidden, share in ((10, 0.2), (HUGE, 0.05)):
+        table = device_bytes(keeping, TINY_JOB, replace(TINY, hidden_size=hidden), LAPTOP)
+        assert table["allocator slack"] == int(share * graphs)
+    assert "allocator slack" not in device_bytes(ALL_STREAMED, TINY_JOB, TINY, LAPTOP)
+
+
 def test_graphs_in_host_RAM_take_their_inputs_along() -> None:
     sent = replace(ALL_STREAMED, offload=True, retained=1, retained_on_host=1)
     graph = TINY.retained_bytes(16, 2) // 2

@@ -201,11 +201,12 @@ class Engine:
         self._passes.step = self.updates + self.skipped
         with computing(self.device, "a step's activations"):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
-        self._pending = pending
         if self._tuning:
             torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
             self._tuning = False
-        return StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
+        result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
+        self._pending = pending  # last: who is interrupted while the device computes has made no step
+        return result
 
     def step(self, lr: float | None = None) -> float:
         """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.
@@ -246,12 +247,12 @@ class Engine:
             DivergedError: without clipping, a gradient that is not finite after other blocks were updated. (A non-finite loss is skipped.)
         """
         if self.max_grad_norm is not None:
+            skipped = self.skipped
             result = self.forward_backward(micro_batches, loss)
             norm = self.step(lr)
-            skipped = self._targets == 0 or not math.isfinite(norm)
             again = self._compute.take_stalls()  # in a second backward
             stalls_s = {cause: result.stalls_s.get(cause, 0.0) + again.get(cause, 0.0) for cause in result.stalls_s | again}
-            return StepResult(result.loss, result.target_tokens, norm, skipped, stalls_s)
+            return StepResult(result.loss, result.target_tokens, norm, self.skipped > skipped, stalls_s)
         return self._train_unclipped(micro_batches, loss, self._rate(lr))
 
     def _train_unclipped(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:

@@ -46,7 +46,11 @@ class Sum:
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Add rows[i] to row index[i], in an order that does not change from run to run."""
         self.fill()
-        self.total.index_put_((index,), rows.to(self.total.dtype), accumulate=True)
+        rows = rows.to(self.total.dtype)
+        if not self.total.is_cuda:  # several threads would add to one row in whichever order they come: so first each row's own, then once
+            index, place = index.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            rows = torch.ops.aten.embedding_dense_backward(rows, place, len(index), -1, False)
+        self.total.index_put_((index,), rows, accumulate=True)
 
     def fill(self) -> None:
         """Make an empty sum zero."""

@@ -91,7 +91,7 @@ class Passes:
                     on_loss(total)
                 self._close(self.head, last, on_gradient)
                 self._backward(group, visits, last, on_gradient)
-        if self._repeats:
+        if self._repeats and wanted:
             self._waiting = wanted, loss, scale
         return total
 

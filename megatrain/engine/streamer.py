@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -115,33 +116,42 @@ class Streamer:
     def _fetch(self, block: int, slot: Slot) -> None:
         if slot.holds == block:
             return
-        lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))  # then it is read while others travel
         target = slot.target[: self.store.layouts[block].numel]
         free, slot.holds = slot.free, None  # nothing, if this is interrupted
 
         def job(event: Event) -> None:
+            try:
+                copy(event)
+            finally:  # by this lane, which nobody interrupts
+                if self._releases is not None:
+                    self._releases.submit(partial(release, event))
+
+        def copy(event: Event) -> None:
             started, nvme = time.perf_counter(), self.store.nvme_waited_s
             self.updates.wait_ready(block)  # wait: the host may still be updating this block
             ready, event.nvme_wait_s = time.perf_counter(), self.store.nvme_waited_s - nvme
             event.update_wait_s = ready - started - event.nvme_wait_s
-            source = lease.wait()["weight"]
+            arrays = lease.wait()
             event.nvme_wait_s += time.perf_counter() - ready
             self.upload.wait(free)  # wait: the computation may still read what lies in this slot
-            target.copy_(source, non_blocking=True)
+            if arrays:  # else whoever asked was interrupted, and wants nothing
+                target.copy_(arrays["weight"], non_blocking=True)
 
-        slot.landed = landed = self.upload.submit(job)
+        def release(landed: Event, _: Event) -> None:
+            try:
+                landed.synchronize()  # wait: the copy may still read the staging buffer
+            except BaseException as error:
+                self.store.stop(error)  # this lane will not release what others may wait for
+                raise
+            lease.release()
+
+        lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))  # then it is read while others travel
+        try:
+            slot.landed = self.upload.submit(job)
+        except BaseException:
+            lease.release()  # or readers would wait behind it for ever
+            raise
         slot.holds = block
-        if self._releases is not None:
-
-            def release(_: Event) -> None:
-                try:
-                    landed.synchronize()  # wait: the copy may still read the staging buffer
-                except BaseException as error:
-                    self.store.stop(error)  # this lane will not release what others may wait for
-                    raise
-                lease.release()
-
-            self._releases.submit(release)
 
     def invalidate(self) -> None:
         """Forget what has travelled into the slots: the weights in the store have changed or are about to."""

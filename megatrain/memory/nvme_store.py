@@ -74,7 +74,8 @@ class NvmeLease:
     released: bool = False
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """The arrays, once they were read, and if they will be changed, once an earlier change of them is on the drive."""
+        """The arrays, once they were read, and if they will be changed, once an earlier change of them is on the drive; none, if it was
+        given back."""
         return self.store.wait(self)
 
     def release(self, *, changed: bool, soon: bool) -> None:
@@ -198,20 +199,23 @@ class NvmeStore:
             if not self._is_ready(lease):
                 self._wait_timed(lease)
             self._check()
-            return {key[0]: self._array(lease.buffers[key], key) for key in lease.keys}
+            return {} if lease.released else {key[0]: self._array(lease.buffers[key], key) for key in lease.keys}
 
     def _wait_timed(self, lease: NvmeLease) -> None:
-        if lease.changes:
-            self._waiting_since.append(time.perf_counter())
-        self._changed.wait_for(lambda: self._is_ready(lease))
-        if lease.changes:
+        if not lease.changes:
+            self._changed.wait_for(lambda: self._is_ready(lease))
+            return
+        self._waiting_since.append(time.perf_counter())
+        try:
+            self._changed.wait_for(lambda: self._is_ready(lease))
+        finally:
             since = self._waiting_since.pop(0)  # of whoever began first: together they count as one
             now = time.perf_counter()
             self._waited_s += (min(self._waiting_since[0], now) if self._waiting_since else now) - since
 
     def _is_ready(self, lease: NvmeLease) -> bool:
         """Whether the lease can be used, or never will."""
-        if self._error is not None:
+        if self._error is not None or lease.released:
             return True
         buffers = [lease.buffers.get(key) for key in lease.keys]
         return all(buffer and not buffer.reading and not (lease.changes and buffer.writing) for buffer in buffers)

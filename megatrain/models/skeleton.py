@@ -219,9 +219,10 @@ class Skeleton:
         milliseconds of every step, so it is done when the mode changes."""
         if training == self._training:
             return
-        self._training = training
+        self._training = None  # if this is interrupted
         for root in (self.model, *self.layers):
             root.train(training)
+        self._training = training
 
     def use_fp8(self, policy: Fp8Policy) -> None:
         """Give the linear modules of decoder layers fp8 products, where `policy` wants them.

@@ -171,6 +171,25 @@ def test_a_clipped_step_that_was_interrupted_leaves_no_trace(mode, slow, part, a
         assert differing(state, state_of(engine)) == []
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_nor_does_one_that_was_interrupted_while_the_device_computed(mode, monkeypatch):
+    """All is queued by then, and the host waits for the loss."""
+    config = tiny_config("qwen2-tied")
+    with engine_of(config, settings=MODES[mode]) as engine:
+        expected, state = train_engine(engine, STEPS), state_of(engine)
+    with engine_of(config, settings=MODES[mode]) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._compute, "take_stalls", raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_step(micro_batches(77))
+        assert train_engine(engine, STEPS).losses == expected.losses
+        assert differing(state, state_of(engine)) == []
+
+
+def raise_interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_a_step_that_failed_keeps_none_of_its_activations():
     batches = full_batches(0, [(4, 32)] * 2)
     with engine_of(tiny_config("llama")) as engine:

@@ -165,6 +165,35 @@ def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_want
         assert slow["wait_nvme"] > max(0.02, 2 * slow["wait_update"])
 
 
+@pytest.mark.parametrize("where", ["before it is queued", "after"])
+@pytest.mark.parametrize("updated", [True, False], ids=["updated", "still being updated"])
+def test_an_upload_that_was_interrupted_holds_back_no_reader(tmp_path, monkeypatch, where, updated):
+    few_buffers(monkeypatch, 1)
+    with make(tmp_path) as engine:
+        engine.train_step(STEPS[0])
+        if updated:
+            for block in engine.anatomy.blocks:
+                engine.wait_ready(block.index)
+        submit = engine._upload.submit
+
+        def interrupted(job: Any) -> Any:
+            monkeypatch.setattr(engine._upload, "submit", submit)
+            if where == "after":
+                submit(job)
+            raise KeyboardInterrupt
+
+        engine._updater.delay = lambda block: time.sleep(0.01)
+        engine._streamer.invalidate()
+        monkeypatch.setattr(engine._upload, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(STEPS[1])
+        engine._updater.delay = None
+        again = [engine.train_step(step).loss for step in STEPS[1:]]
+        state = state_of(engine)
+    assert again == in_ram()[0].losses[1:]
+    assert differing(state, in_ram()[1]) == []
+
+
 # -- the tests above can fail -------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,25 @@ def test_an_embedding_adds_the_rows_that_were_looked_up(padding):
     assert torch.equal(output, layer(ids))
 
 
+def test_rows_are_added_in_the_same_order_by_several_threads():
+    """PyTorch's own addition of repeated rows is parallel and atomic on a CPU: it found another sum every time."""
+    draws = torch.Generator().manual_seed(0)
+    index = torch.randint(3, (16_384,), generator=draws)
+    rows = torch.randn(16_384, 64, generator=draws).bfloat16()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        sums = [Sum(torch.empty(8, 64), empty=True) for _ in range(6)]
+        for total in sums:
+            total.add_rows(index, rows)
+            total.add_rows(index[:5], rows[:5])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(total.total, sums[0].total) for total in sums)
+    expected = torch.zeros(8, 64, dtype=torch.float64).index_add(0, index, rows.double()).index_add(0, index[:5], rows[:5].double())
+    torch.testing.assert_close(sums[0].total, expected.float(), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}])
 def test_an_embedding_with_a_rule_of_its_own_is_left_to_autograd(options):
     torch.manual_seed(0)

@@ -230,6 +230,25 @@ def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what: str, setti
         assert differing(state_of(engine), expected) == [], "the skipped step left a trace"
 
 
+class ByRows(NextToken):
+    """The mean over rows, whether or not they have targets."""
+
+    def denominator(self, batch: Any) -> float:
+        return float(len(batch["labels"]))
+
+
+@pytest.mark.parametrize("settings", [TWICE, ONCE], ids=["twice", "once"])
+def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(settings: Settings) -> None:
+    with make("llama-tied", settings, precision="bfloat16") as engine:
+        engine.train_step(STEPS[0], ByRows())
+        before = state_of(engine)
+        nothing = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in STEPS[2]]
+        result = engine.train_step(nothing, ByRows())
+        assert (result.skipped, result.loss, result.grad_norm) == (True, 0.0, 0.0)
+        assert differing(state_of(engine), before) == []
+        assert (engine.updates, engine.skipped) == (1, 1)
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("settings", [TWICE, replace(TWICE, resident=ALL)], ids=["streamed", "resident"])
 def test_a_second_gradient_that_alone_is_not_finite_ends_the_run(settings: Settings, layer: int) -> None:

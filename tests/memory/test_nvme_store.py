@@ -264,7 +264,7 @@ def test_waits_of_several_count_once(store):
     held = [store.lease(block, ["exp_avg"], changes=True) for block in (1, 3)]
     for lease in held:
         lease.wait()
-    before = store.waited_s
+    before, started = store.waited_s, time.perf_counter()
     threads = [threading.Thread(target=store.lease(4, ["exp_avg"], changes=True).wait) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -272,4 +272,22 @@ def test_waits_of_several_count_once(store):
     held[0].release(changed=False, soon=True)
     for thread in threads:
         thread.join()
-    assert 0.04 < store.waited_s - before < 0.09
+    assert 0.04 < store.waited_s - before <= time.perf_counter() - started
+
+
+def test_a_wait_that_was_interrupted_ends_there(store, monkeypatch):
+    held = [store.lease(block, ["exp_avg"], changes=True) for block in (1, 3)]
+    lease = store.lease(4, ["exp_avg"], changes=True)
+    with monkeypatch.context() as patch:
+
+        def interrupted(_: object) -> bool:
+            raise KeyboardInterrupt
+
+        patch.setattr(store._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lease.wait()
+    waited = store.waited_s
+    time.sleep(0.002)
+    assert store.waited_s == waited
+    for other in (lease, *held):
+        other.release(changed=False, soon=True)

@@ -117,6 +117,21 @@ def test_bound_parameters_are_the_flat_memory():
     assert owner._parameters[leaf] is skeleton.model.get_input_embeddings().weight  # type: ignore[operator]
 
 
+def test_a_mode_that_was_interrupted_is_set_again(monkeypatch):
+    skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    skeleton.set_training(False)
+    with monkeypatch.context() as patch:
+
+        def train(_: bool) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(skeleton.layers[1], "train", train)
+        with pytest.raises(KeyboardInterrupt):
+            skeleton.set_training(True)
+    skeleton.set_training(True)
+    assert all(layer.training for layer in skeleton.layers)
+
+
 def test_attention_that_cannot_cap_logits_is_not_chosen():
     assert choose_attention(tiny_config("llama"), "auto") == "sdpa"
     assert choose_attention(tiny_config("gemma2"), "auto") == "eager"
