@@ -44,7 +44,8 @@ class _NotFinite(Exception):
 class Engine:
     """Trains a skeleton whose weights stream from a host store. Close it, or use it as a context manager.
 
-    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something is loaded.
+    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something is loaded. Of several in one
+    process one computes at a time: they share PyTorch's random state.
 
     Args:
         skeleton: the model without weights.
