@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from megatrain.errors import StorageError
 from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.slab import Slab
-from megatrain.memory.swap_files import PAGE, SwapFiles
+from megatrain.memory.swap_files import PAGE, Done, SwapFiles
 from megatrain.nvme_tier import READERS, stages, stages_for_updates
 
 READ_BYTES = 16 << 20  # of an array that is read past the buffers
@@ -285,22 +285,26 @@ class NvmeStore:
         buffer.key, self._where[key] = key, buffer
         if fill:
             buffer.reading = True
-            offset, nbytes = self._places[key]
-
-            def done(error: StorageError | None) -> None:
-                self._arrived(buffer, error)
-
-            self._files.read(offset, buffer.memory[:nbytes].numpy().data, done)
+            self._move(self._files.read, buffer, key)
 
     def _write(self, buffer: _Buffer) -> None:
         assert buffer.key is not None and not buffer.writing
         buffer.writing, buffer.dirty = True, False
-        offset, nbytes = self._places[buffer.key]
+        self._move(self._files.write, buffer, buffer.key)
+
+    def _move(self, transfer: Callable[[int, memoryview, Done], None], buffer: _Buffer, key: Key) -> None:
+        offset, nbytes = self._places[key]
 
         def done(error: StorageError | None) -> None:
             self._arrived(buffer, error)
 
-        self._files.write(offset, buffer.memory[:nbytes].numpy().data, done)
+        try:
+            transfer(offset, buffer.memory[:nbytes].numpy().data, done)
+        except BaseException as error:  # how much of it began is not known: nobody may go on with that, or wait for it
+            interrupted = StorageError("a transfer to or from NVMe was interrupted as it began; resume from the last checkpoint")
+            self._error = self._error or (error if isinstance(error, Exception) else interrupted)
+            self._changed.notify_all()
+            raise
 
     def _arrived(self, buffer: _Buffer, error: StorageError | None) -> None:
         """A transfer is over; one that failed leaves nothing that anybody may go on with."""

@@ -275,6 +275,19 @@ def test_waits_of_several_count_once(store):
     assert 0.04 < store.waited_s - before <= time.perf_counter() - started
 
 
+@pytest.mark.parametrize("failed", [KeyboardInterrupt(), RuntimeError("can't start new thread")], ids=["interrupted", "no thread"])
+def test_nobody_waits_for_a_transfer_that_did_not_begin(store, monkeypatch, failed):
+    def fail(*_: object) -> None:
+        raise failed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "read", fail)
+        with pytest.raises(type(failed)):
+            store.lease(1, ["exp_avg"], changes=True)
+    with pytest.raises((StorageError, RuntimeError), match=r"interrupted as it began; resume from|start new thread"):
+        store.lease(1, ["exp_avg"], changes=True).wait()
+
+
 def test_a_wait_that_was_interrupted_ends_there(store, monkeypatch):
     held = [store.lease(block, ["exp_avg"], changes=True) for block in (1, 3)]
     lease = store.lease(4, ["exp_avg"], changes=True)
