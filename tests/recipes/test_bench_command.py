@@ -29,7 +29,8 @@ def test_a_users_own_config_is_timed_without_its_rows(megatrain: Command, projec
     assert files_in(project) == before
     for words in ("2 layers", "256 tokens per step", "median of 2", "TFLOP/s", "host memory", "planned", "backward", "advice"):
         assert words in done.out
-    assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["to warm up", "step 1/2", "step 2/2"]
+    said = [line.split(":")[0] for line in done.err.splitlines()]
+    assert said[1:] == [f"drawing {int(said[0].split()[0].replace(',', '')):,} weights at random", "to warm up", "step 1/2", "step 2/2"]
 
 
 def test_json_holds_the_figures_and_where_they_come_from(megatrain: Command) -> None:
