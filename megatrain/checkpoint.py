@@ -260,6 +260,19 @@ def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Pa
     return target
 
 
+def reopen(run_dir: Path, source: Path) -> None:
+    """A run that had ended goes on from `source`: `final/` goes, the same bytes as its last checkpoint. If it is the `source` itself, since
+    that checkpoint was lost, it becomes one again. Raises StorageError."""
+    final = run_dir / "final"
+    if not final.is_dir():
+        return
+    with _system_errors(final, "move it"):
+        if source.resolve() == final.resolve():
+            put_in_place(final, run_dir / checkpoint_name(read_manifest(final).step))
+        else:
+            discard(final)
+
+
 # -- resuming -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -178,7 +178,9 @@ def export(run_dir: Path | str, out: Path | str, dtype: str | None = None, check
         for path in sorted(source.iterdir()):
             if path.name in CHECKPOINT_ONLY:
                 continue
-            if path.suffix != ".safetensors":
+            if path.is_dir():  # of several chat templates
+                shutil.copytree(path, folder / path.name)
+            elif path.suffix != ".safetensors":
                 _copy_description(path, folder / path.name, wanted)
             elif wanted == held:
                 link_or_copy(path, folder / path.name)

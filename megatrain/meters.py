@@ -36,9 +36,10 @@ def _own_bytes(process: Any) -> int:
 def _peak_resident_bytes(process: Any) -> int:
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
-    except FileNotFoundError:  # not Linux: what is resident now is the best there is
-        return int(process.memory_info().rss)
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    except OSError:
+        status = ""
+    peaks = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else int(process.memory_info().rss)  # not Linux, or a sandbox's: what is resident now is the best there is
 
 
 class GpuMeter:

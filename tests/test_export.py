@@ -120,6 +120,14 @@ def test_an_export_is_the_checkpoints_model_without_copying_weights(tmp_path: Pa
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()} - {"optimizer", "state.json", "MANIFEST.json"}
 
 
+def test_several_chat_templates_go_along(tmp_path: Path, engine: Engine) -> None:
+    several = tokenizer()
+    several.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    save_checkpoint(tmp_path / "run", 1, engine, several, {})
+    out = export(tmp_path / "run", tmp_path / "out")
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
+
+
 def test_float32_is_the_exact_master(tmp_path: Path, bf16_engine: Engine) -> None:
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     out = export(tmp_path / "run", tmp_path / "out", dtype="float32")

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,17 @@ def test_the_peak_of_the_host_remembers_what_was_freed():
     del block
     # The test process may have had a higher peak before this test: then nothing grows, and nothing may shrink either.
     assert before <= during <= host_bytes() + MIB
+
+
+@pytest.mark.parametrize("status", ["Name:\tpython\nVmRSS:\t 9 kB\n", None], ids=["no peak", "unreadable"])
+def test_a_sandbox_that_tells_no_peak_tells_what_is_there_now(monkeypatch, status):
+    def read_text(*_: object) -> Any:
+        if status is None:
+            raise PermissionError(13, "Permission denied")
+        return status
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert host_bytes() > 20 * MIB
 
 
 def test_children_are_counted():

@@ -178,8 +178,9 @@ class Loader:
         return max(0, min(len(self._rows), math.ceil(share * len(self._rows) - 1e-9)))
 
     def _normal(self, position: Position) -> Position:
-        """The same position, with an epoch's end written as the start of the next."""
-        if position.index < self._epoch_rows(position.epoch):
+        """The same position, with an epoch's end written as the start of the next. The end of a fraction of one stays there: the rest of
+        its rows are still to come if the run is made longer."""
+        if position.index < len(self._rows):
             return position
         return replace(position, epoch=position.epoch + 1, index=0)
 

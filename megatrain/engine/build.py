@@ -27,6 +27,7 @@ def choose_device(device: str) -> torch.device:
     """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError for a device that is unknown or not there."""
     # Memory segments that grow, instead of new ones beside them: torch then holds little more than it uses. Read at the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the driver counts GPUs, of which the plan asks; read when CUDA is started
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

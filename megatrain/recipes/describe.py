@@ -149,7 +149,8 @@ def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, 
 def spent_economy(run: Run) -> Economy:
     """Of the steps of this process."""
     host_w = run.config.economy.host_power_w
-    gpu = ("GPU measured" if run.energy.measures_gpu else "GPU as given") if run.spent.gpu_j is not None else ""
+    given = run.config.economy.gpu_power_w is not None or not run.energy.measures_gpu
+    gpu = ("GPU as given" if given else "GPU measured") if run.spent.gpu_j is not None else ""
     host = (
         "the host as given"
         if host_w is not None

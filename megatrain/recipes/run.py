@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatrain.checkpoint import find_resumable, load_checkpoint
+from megatrain.checkpoint import find_resumable, load_checkpoint, reopen
 from megatrain.config import Config, load_config
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
@@ -125,7 +125,7 @@ def run_folder(path: Path) -> Iterator[Console]:
 
 
 def get_ready(config: Config) -> Ready:
-    """Read the rows, decide what is open, write down both. Raises PlanError for what does not fit, before the weights are read."""
+    """Read the rows, decide what is open. Raises PlanError for what does not fit, before the weights are read."""
     parts = prepare(config, may_measure=True)
     make_run_plan(config, parts, checkpoints_written=1).check()  # before the rows are read, too, which may take long
     rows, held_out = read_rows(config, parts.model)
@@ -135,7 +135,6 @@ def get_ready(config: Config) -> Ready:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(config, parts, rows)
     plan.check()
-    logger.info(describe_run(config, plan, parts))
     return Ready(config, parts, plan, loader, held_out)
 
 
@@ -164,13 +163,18 @@ def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | 
 
 
 def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | None) -> Run:
-    """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all."""
+    """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all. What was decided is written into the run
+    folder; on resuming not before it is known that the run can go on, and then `final/` is no longer its end."""
     config, parts, plan, loader = ready.config, ready.parts, ready.plan, ready.loader
+    if resuming is None:
+        logger.info(describe_run(config, plan, parts))
     engine = stack.enter_context(make_engine(config, parts, plan, load=resuming is None))
     state: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
     if resuming is not None:
         state = load_checkpoint(resuming, engine, verify=False)  # find_resumable has read it to its last byte
         loader.restore(state.pop("position"))
+        reopen(config.output, resuming)
+        logger.info(describe_run(config, plan, parts))
     total, meter = loader.steps_total(), stack.enter_context(GpuMeter(parts.machine.device))
     writer = stack.enter_context(MetricsWriter(config.output))
     writer.truncate_to(state["step"] or -1)  # a run that begins with step 0 begins with an evaluation

@@ -51,7 +51,7 @@ def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
     if run_dir is None:
         raise ConfigError(f"{folder}: is neither a run folder nor one of its checkpoints (no {CONFIG_FILE})")
     checkpoint = checkpoint_of(folder)
-    config = load_config(run_dir / CONFIG_FILE, [f"data.train={json.dumps(data)}", "data.eval=null"] if data else [])
+    config = load_config(run_dir / CONFIG_FILE, [f"data.train={json.dumps(data, ensure_ascii=False)}", "data.eval=null"] if data else [])
     model = describe_model(str(checkpoint))
     trained, held_out = read_rows(config, model)
     rows = trained if data else held_out

@@ -162,6 +162,17 @@ def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
     assert part[-1].epoch == pytest.approx(1 + 51 / 101)
 
 
+@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 10}])
+def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(settings: dict[str, Any]):
+    part = loader(epochs=1.5, **settings)
+    seen = [n for batch in part for n in row_numbers(batch)]
+    longer = loader(epochs=2, **settings)
+    longer.restore(json.loads(json.dumps(part.position())))
+    rest = list(longer)
+    assert sorted(seen + [n for batch in rest for n in row_numbers(batch)]) == sorted([*range(101), *range(101)])
+    assert longer.steps_total() == rest[-1].after.step
+
+
 def test_an_ended_run_stays_ended():
     ended = loader()
     steps = len(list(ended))

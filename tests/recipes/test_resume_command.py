@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config, load_config
+from megatrain.errors import MegaTrainError
+from megatrain.manifest import read_manifest
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import loop
 from megatrain.recipes.changes import FLAGGED, REFUSED, check_changes, flatten
@@ -65,6 +68,42 @@ def test_a_finished_run_is_left_as_it_is(megatrain: Command, copied: Path) -> No
     assert "run is finished, nothing is left to train; to go on, set a higher train.epochs or train.max_steps" in done.err
     assert "0 steps" not in done.out
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def killed(*_: Any) -> Any:
+    raise MegaTrainError("killed")
+
+
+@pytest.mark.parametrize("lost", [(), ("checkpoint-5", "checkpoint-10")], ids=["checkpoints", "final alone"])
+@pytest.mark.parametrize("how", ["stopped at step 12", "killed before its first step"])
+def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
+    megatrain: Command, copied: Path, stop_after: Any, how: str, lost: tuple[str, ...]
+) -> None:
+    for name in lost:
+        shutil.rmtree(copied / name)
+    if how == "stopped at step 12":
+        stop_after(12)
+        assert megatrain("resume", "run", "train.max_steps=14").code == 75
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatrain.recipes.run.fit", killed)
+            assert "killed" in megatrain("resume", "run", "train.max_steps=14").err
+    assert not (copied / "final").exists()
+    done = megatrain("resume", "run")
+    assert done.code == 0, done.err
+    assert [row["step"] for row in steps_of(copied)] == list(range(1, 15))
+    assert read_manifest(copied / "final").step == 14
+
+
+def test_a_resume_that_is_refused_changes_no_file(megatrain: Command, project: Path, copied: Path) -> None:
+    cut_back(copied)
+    write_jsonl(project / "other.jsonl", chat_rows(30))
+    before = {path: path.read_bytes() for path in copied.iterdir() if path.is_file() and path.name not in (".lock", "train.log")}
+    refused = megatrain("resume", "run", "data.train=other.jsonl")
+    assert refused.code == 3, refused.err
+    assert "not those of the checkpoint" in refused.err
+    assert before == {path: path.read_bytes() for path in before}
+    assert megatrain("resume", "run").code == 0
 
 
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(megatrain: Command, copied: Path) -> None:
