@@ -158,8 +158,10 @@ class MetricsWriter:
         os.ftruncate(self._file.fileno(), kept)  # the file is open for appending: the next write goes to the new end
 
     def _write(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            while line:  # where space runs out, a part of it is written without an error
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise self._storage_error(error) from error
 

@@ -57,6 +57,7 @@ class Job:
     nvme_arrays: Level | None = None
     nvme_activations: int | None = None
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
+    packed_tokens: tuple[int, float] | None = None  # of a step whose rows share sequences, with their padding: at most, and on average
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
     checkpoints_written: int | None = None  # in the whole run, if known
@@ -68,10 +69,14 @@ class Job:
         Rows enter micro-batches longest first: the more micro-batches, the less padding. Instruction rows of 20 to 512 tokens took up to
         1.7 times a step's tokens where one or two micro-batches held them, 1.25 with four and 1.12 with eight; on average 1.5, 1.22, 1.11.
         """
+        if self.packed_tokens is not None:
+            return self.packed_tokens[0]
         return int(self.tokens_per_step * (1 + MOST_PADDING * self._padding(micro_batch_tokens)))
 
     def computed_tokens(self, micro_batch_tokens: int) -> float:
         """Tokens of a step that are computed on average, padding included."""
+        if self.packed_tokens is not None:
+            return self.packed_tokens[1]
         return self.tokens_per_step * (1 + MEAN_PADDING * self._padding(micro_batch_tokens))
 
     def _padding(self, micro_batch_tokens: int) -> float:

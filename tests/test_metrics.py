@@ -162,3 +162,21 @@ def test_old_steps_are_forgotten():
     for seconds in (1.0, 5.0, *[2.0] * RECENT_STEPS):
         steady.add(StepTime(compute=seconds))
     assert steady.total == StepTime(compute=2.0 * RECENT_STEPS)
+
+
+def test_a_line_that_is_written_in_parts_is_whole(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        real = writer._file
+
+        class Reluctant:
+            def write(self, data: bytes) -> int:
+                return real.write(data[:7])
+
+            def __getattr__(self, name: str):
+                return getattr(real, name)
+
+        writer._file = Reluctant()  # type: ignore[assignment]
+        writer._write({"step": 1, "loss": 2.5})
+        writer._write({"step": 2, "loss": 2.25})
+        writer._file = real
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]

@@ -21,6 +21,7 @@ from megatrain.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+STEPS_LOOKED_AT = 256  # to see how full sequences get
 IGNORED = -100  # a label that is no target, as torch's cross entropy and transformers have it
 MicroBatch = dict[str, "torch.Tensor"]
 
@@ -132,6 +133,20 @@ class Loader:
             steps, index = self._steps_left_in_epoch(position, limit)
             position = self._normal(Position(position.step + steps, position.epoch, index))
         return position.step
+
+    def packed_tokens(self) -> tuple[int, float]:
+        """Tokens of a step's sequences, padding included, at most and on average: of the first epoch's first STEPS_LOOKED_AT steps, from
+        the lengths of their rows alone."""
+        assert self.pack_to is not None
+        order, ends = self._order.of(0)
+        found: list[int] = []
+        index = 0
+        while index < len(order) and len(found) < STEPS_LOOKED_AT:
+            stop = self._step_end(ends, index, len(order))
+            lengths = np.sort(self._rows.lengths[order[index:stop]])[::-1]
+            found.append(len(best_fit(lengths.tolist(), self.pack_to)) * self.pack_to)
+            index = stop
+        return max(found), sum(found) / len(found)
 
     def _prepare(self, thread: ThreadPoolExecutor, position: Position) -> Future[StepBatch] | None:
         return None if self._ended(position) else thread.submit(self._build, position)

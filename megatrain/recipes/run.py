@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,14 @@ def get_ready(config: Config) -> Ready:
 
 
 def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
-    """The plan, now that the number of checkpoints is known, and the loader with the micro-batch that it chose."""
-    pack_to = packed_to(config, parts.skeleton, parts.machine)
-    loader = make_loader(config, parts.model, rows, make_run_plan(config, parts).choices.micro_batch_tokens, pack_to)
-    every = config.checkpoint.every
-    steps = loader.steps_total()
-    return make_run_plan(config, parts, 1 if every is None else -(-steps // every), steps), loader
+    """The plan, now that it is known how many checkpoints there are and how full sequences get, and the loader with its micro-batch."""
+    loader_of = partial(make_loader, config, parts.model, rows, pack_to=packed_to(config, parts.skeleton, parts.machine))
+    loader = loader_of(micro_batch_tokens=make_run_plan(config, parts).choices.micro_batch_tokens)
+    if loader.pack_to is not None:
+        parts = replace(parts, packed_tokens=loader.packed_tokens())
+    steps, every = loader.steps_total(), config.checkpoint.every
+    plan = make_run_plan(config, parts, 1 if every is None else -(-steps // every), steps)
+    return plan, loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
 
 
 def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | None = None) -> RunSummary:

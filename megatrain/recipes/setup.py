@@ -79,12 +79,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is known of a run before its rows are read and anything is allocated."""
+    """What is known of a run before anything is allocated; of its rows only `packed_tokens`, as `Job` has it, once they were read."""
 
     model: Model
     machine: Machine
     skeleton: Skeleton
     shape: ModelShape
+    packed_tokens: tuple[int, float] | None = None
 
 
 def prepare(config: Config, *, may_measure: bool = False) -> Parts:
@@ -177,6 +178,7 @@ def make_run_plan(
         ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
+        packed_tokens=parts.packed_tokens,
         activations=config.memory.activations,
         rows_vary=rows_vary(config, parts),
         micro_batch_tokens=micro_batch_tokens(config),

@@ -257,6 +257,14 @@ def test_packed_sequences_are_nearly_full():
     assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (len(batch.micro_batches) - 1)
 
 
+@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}])
+def test_how_full_sequences_get_is_known_before_any_row_is_read(settings: dict[str, Any]):
+    steps = [sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in loader(pack_to=32, epochs=1, **settings)]
+    unread = FakeRows(ROWS.lengths)
+    unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
+    assert loader(unread, pack_to=32, epochs=3, **settings).packed_tokens() == (max(steps), sum(steps) / len(steps))
+
+
 def test_held_out_rows_are_packed_once_each():
     batches = list(held_out_batches(ROWS, 64, PAD, limit=20, pack_to=32))
     assert sorted(documents(StepBatch(batches, (), 0, 0.0, Position()))) == list(range(20))

@@ -19,7 +19,9 @@ from megatrain.config import load_config
 from megatrain.data.sources import read_text
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes import loop
-from megatrain.recipes.setup import find_machine, packed_to
+from megatrain.recipes.rows import read_rows
+from megatrain.recipes.run import plan_and_loader
+from megatrain.recipes.setup import find_machine, packed_to, prepare, read_model
 from megatrain.run_folder import checkpoints
 from tests.commands import Command, chat_rows, environment, evaluations_of, metrics_of, steps_of, write_jsonl
 from tests.support import tiny_config
@@ -275,6 +277,21 @@ def test_two_runs_in_one_folder_are_refused_by_the_lock(megatrain: Command, proj
 
 
 # -- rows that share sequences ------------------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_that_leave_room_are_planned_with_it(project: Path) -> None:
+    """Rows of somewhat more than half of a sequence: none has room for two."""
+    said = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "a word " * 50}]
+    write_jsonl(project / "rows.jsonl", [{"messages": said}] * 40)
+    keys = ["data.packing=true", "data.eval=null", "train.max_steps=3"]
+    config = load_config("cfg.yaml", keys)
+    rows, _ = read_rows(config, read_model(config))
+    length = int(rows.lengths[0])
+    config = load_config("cfg.yaml", [*keys, f"train.seq_len={2 * length - 16}", f"train.tokens_per_step={8 * length}"])
+    plan, loader = plan_and_loader(config, prepare(config), rows)
+    largest = max(sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in loader)
+    assert largest == 8 * (2 * length - 16)
+    assert sum(plan.choices.largest_group(plan.job)) * plan.choices.groups >= largest > 1.5 * plan.job.tokens_per_step
 
 
 def test_packed_rows_train_as_padded_ones_do(megatrain: Command) -> None:
