@@ -159,6 +159,7 @@ class Streamer:
             slot.holds = None
 
     def close(self) -> None:
-        """Give back the staging buffers that are left."""
+        """Give back the staging buffers that are left: of uploads that were asked for, too, which may wait for one another's."""
         if self._releases is not None:
+            self.upload.close()
             self._releases.close()

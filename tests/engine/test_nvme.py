@@ -194,6 +194,25 @@ def test_an_upload_that_was_interrupted_holds_back_no_reader(tmp_path, monkeypat
     assert differing(state, in_ram()[1]) == []
 
 
+@pytest.mark.parametrize("at", range(1, 5))
+def test_an_engine_closes_while_readers_still_wait_their_turn(tmp_path, monkeypatch, at):
+    few_buffers(monkeypatch, 1)
+    engine = make(tmp_path)
+    engine.train_step(STEPS[0])
+    delay(engine, ["upload", "update"], longest_s=0.03, shortest_s=0.03)
+    layer, calls = engine.skeleton.layer, iter(range(1, 100))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return layer(*arguments)
+
+    monkeypatch.setattr(engine.skeleton, "layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_step(STEPS[1])
+    engine.close()
+
+
 # -- the tests above can fail -------------------------------------------------------------------------------------------------------
 
 
