@@ -116,11 +116,13 @@ class Engine:
         self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))
         self._boundaries = self._keeper()
         resources.callback(self._boundaries.close)
+        releases = Lane("release") if self.store.nvme is not None else None
+        if releases is not None:
+            resources.callback(releases.close)
         for lane in (self._download, self._upload, self._fetch):
             resources.callback(lane.close)
         with naming_the_gpu("the weights' slots and the gradients' sums"):
-            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater)
-            resources.callback(self._streamer.close)
+            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater, releases)
             tied = {0} if skeleton.anatomy.embed_feeds_head else set()
             self._gradients = Gradients(
                 layouts,

@@ -61,9 +61,21 @@ def slot_sizes(anatomy: Anatomy, resident: int = 0) -> tuple[list[int], list[int
 
 
 class Streamer:
-    """Brings blocks to the device in a known order, each into its slot, as early as the slot and the block's update allow."""
+    """Brings blocks to the device in a known order, each into its slot, as early as the slot and the block's update allow.
 
-    def __init__(self, anatomy: Anatomy, store: Store, dtype: torch.dtype, compute: Compute, upload: Lane, updates: Updates) -> None:
+    releases: gives back, behind each upload, what it read out of NVMe's staging; it must outlive `upload`. None where nothing lies on NVMe.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        store: Store,
+        dtype: torch.dtype,
+        compute: Compute,
+        upload: Lane,
+        updates: Updates,
+        releases: Lane | None = None,
+    ) -> None:
         self.store = store
         self.compute = compute
         self.upload = upload
@@ -75,7 +87,7 @@ class Streamer:
         homes = [Slot(store.array("weight", block), home_of=block) for block in range(store.resident)]
         self._slot_of = [homes[block] if number is None else self.slots[number] for block, number in enumerate(index)]
         self._also_reads = {anatomy.head.index: self.slot_of(0)} if anatomy.embed_feeds_head else {}
-        self._releases = Lane("release") if store.nvme is not None else None  # last: nobody stops a thread of what was not made
+        self._releases = releases
 
     def slot_of(self, block: int) -> Slot:
         return self._slot_of[block]
@@ -157,9 +169,3 @@ class Streamer:
         """Forget what has travelled into the slots: the weights in the store have changed or are about to."""
         for slot in self.slots:
             slot.holds = None
-
-    def close(self) -> None:
-        """Give back the staging buffers that are left: of uploads that were asked for, too, which may wait for one another's."""
-        if self._releases is not None:
-            self.upload.close()
-            self._releases.close()

@@ -142,7 +142,7 @@ def get_ready(config: Config) -> Ready:
 def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
     """The plan, now that it is known how many checkpoints there are and how full sequences get, and the loader with its micro-batch."""
     loader_of = partial(make_loader, config, parts.model, rows, pack_to=packed_to(config, parts.skeleton, parts.machine))
-    loader = loader_of(micro_batch_tokens=make_run_plan(config, parts).choices.micro_batch_tokens)
+    loader = loader_of(micro_batch_tokens=config.train.seq_len)  # no row is longer; micro-batches are the plan's
     if loader.pack_to is not None:
         parts = replace(parts, packed_tokens=loader.packed_tokens())
     steps, every = loader.steps_total(), config.checkpoint.every
