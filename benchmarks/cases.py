@@ -55,12 +55,14 @@ CASES: Mapping[str, Case] = {
 DEPTH = (*STREAMED_ONLY, "optimizer.name=lion", "optimizer.moments=int8", "memory.second_backward=true")
 SAME_BATCH = "--same-batch"
 LEARNT = (SAME_BATCH,)  # all steps on one batch, whose loss must fall
+LION_INT8 = ("optimizer.name=lion", "optimizer.moments=int8", "memory.activations=int4")
 # 100.6B parameters in 251 GiB of RAM, 139 of GPU memory and 125 on a drive.
-THREE_TIERS = ("optimizer.name=lion", "optimizer.moments=int8", "memory.activations=int4", "memory.host=243GiB", "memory.nvme=runs/nvme")
+THREE_TIERS = (*LION_INT8, "memory.host=243GiB", "memory.nvme=runs/nvme")
 CAPACITY_CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
         Case("101b-16k", "llama-3-70b", 16384, layers=116, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
+        Case("120b-16k", "llama-3-70b", 16384, layers=138, overrides=(*LION_INT8, "train.learning_rate=3e-5"), flags=LEARNT),
         Case("100b-16k-251gib", "benchmarks/models/llama-2-70b", 16384, layers=117, overrides=THREE_TIERS, flags=LEARNT),
         Case("20b-16k", "llama-3-70b", 16384, layers=21, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
         Case("32b-65k", "qwen2.5-32b", 65536, flags=LEARNT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,17 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: _installed(name) for name in PACKAGES},
         "hardware": asdict(parts.machine.hardware),
     }
+
+
+def _installed(package: str) -> str | None:
+    """Its version; None without it: a benchmark with random weights needs no library for data."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def choices_in_words(plan: Plan, parts: Parts) -> str:
