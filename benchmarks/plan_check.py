@@ -77,6 +77,7 @@ def plan_case(case: Case, device: str) -> Plan:
         cheap_retention=case.cheap,
         offload=case.offload,
         retained_on_host=case.on_host,
+        draws_weights=True,
         rows_vary=case.varied,
         checkpoints_written=0,
     )

@@ -28,8 +28,11 @@ GRADIENT_STAGES = 2  # one is copied to the host while the other is filled
 HOST_STAGES = 3  # without a stored gradient: one arrives, one waits, one is used by the update
 
 # What torch's caching allocator reserves and does not use: it grows with the working set, where tensors of many sizes come and go.
-# H200 with expandable segments: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
+# H200 with expandable segments, eager: 37 to 83 MiB for working sets of 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py).
+# Compiled layers that are recomputed and the head take turns in one memory with blocks of other sizes: of what the smaller one needs,
+# 10 to 41%, mostly 20, in nine runs; and 60 MiB that the first step alone takes.
 ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
+COMPILED_SLACK_BYTES, COMPILED_SLACK_SHARE = 64 * MIB, 0.2
 # And of all activations where micro-batches have ever new shapes, whose holes nothing else fills. Host: malloc's heap, 24 steps of a 135M
 # model with all layers retained. GPU: 0.3 GiB of a run of the same model.
 VARIED_ROWS_SLACK = {"gpu": 0.1, "host": 0.4}
@@ -46,37 +49,77 @@ HEAD_COPIES = "the libraries' forms of the head"
 
 
 def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
-    """Bytes of the computations that take turns: the device holds the largest. An input that a codec had kept is whole meanwhile.
-
-    A layer that is recomputed has the device after all retained graphs are gone, each of which takes as much as its own while they live. So
-    where there are any, of a layer only what comes on top of its graph is counted.
-    """
-    graph = retained_bytes(choices, job, shape) // choices.retained if choices.retained and not choices.layer_chunk_tokens else 0
-    decoded = choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
-    return {
-        "layer, one micro-batch": shape.layer_bytes(choices.micro_batch_tokens, choices.layer_chunk_tokens) + decoded - graph,
-        "embedding, one micro-batch": embedding_bytes(choices.micro_batch_tokens, job, shape),
-        "head, one chunk": head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware),
+    """Bytes of the computations that take turns: the device holds the largest."""
+    tokens = choices.micro_batch_tokens
+    sets = {
+        "layer, one micro-batch": _layer_working_set(choices, job, shape),
+        "embedding, one micro-batch": embedding_bytes(tokens, job, shape),
+        "head, one chunk": head_bytes(choices.head_chunk_tokens, tokens, job, shape, hardware),
     }
+    if job.draws_weights:  # one block after another, before there are activations
+        drawn = max(shape.block_numel) * SUM_BYTES - sum(activation_bytes(choices, job, shape).values())
+        sets["weights at random, one block"] = max(0, drawn)
+    return sets
+
+
+def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Of a layer that is recomputed, or of a retained one beyond its graph. An input that a codec had kept is whole meanwhile.
+
+    Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, with products in fp8, or with graphs in host
+    RAM, the eager working set less one graph is the bound for both kinds.
+    """
+    tokens, chunk = choices.micro_batch_tokens, choices.layer_chunk_tokens
+    decoded = tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
+    if not _traced_here(choices, job) or shape.beyond_graph is None or shape.beyond_cheap_graph is None:
+        graph = retained_bytes(choices, job, shape) // choices.retained if choices.retained and not chunk else 0
+        return shape.layer_bytes(tokens, chunk) + decoded - graph
+    recomputed = shape.layer_bytes(tokens, compiled=True) + decoded - _retained_here(choices, job, shape)
+    beyond = (shape.beyond_cheap_graph if choices.cheap_retention else shape.beyond_graph).at(tokens)
+    return max(recomputed if _recomputed(choices, shape) else 0, beyond if choices.retained else 0)
+
+
+def traced(job: Job) -> bool:
+    """Whether what a compiled layer needs is known: traces know nothing of products in fp8."""
+    return job.compiled and job.precision != "fp8"
+
+
+def _traced_here(choices: Choices, job: Job) -> bool:
+    return traced(job) and not choices.layer_chunk_tokens and not choices.retained_on_host
+
+
+def _allocator_slack(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> int:
+    if not _traced_here(choices, job):
+        return ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * max(working_sets(choices, job, shape, hardware).values()))
+    head = head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware)
+    layer = shape.layer_bytes(choices.micro_batch_tokens, compiled=True) if _recomputed(choices, shape) else 0
+    return COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * min(head, layer))
+
+
+def activation_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
+    """What a group's micro-batches hold on the device from one block to the next."""
+    return {
+        "boundary activations": _boundaries(choices, job, shape),
+        "retained activations": _retained_here(choices, job, shape),
+        "token ids and targets": max(job.padded_tokens(choices.micro_batch_tokens), choices.group_tokens(job)) * INPUT_BYTES,
+        "rotary tables and masks": choices.micro_batches(job) * shape.calls.at(choices.micro_batch_tokens),
+    }
+
+
+def _retained_here(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of a group's graphs on the device."""
+    return retained_bytes(choices, job, shape) * choices.group_tokens(job) // choices.micro_batch_tokens
 
 
 def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """What lies where the model computes: the GPU, or host RAM when training on the CPU."""
-    in_group, group_tokens = choices.micro_batches(job), choices.group_tokens(job)
     working_set = max(working_sets(choices, job, shape, hardware).values())
-    table = block_bytes(choices, job, shape, hardware) | {
-        "boundary activations": _boundaries(choices, job, shape),
-        "retained activations": retained_bytes(choices, job, shape) * group_tokens // choices.micro_batch_tokens,
-        "token ids and targets": max(job.padded_tokens(choices.micro_batch_tokens), group_tokens) * INPUT_BYTES,
-        "rotary tables and masks": in_group * shape.calls.at(choices.micro_batch_tokens),
-        "working set": working_set,
-    }
+    table = block_bytes(choices, job, shape, hardware) | activation_bytes(choices, job, shape) | {"working set": working_set}
     activations = table["boundary activations"] + table["retained activations"] + working_set
     if hardware.gpu:
         varied = int(VARIED_ROWS_SLACK["gpu"] * activations) if job.rows_vary else 0
         table |= {
             "cuBLAS workspaces": hardware.workspace_bytes,
-            "allocator slack": ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * working_set) + varied,
+            "allocator slack": _allocator_slack(choices, job, shape, hardware) + varied,
             "CUDA context": hardware.context_bytes,
         }
     elif job.rows_vary:

@@ -56,6 +56,7 @@ class Job:
     nvme_blocks: int | None = None
     nvme_arrays: Level | None = None
     nvme_activations: int | None = None
+    draws_weights: bool = False  # at random, on the device
     rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
     packed_tokens: tuple[int, float] | None = None  # of a step whose rows share sequences, with their padding: at most, and on average
     checkpoints_kept: int = 2

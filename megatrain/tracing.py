@@ -41,7 +41,8 @@ def tracing(path: Path, device: torch.device) -> Iterator[Trace]:
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     trace = Trace()
-    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
+    options = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, experimental_config=options, acc_events=True) as profiler:  # else it warns of further cycles
         yield trace
         if cuda:
             torch.cuda.synchronize(device)
@@ -59,7 +60,7 @@ def computing_seconds(work: Callable[[], object], device: torch.device) -> float
     """Seconds for which a GPU computes while `work` runs, by its own clock: kernels on whichever stream count once, transfers do not."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # not the host's side, which would slow it down
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # not the host's side, which would slow it down
         work()
         torch.cuda.synchronize(device)
     kernels = (event for event in profiler.events() or () if event.device_type.name == "CUDA" and not event.name.startswith(tuple(COPIES)))

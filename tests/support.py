@@ -320,7 +320,8 @@ def train_with_a_break(make: Callable[[], Engine], steps: Sequence[Sequence[Batc
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Relative L2 distance."""
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
 def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:

@@ -1,15 +1,14 @@
-"""What torch.compile makes of a layer: which activations it keeps for the backward pass, and how often it goes to memory.
+"""What torch.compile makes of a layer: the activations it keeps for the backward pass, its traffic with memory, and what lives there.
 
 It can be made to keep less (decision 0013). To know the figures nothing is compiled: the layer is traced on the meta device, forward and
-backward at once, and cut in two by the same code of torch that cuts it for the real compiler. What the cut keeps is exact; traffic and
-kernels are estimates, by a simple rule of fusion.
+backward at once, and cut in two by the same code of torch that cuts it for the real compiler. What the cut keeps is exact; kernels, their
+traffic and what lives meanwhile are estimates, by a simple rule of fusion.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,11 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import ConfigError
 from megatrain.models.footprint import FusedAttention, additive
 from megatrain.models.recorder import LayerCall
-from megatrain.models.work import PRODUCTS, Traffic
+from megatrain.models.skippable import skipping
+from megatrain.models.traced import Alive, alive, saved_bytes, traffic
+from megatrain.models.work import Traffic
 
 aten = torch.ops.aten
-ATTENTION = {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward}
-COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
 
 
 # By default torch keeps whatever a product of the backward pass reads. Without these bans it still keeps all that does not fuse, such as
@@ -39,13 +38,16 @@ CHEAP_RETENTION = {
 
 @dataclass(frozen=True)
 class CompiledLayer:
-    """One micro-batch through a compiled layer. `saved_bytes` lie between forward and backward, beyond inputs, weights and output."""
+    """A compiled layer. `saved_bytes` lie between forward and backward of the rows that were traced, beyond inputs, weights and output."""
 
     saved_bytes: int
     forward: Traffic
     backward: Traffic
     cheap_saved_bytes: int  # with cheap retention
     cheap_backward: Traffic
+    again: Alive  # where it is run for its gradients alone
+    beyond: Alive  # where it was retained, beyond what its graph holds
+    cheap_beyond: Alive
 
 
 @contextmanager
@@ -83,21 +85,40 @@ def cheap_retention() -> AbstractContextManager[None]:
 
 
 def trace_compiled(
-    layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall, *, fused_attention: bool, runs_on: str
+    layer: nn.Module,
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    call: LayerCall,
+    *,
+    fused_attention: bool,
+    runs_on: str,
+    skipped: Sequence[str] = (),
 ) -> CompiledLayer | None:
     """What torch.compile would make of a decoder layer. None if it cannot be traced whole, because what it computes depends on values.
 
     layer: parameters on any device; only shapes are read. hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states.
     call: what the layer receives besides hidden states. fused_attention: False for eager attention. runs_on: "cpu" or "cuda".
+    skipped: modules whose products are left out when it is run for its gradients alone (models/skippable.py).
     """
+    rows = hidden_shape[0]
     function, inputs = _as_function(layer, hidden_shape, dtype, call)
     with torch.random.fork_rng(devices=[]), FusedAttention(runs_on, _traced_attention) if fused_attention else nullcontext():
         try:
             (forward, backward), (cheap_forward, cheap_backward) = _cut(function, inputs)
+            with skipping(layer, skipped):
+                again = _cut(function, inputs)[0] if skipped else (forward, backward)
         except (RuntimeError, NotImplementedError):
             return None
+    saved, cheap_saved = saved_bytes(forward), saved_bytes(cheap_forward)
     return CompiledLayer(
-        _saved_bytes(forward), _traffic(forward), _traffic(backward), _saved_bytes(cheap_forward), _traffic(cheap_backward)
+        saved,
+        traffic(forward),
+        traffic(backward),
+        cheap_saved,
+        traffic(cheap_backward),
+        again=alive(*again, rows),
+        beyond=alive(forward, backward, rows).beyond(saved // rows),
+        cheap_beyond=alive(cheap_forward, cheap_backward, rows).beyond(cheap_saved // rows),
     )
 
 
@@ -165,113 +186,3 @@ def _traced_attention(
     """Takes the arguments of scaled_dot_product_attention. Every fused kernel keeps the same tensors; this one takes any mask."""
     out: Tensor = aten._scaled_dot_product_cudnn_attention(query, key, value, additive(attn_mask, query), True, dropout_p, is_causal)[0]
     return out
-
-
-# -- reading the graphs -------------------------------------------------------------------------------------------------------------
-
-
-def _saved_bytes(forward: fx.Graph) -> int:
-    output, *saved = _outputs(forward)
-    kept = {_base(node) for node in saved} - {_base(output)}
-    return sum(_nbytes(node) for node in kept if node.op != "placeholder")
-
-
-def _traffic(graph: fx.Graph) -> Traffic:
-    """Estimated: what neither leaves the graph nor enters a product is computed by each kernel that needs it; reductions are written."""
-    sources = {node: _sources(node) for node in graph.nodes if _is_fusible(node) and _is_written(node)}
-    kernels = _fused(sources, _depths(graph))
-    reads = [set().union(*(sources[node] for node in kernel)) - kernel for kernel in kernels]
-    others = [_base(source) for node in graph.nodes if not _is_fusible(node) for source in node.all_input_nodes]
-    writes = sources.keys() & set(others).union(*reads)
-    total = sum(_nbytes(node) for kernel in reads for node in kernel) + sum(map(_nbytes, writes))
-    return Traffic(total, len(kernels) + sum(map(_is_barrier, graph.nodes)))
-
-
-def _fused(sources: Mapping[fx.Node, set[fx.Node]], depth: Mapping[fx.Node, int]) -> list[set[fx.Node]]:
-    """Nodes of each kernel: of one depth, and one made from the other, or both of one size and made from the same."""
-    kernel: dict[fx.Node, set[fx.Node]] = {}
-    alike: dict[Any, fx.Node] = {}
-    for node in sources:
-        kernel[node] = {node}
-        near = [source for source in sources[node] if source in kernel and depth[source] == depth[node]]
-        near += [alike.setdefault((depth[node], _numel(node), source), node) for source in sources[node]]
-        merged = set().union(*(kernel[other] for other in near), kernel[node])
-        kernel |= dict.fromkeys(merged, merged)
-    return list({id(members): members for members in kernel.values()}.values())
-
-
-def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of every node, how many products and attentions come one after another before it."""
-    depth: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        depth[node] = max((depth[source] + _is_barrier(source) for source in node.all_input_nodes), default=0)
-    return depth
-
-
-def _is_written(node: fx.Node) -> bool:
-    return _is_reduction(node) or any(not _is_fusible(reader) for reader in _readers(node))
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return any(_nbytes(source) and _numel(node) < _numel(source) for source in node.all_input_nodes)
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """What lies in memory that `node` is computed from."""
-    found: set[fx.Node] = set()
-    for source in map(_base, node.all_input_nodes):
-        found |= _sources(source) if _is_fusible(source) and not _is_written(source) else {source}
-    return found
-
-
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
-    """Nodes that use the values of `node`, also through views."""
-    for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` is a view of."""
-    while _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _is_barrier(node: fx.Node) -> bool:
-    return _packet(node) in PRODUCTS | ATTENTION
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:  # one of several results, which attention has and views have
-        return not _is_barrier(node.all_input_nodes[0])
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or _packet(node) in COPIES_NOTHING)
-
-
-def _is_fusible(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not _is_view(node) and not _is_barrier(node)
-
-
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph returns; of a forward graph the layer's output, then what is kept."""
-    (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
-    return [node for node in returned if isinstance(node, fx.Node)]
-
-
-def _nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value; 0 for what is no tensor."""
-    return sum(t.numel() * t.element_size() for t in _values(node))
-
-
-def _numel(node: fx.Node) -> int:
-    return sum(t.numel() for t in _values(node))
-
-
-def _values(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]

@@ -16,9 +16,11 @@ from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, la
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.skippable import skippable
+from megatrain.models.traced import Alive
 from megatrain.models.work import LayerWork, ModelWork, Pass, Tally, Traffic, tally, work_per_token
 
 EMBED, HEAD = 0, -1  # blocks
+PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class MicroBatchBytes:
     kept: tuple[int, ...]  # by each layer's graph between forward and backward, less the layer's output
     kept_compiled: tuple[int, ...]
     kept_cheap: tuple[int, ...]
+    layer_compiled: int  # as `layer`; where it was not compiled, the same
+    beyond_graph: int  # of the hungriest compiled layer, what its backward takes beyond what its graph holds
+    beyond_cheap_graph: int
 
 
 class DryRun:
@@ -61,18 +66,26 @@ class DryRun:
         footprints = [of_kind[kind] for kind in self.kinds]
         output = rows * self.seq_len * self.skeleton.anatomy.hidden_size * self.skeleton.dtype.itemsize
         kept = tuple(footprint.saved_bytes - output for footprint in footprints)
+        peak = {kind: footprint.peak_bytes for kind, footprint in of_kind.items()}
+        beyond = {kind: peak[kind] - footprint.saved_bytes + output for kind, footprint in of_kind.items()}
 
         def compiled(saved: Callable[[CompiledLayer], int]) -> tuple[int, ...]:
             pairs = zip(self.kinds, kept, strict=True)
-            return tuple(rows * saved(self.traced[kind]) if kind in self.traced else eager for kind, eager in pairs)
+            return tuple(rows * saved(self.traced[kind]) // self.traced_rows if kind in self.traced else eager for kind, eager in pairs)
+
+        def hungriest(of_compiled: Callable[[CompiledLayer], Alive], of_eager: dict[int, int]) -> int:
+            return max(of_compiled(self.traced[kind]).peak(rows) if kind in self.traced else eager for kind, eager in of_eager.items())
 
         return MicroBatchBytes(
-            layer=max(footprint.peak_bytes for footprint in footprints),
+            layer=max(peak.values()),
             embed=call_peak_bytes(lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding").peak_bytes,
             calls=tensor_bytes([(call.args, call.kwargs) for call in calls]),
             kept=kept,
             kept_compiled=compiled(lambda layer: layer.saved_bytes),
             kept_cheap=compiled(lambda layer: layer.cheap_saved_bytes),
+            layer_compiled=hungriest(lambda layer: layer.again, peak),
+            beyond_graph=hungriest(lambda layer: layer.beyond, beyond),
+            beyond_cheap_graph=hungriest(lambda layer: layer.cheap_beyond, beyond),
         )
 
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
@@ -109,9 +122,8 @@ class DryRun:
         )
 
     def _layer_work(self, index: int) -> LayerWork:
-        layer, call = self.skeleton.layers[index], self._calls(1)[index]
-        names = skippable(layer, self._shape(1), self.skeleton.dtype, call)
-        skipped = sum(2 * layer.get_parameter(f"{name}.weight").numel() for name in names)
+        layer = self.skeleton.layers[index]
+        skipped = sum(2 * layer.get_parameter(f"{name}.weight").numel() for name in self._skippable(index))
         work = replace(work_per_token(lambda rows: self._layer_tally(index, rows), self.seq_len), skippable_flops=skipped)
         if index not in self.traced:
             return work
@@ -120,12 +132,12 @@ class DryRun:
             work,
             forward=self._compiled(work.forward, traced.forward),
             backward=self._compiled(work.backward, traced.backward),
-            cheap_bytes=(traced.cheap_backward.bytes - traced.backward.bytes) // self.seq_len,
+            cheap_bytes=(traced.cheap_backward.bytes - traced.backward.bytes) // (self.traced_rows * self.seq_len),
             cheap_kernels=traced.cheap_backward.kernels - traced.backward.kernels,
         )
 
     def _compiled(self, eager: Pass, traffic: Traffic) -> Pass:
-        return replace(eager, compiled_bytes=traffic.bytes // self.seq_len, compiled_kernels=traffic.kernels)
+        return replace(eager, compiled_bytes=traffic.bytes // (self.traced_rows * self.seq_len), compiled_kernels=traffic.kernels)
 
     def _layer_tally(self, index: int, rows: int) -> Tally:
         hidden, call = self._hidden(*self._shape(rows)), self._calls(rows)[index]
@@ -140,16 +152,31 @@ class DryRun:
 
     @cached_property
     def traced(self) -> dict[int, CompiledLayer]:
-        """One row through a compiled layer of each kind that can be traced; empty unless asked for."""
+        """`traced_rows` through a compiled layer of each kind that can be traced; empty unless asked for."""
         kinds = set(self.kinds) if self.compiled else set()
-        shape, dtype = self._shape(1), self.skeleton.dtype
-        traced = {
-            index: trace_compiled(
-                self.skeleton.layers[index], shape, dtype, self._calls(1)[index], fused_attention=self.fused, runs_on=self.runs_on
-            )
-            for index in kinds
-        }
-        return {index: layer for index, layer in traced.items() if layer is not None}
+        found = {index: self._trace(index) for index in kinds}
+        return {index: layer for index, layer in found.items() if layer is not None}
+
+    @cached_property
+    def traced_rows(self) -> int:
+        """A prime that divides no size of the model: what it divides in a trace grows with the rows."""
+        sizes = {self.seq_len, *(size for layer in self.skeleton.layers for p in layer.parameters() for size in p.shape)}
+        return next(prime for prime in PRIMES if all(size % prime for size in sizes))
+
+    def _trace(self, index: int) -> CompiledLayer | None:
+        rows = self.traced_rows
+        return trace_compiled(
+            self.skeleton.layers[index],
+            self._shape(rows),
+            self.skeleton.dtype,
+            self._calls(rows)[index],
+            fused_attention=self.fused,
+            runs_on=self.runs_on,
+            skipped=self._skippable(index),
+        )
+
+    def _skippable(self, index: int) -> tuple[str, ...]:
+        return skippable(self.skeleton.layers[index], self._shape(1), self.skeleton.dtype, self._calls(1)[index])
 
     # -- what they run on -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from megatrain.models.dry_run import DryRun, cross_entropy
+from megatrain.models.dry_run import DryRun, MicroBatchBytes, cross_entropy
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.work import ModelWork
 
@@ -75,10 +75,14 @@ class ModelShape:
     work: ModelWork  # arithmetic and memory traffic of every block
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()  # as `layer`, where its token-wise parts run so many tokens at a time
+    layer_compiled: WorkingSet | None = None  # as `layer`; None where it is not known
+    beyond_graph: WorkingSet | None = None  # of a compiled layer's backward, what it takes beyond what its graph holds
+    beyond_cheap_graph: WorkingSet | None = None
 
-    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0) -> int:
+    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0, *, compiled: bool = False) -> int:
         """Working set of the hungriest layer. chunk_tokens: one of `layer_chunked`; 0, or what was not tried: a micro-batch at once."""
-        return dict(self.layer_chunked).get(chunk_tokens, self.layer).at(micro_batch_tokens)
+        whole = self.layer_compiled if compiled and self.layer_compiled else self.layer
+        return dict(self.layer_chunked).get(chunk_tokens, whole).at(micro_batch_tokens)
 
     def retained_bytes(self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False) -> int:
         """Bytes that the graphs of the last `layers` layers hold between forward and backward of one micro-batch, less their outputs.
@@ -120,6 +124,10 @@ def shape_of(
     runs = {rows * seq_len: dry.bytes_of(rows) for rows in sorted({max(1, n // seq_len) for n in micro_batch_tokens})}
     chunked = {chunk: {tokens: dry.layer_in_chunks(tokens // seq_len, chunk) for tokens in runs} for chunk in sorted(layer_chunks)}
     anatomy = skeleton.anatomy
+
+    def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
+        return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
+
     return ModelShape(
         family=anatomy.family,
         parameters=anatomy.parameters,
@@ -127,15 +135,18 @@ def shape_of(
         tied=anatomy.embed_feeds_head,
         hidden_size=anatomy.hidden_size,
         vocab_size=anatomy.vocab_size,
-        layer=WorkingSet(tuple((tokens, run.layer) for tokens, run in runs.items())),
-        embed=WorkingSet(tuple((tokens, run.embed) for tokens, run in runs.items())),
+        layer=by_tokens(lambda run: run.layer),
+        embed=by_tokens(lambda run: run.embed),
         head=WorkingSet(tuple((n, dry.head(n).peak_bytes) for n in HEAD_CHUNK_TOKENS)),
-        calls=WorkingSet(tuple((tokens, run.calls) for tokens, run in runs.items())),
+        calls=by_tokens(lambda run: run.calls),
         retained=_of_last_layers({tokens: run.kept for tokens, run in runs.items()}),
         retained_compiled=_of_last_layers({tokens: run.kept_compiled for tokens, run in runs.items()}),
         retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
+        layer_compiled=by_tokens(lambda run: run.layer_compiled) if compiled else None,
+        beyond_graph=by_tokens(lambda run: run.beyond_graph) if compiled else None,
+        beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph) if compiled else None,
     )
 
 

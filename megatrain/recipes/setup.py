@@ -180,6 +180,7 @@ def make_run_plan(
         compiled=choose_compile(config, parts.skeleton, parts.machine),
         packed_tokens=parts.packed_tokens,
         activations=config.memory.activations,
+        draws_weights=config.model.init == "random",
         rows_vary=rows_vary(config, parts),
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),

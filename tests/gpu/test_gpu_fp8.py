@@ -16,8 +16,6 @@ from tests.support import bits, distance, engine_of, full_batches, plain_model, 
 
 pytestmark = [
     pytest.mark.skipif(not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer does
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # and its compiler uses that
 ]
 BF16_STEP = 2.0**-8
 

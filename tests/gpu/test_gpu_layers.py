@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config
 
 from megatrain.engine.attention import fastest_attention
+from megatrain.engine.graphs import run_for_graph
 from megatrain.models.compiled import inductor_with_cheap_retention
 from megatrain.models.recorder import LayerCall
 from megatrain.models.shape import shape_of
@@ -15,10 +16,6 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.skippable import skipping
 from tests.support import differing, distance
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer does
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # and its compiler uses that
-]
 CONFIG = Qwen2Config(
     hidden_size=1024, intermediate_size=4864, num_attention_heads=8, num_key_value_heads=2, vocab_size=96, num_hidden_layers=1
 )
@@ -58,6 +55,35 @@ def test_a_graph_keeps_what_the_dry_run_found(compiled: bool, cheap: bool) -> No
     kept = torch.cuda.memory_allocated() - before - output.nbytes
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=compiled)
     assert kept == pytest.approx(shape.retained_bytes(ROWS * TOKENS, 1, compiled=compiled, cheap=cheap), rel=0.01)
+
+
+def peak_of(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...], retained: bool) -> int:
+    """Bytes at the worst moment of a layer's graph and gradients; of a retained graph, of the gradients and beyond what it holds."""
+    parameters = list(layer.parameters())
+    with fastest_attention(CUDA), skipping(layer, skipped):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        graph, output = run_for_graph(lambda _index, given, call: layer(given, *call.args, **call.kwargs), 0, hidden.detach(), call)
+    dy = torch.ones_like(output)
+    before += dy.nbytes
+    del output
+    if retained:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    graph.gradients(parameters, dy)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(("retained", "cheap"), [(False, False), (True, False), (True, True)])
+def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool) -> None:
+    layer, hidden, call = layer_on_gpu()
+    skipped = () if retained else ("mlp.down_proj",)
+    layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
+    peak_of(layer, hidden, call, skipped, retained)  # which compiles
+    shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=True)
+    expected = (shape.beyond_cheap_graph if cheap else shape.beyond_graph) if retained else shape.layer_compiled
+    assert expected is not None
+    assert peak_of(layer, hidden, call, skipped, retained) == pytest.approx(expected.at(ROWS * TOKENS), rel=0.05)
 
 
 def test_gradients_of_cheap_retention_are_the_same_but_for_rounding(deterministic: None) -> None:

@@ -13,8 +13,6 @@ from tests.support import engine_of, gradients_of, tiny_config
 ROWS = FakeRows(torch.tensor([70, 50, 40, 30, 20]).numpy())
 SEQUENCES = [[0, 1], [2, 3, 4]]
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("precision", "allowed"), [("float32", 1e-5), ("bfloat16", 0.05)])

@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from megatrain.engine.settings import Settings
 from megatrain.errors import ConfigError
 from megatrain.models.compiled import CompiledLayer, cheap_retention, inductor_with_cheap_retention, trace_compiled
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.recorder import LayerCall
+from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
 from tests.support import FAMILIES, MORE_FAMILIES, engine_of, full_batches, tiny_config
 
 ROWS, TOKENS, HIDDEN = 2, 16, 32
-QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
-QWEN_14B = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 8}
+QWEN_7B: dict[str, Any] = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN_14B: dict[str, Any] = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 8}
 
 
 def traced(config: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16, runs_on: str = "cuda") -> CompiledLayer:
@@ -112,6 +113,47 @@ def test_cheap_retention_by_hand() -> None:
     assert layer.cheap_saved_bytes == 2 * TOKENS * width  # what relu was given; times three and what it let through are computed again
     # one kernel more, which reads that and writes the product's input; relu's gradient reads it too
     assert layer.cheap_backward == (2 * TOKENS * (2 * width + 3 * HIDDEN) + 2 * TOKENS * 3 * width, 4 + 3)
+
+
+def test_what_lives_by_hand() -> None:
+    width, rows = 64, 3
+    layer = trace_compiled(Mlp(width), (rows, TOKENS, HIDDEN), torch.bfloat16, LayerCall((), {}), fused_attention=True, runs_on="cuda")
+    assert layer is not None
+    weight, wide, mask, narrow = 2 * HIDDEN * width, 2 * TOKENS * width, TOKENS * width, 2 * TOKENS * HIDDEN
+    # relu's input serves twice, for its output and for what it let through, so nothing takes its place; backward ends with two gradients of
+    # weights, what is between them, and the residual's
+    assert {(2 * wide + mask, 0), (wide + mask, weight), (wide + narrow, 2 * weight)} <= layer.again.moments
+    assert layer.again.peak(rows) == max(rows * (2 * wide + mask), rows * (wide + narrow) + 2 * weight)
+    assert layer.again.peak(10 * rows) == 10 * rows * (2 * wide + mask)
+    assert layer.beyond.peak(rows) == rows * (narrow - mask) + 2 * weight
+    # cheaply retained, relu's input serves again, for down's input and for the gradient, which takes the place of what it is made from
+    assert (3 * wide - wide, 0) in layer.cheap_beyond.moments
+    assert layer.cheap_beyond.peak(10 * rows) == 10 * rows * 2 * wide
+
+
+LLAMA_70B: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "tokens", "mib"),
+    [
+        (Qwen2Config(**QWEN_7B, vocab_size=8, num_hidden_layers=1), 16, 1024, 4146),
+        (Qwen2Config(**QWEN_7B, vocab_size=8, num_hidden_layers=1, max_position_embeddings=1 << 17), 1, 1 << 17, 33_168),
+        (LlamaConfig(**LLAMA_70B, vocab_size=8, num_hidden_layers=1), 16, 1024, 6723),
+    ],
+)
+def test_a_large_layer_that_is_recomputed_needs_what_was_measured_on_a_gpu(config: Any, rows: int, tokens: int, mib: int) -> None:
+    shape = shape_of(Skeleton(config), tokens, [rows * tokens], runs_on="cuda", compiled=True)
+    assert shape.layer_bytes(rows * tokens, compiled=True) / 2**20 == pytest.approx(mib, rel=0.001)  # H200, at the peak of a step
+    assert shape.layer_bytes(rows * tokens) > 1.15 * shape.layer_bytes(rows * tokens, compiled=True)
+
+
+def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_from() -> None:
+    config = Qwen2Config(**QWEN_7B, vocab_size=8, num_hidden_layers=1, max_position_embeddings=1 << 17)
+    shape = shape_of(Skeleton(config), 1 << 17, [1 << 17], runs_on="cuda", compiled=True)
+    assert shape.beyond_graph is not None and shape.beyond_cheap_graph is not None
+    assert shape.beyond_cheap_graph.at(1 << 17) / 2**20 == pytest.approx(18_946, rel=0.001)  # H200: 7.6B with 128k tokens of context
+    assert shape.beyond_graph.at(1 << 17) < shape.beyond_cheap_graph.at(1 << 17)
 
 
 def kept_and_gradients(layer: nn.Module, hidden: Tensor) -> tuple[int, list[Tensor]]:
