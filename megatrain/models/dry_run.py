@@ -108,6 +108,7 @@ class DryRun:
             call.args,
             fused_attention=self.fused,
             runs_on=self.runs_on,
+            output_stays=False,  # the next layer has read it, or nobody does
         )
 
     # -- work -------------------------------------------------------------------------------------------------------------------

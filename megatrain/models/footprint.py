@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,6 +152,7 @@ def layer_peak_bytes(
     fused_attention: bool = True,
     device: torch.device | str = "meta",
     runs_on: str = "cpu",
+    output_stays: bool = True,
 ) -> Footprint:
     """Footprint of one decoder layer's forward and backward for one micro-batch.
 
@@ -158,6 +160,7 @@ def layer_peak_bytes(
     hidden_shape: (batch, tokens, hidden). dtype: of parameters and hidden states.
     kwargs, args: what the model's own forward passes to this layer besides the hidden states. fused_attention: False for eager attention.
     device: where this dry run computes. runs_on: "cpu" or "cuda", whose attention kernels count.
+    output_stays: as `call_peak_bytes`.
     Raises ModelError when the layer cannot run without data (its shapes depend on values).
     """
     parameters = {name: _blank(p, dtype, device).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()}
@@ -171,7 +174,14 @@ def layer_peak_bytes(
 
     trained = [p for p in parameters.values() if p.requires_grad]
     with torch.random.fork_rng(devices=[]):  # a dry run must not move the caller's random state
-        return call_peak_bytes(forward, [hidden_btd, *trained], fused_attention=fused_attention, runs_on=runs_on, what=type(layer).__name__)
+        return call_peak_bytes(
+            forward,
+            [hidden_btd, *trained],
+            fused_attention=fused_attention,
+            runs_on=runs_on,
+            what=type(layer).__name__,
+            output_stays=output_stays,
+        )
 
 
 def call_peak_bytes(
@@ -181,11 +191,13 @@ def call_peak_bytes(
     fused_attention: bool = True,
     runs_on: str = "cpu",
     what: str = "this computation",
+    output_stays: bool = True,
 ) -> Footprint:
     """Footprint of `forward()` and of the gradient of its output with respect to all `inputs` at once.
 
     inputs: leaf tensors that require gradients, made before the call and so not counted. Used as it is for the LM head and its
     loss on one chunk: pass a closure from hidden states and head weights to the summed loss. The incoming gradient is not counted.
+    output_stays: somebody holds on to the output while gradients are computed.
     """
     wanted = list(inputs)
     live = LiveBytes()
@@ -195,8 +207,11 @@ def call_peak_bytes(
                 out = forward()
             saved_bytes = live.live
             grad_out = torch.ones_like(out)  # outside the mode: it belongs to the caller
+            root = get_gradient_edge(out)
+            if not output_stays:
+                del out
             with live:
-                torch.autograd.grad(out, wanted, grad_out, allow_unused=True)
+                torch.autograd.grad([root], wanted, [grad_out], allow_unused=True)
     except (NotImplementedError, RuntimeError) as error:
         raise ModelError(f"{what}: its memory cannot be found without data ({error}); set train.micro_batch_tokens by hand") from error
     return Footprint(saved_bytes, live.peak)

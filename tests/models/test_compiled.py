@@ -145,7 +145,7 @@ LLAMA_70B: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 28672, "n
 def test_a_large_layer_that_is_recomputed_needs_what_was_measured_on_a_gpu(config: Any, rows: int, tokens: int, mib: int) -> None:
     shape = shape_of(Skeleton(config), tokens, [rows * tokens], runs_on="cuda", compiled=True)
     assert shape.layer_bytes(rows * tokens, compiled=True) / 2**20 == pytest.approx(mib, rel=0.001)  # H200, at the peak of a step
-    assert shape.layer_bytes(rows * tokens) > 1.15 * shape.layer_bytes(rows * tokens, compiled=True)
+    assert shape.layer_bytes(rows * tokens) > 1.1 * shape.layer_bytes(rows * tokens, compiled=True)
 
 
 def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_from() -> None:
