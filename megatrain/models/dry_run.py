@@ -76,6 +76,8 @@ class DryRun:
         def hungriest(of_compiled: Callable[[CompiledLayer], Alive], of_eager: dict[int, int]) -> int:
             return max(of_compiled(self.traced[kind]).peak(rows) if kind in self.traced else eager for kind, eager in of_eager.items())
 
+        again = hungriest(lambda layer: layer.again, peak)
+
         return MicroBatchBytes(
             layer=max(peak.values()),
             embed=call_peak_bytes(lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding").peak_bytes,
@@ -83,7 +85,7 @@ class DryRun:
             kept=kept,
             kept_compiled=compiled(lambda layer: layer.saved_bytes),
             kept_cheap=compiled(lambda layer: layer.cheap_saved_bytes),
-            layer_compiled=hungriest(lambda layer: layer.again, peak),
+            layer_compiled=min(again, max(peak.values())),  # either is a bound
             beyond_graph=hungriest(lambda layer: layer.beyond, beyond),
             beyond_cheap_graph=hungriest(lambda layer: layer.cheap_beyond, beyond),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,6 +17,7 @@ from megatrain.models.work import PRODUCTS, Traffic
 aten = torch.ops.aten
 ATTENTION = {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward}
 COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
+Kernel = dict[fx.Node, set[fx.Node]]  # what it writes, and what in memory each of that is computed from
 
 # -- bytes and kernels --------------------------------------------------------------------------------------------------------------
 
@@ -61,8 +61,8 @@ class Alive:
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int) -> Alive:
     """Through forward and backward, beyond inputs, weights and the incoming gradient. The output goes before backward begins.
 
-    Kernels run in the graph's order. Two things are as inductor has them, seen in its code: what a kernel reads for the last time becomes
-    what it writes only if no other part of that kernel reads it, and backward gives back what was saved as soon as it was read.
+    Kernels run in the graph's order, and none writes over what it reads: inductor may do otherwise where that needs no more. Backward gives
+    back what was saved as soon as it was read.
 
     rows: of what was traced: one row, or a prime that divides no size of the layer, so that whatever it divides is known to grow with rows.
     """
@@ -88,12 +88,8 @@ def _moments(graph: fx.Graph, kept: Iterable[fx.Node], given: Mapping[fx.Node, f
     live = {node for node in given.values() if node in last}
     found = {_total(live, rows)}
     for step, kernel in enumerate(kernels):
-        readers = Counter(source for read in kernel.values() for source in read)
-        dying = {node for node in readers if node in live and last[node] == step}
-        alone = {node: [source for source in read & dying if readers[source] == 1] for node, read in kernel.items() if _is_fusible(node)}
-        taken = {next((source for source in sources if _size(source, rows) == _size(node, rows)), None) for node, sources in alone.items()}
         live |= kernel.keys()
-        found.add(_total([*(live - taken), *_scratch(kernel)], rows))
+        found.add(_total([*live, *_scratch(kernel)], rows))
         live -= {node for node in live if last[node] <= step}
     return found
 
@@ -103,9 +99,6 @@ def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
     backward = aten._scaled_dot_product_cudnn_attention_backward
     results = [node for node in kernel if node.target is operator.getitem and _packet(node.all_input_nodes[0]) is backward]
     return [node for node in results if node.args[1] == 0] * 2
-
-
-Kernel = dict[fx.Node, set[fx.Node]]  # what it writes, and what each of that is computed from
 
 
 def _in_order(graph: fx.Graph) -> list[Kernel]:
@@ -133,12 +126,17 @@ def _fused_late(kernels: list[Kernel], barriers: list[Kernel]) -> list[Kernel]:
     fused = list(kernels)
     for first, second in combinations(kernels, 2):
         one, other = (next(kernel for kernel in fused if part.keys() <= kernel.keys()) for part in (first, second))
-        alike = {_numel(node) for node in one} & {_numel(node) for node in other}
+        alike = _widths(one) & _widths(other)
         if one is other or not alike or not set().union(*one.values()) & set().union(*other.values()):
             continue
         if not any(_leads(a, b, [*fused, *barriers]) for a, b in ((one, other), (other, one))):
             fused = [kernel for kernel in fused if kernel is not one and kernel is not other] + [one | other]
     return fused
+
+
+def _widths(kernel: Iterable[fx.Node]) -> set[int]:
+    """Elements of what it writes, or of the parts that it puts together."""
+    return {_numel(part) for node in kernel for part in (node.all_input_nodes if _packet(node) is aten.cat else [node])}
 
 
 def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:

@@ -83,7 +83,9 @@ def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool)
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=True)
     expected = (shape.beyond_cheap_graph if cheap else shape.beyond_graph) if retained else shape.layer_compiled
     assert expected is not None
-    assert peak_of(layer, hidden, call, skipped, retained) == pytest.approx(expected.at(ROWS * TOKENS), rel=0.05)
+    needed, bound = peak_of(layer, hidden, call, skipped, retained), expected.at(ROWS * TOKENS)
+    full = retained and not cheap  # whose gradients may take the place of what they are computed from
+    assert (0.7 if full else 0.97) * bound <= needed <= 1.01 * bound
 
 
 def test_gradients_of_cheap_retention_are_the_same_but_for_rounding(deterministic: None) -> None:

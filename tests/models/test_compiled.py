@@ -120,15 +120,15 @@ def test_what_lives_by_hand() -> None:
     layer = trace_compiled(Mlp(width), (rows, TOKENS, HIDDEN), torch.bfloat16, LayerCall((), {}), fused_attention=True, runs_on="cuda")
     assert layer is not None
     weight, wide, mask, narrow = 2 * HIDDEN * width, 2 * TOKENS * width, TOKENS * width, 2 * TOKENS * HIDDEN
-    # relu's input serves twice, for its output and for what it let through, so nothing takes its place; backward ends with two gradients of
-    # weights, what is between them, and the residual's
-    assert {(2 * wide + mask, 0), (wide + mask, weight), (wide + narrow, 2 * weight)} <= layer.again.moments
-    assert layer.again.peak(rows) == max(rows * (2 * wide + mask), rows * (wide + narrow) + 2 * weight)
-    assert layer.again.peak(10 * rows) == 10 * rows * (2 * wide + mask)
-    assert layer.beyond.peak(rows) == rows * (narrow - mask) + 2 * weight
-    # cheaply retained, relu's input serves again, for down's input and for the gradient, which takes the place of what it is made from
-    assert (3 * wide - wide, 0) in layer.cheap_beyond.moments
-    assert layer.cheap_beyond.peak(10 * rows) == 10 * rows * 2 * wide
+    # relu's input, its output and what it let through; with down's gradient, its input's gradient, that of relu's input and what it let
+    # through; in the end two weights' gradients, the gradient of up's output, and what becomes of it
+    assert {(2 * wide + mask, 0), (2 * wide + mask, weight), (wide + narrow, 2 * weight)} <= layer.again.moments
+    assert layer.again.peak(rows) == rows * (2 * wide + mask) + weight
+    assert layer.again.peak(10 * rows) == 10 * rows * (2 * wide + mask) + weight
+    assert layer.beyond.peak(rows) == rows * wide + weight
+    # cheaply retained, relu's input serves again, in one kernel: for down's input and for the gradient
+    assert (4 * wide - wide, 0) in layer.cheap_beyond.moments
+    assert layer.cheap_beyond.peak(10 * rows) == 10 * rows * 3 * wide
 
 
 LLAMA_70B: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
