@@ -48,6 +48,11 @@ class Elementwise(ABC):
     moments: str
 
     @property
+    def arithmetic(self) -> float | None:
+        """As the format's."""
+        return self._format.arithmetic
+
+    @property
     def state_arrays(self) -> tuple[StateArray, ...]:
         """Every moment, with its scales behind it."""
         kept = self._format

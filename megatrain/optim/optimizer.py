@@ -38,6 +38,10 @@ class Optimizer(Protocol):
     @property
     def weight_decay(self) -> float: ...
 
+    @property
+    def arithmetic(self) -> float | None:
+        """Parameters/s that one thread of the host could update if memory had no limit; None: memory always takes longer."""
+
     def compile(self) -> None:
         """Prepare whatever the first `update` would otherwise pay for."""
 

@@ -39,11 +39,6 @@ def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]
             yield moments, replace(optimizer, moments=moments)
 
 
-def update_arithmetic(optimizer: Optimizer) -> float | None:
-    """Parameters/s that one thread of the host could update if memory had no limit; None: not known."""
-    return MOMENTS[optimizer.moments].arithmetic if isinstance(optimizer, (AdamW, Lion)) else None
-
-
 def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
     """Of each of the optimizer's arrays, bytes a parameter."""
     if isinstance(optimizer, WholeTensors):

@@ -32,7 +32,7 @@ from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.planner_bytes import disk_bytes
 from megatrain.recipes.doctor import measured_or_typical
 from megatrain.recipes.nvme import asked_of_nvme, nvme_room, on_nvme, with_drives
-from megatrain.recipes.optimizers import make_optimizer, state_bytes, update_arithmetic, whole_update, with_lighter_moments
+from megatrain.recipes.optimizers import make_optimizer, state_bytes, whole_update, with_lighter_moments
 from megatrain.report import human_bytes
 from megatrain.run_folder import bytes_of_checkpoints
 
@@ -171,10 +171,9 @@ def make_run_plan(
         clipping=train.max_grad_norm is not None,
         state_bytes=state_bytes(optimizer, parts.skeleton),
         whole_update=whole_update(optimizer, parts.skeleton),
-        update_arithmetic=update_arithmetic(optimizer),
+        update_arithmetic=optimizer.arithmetic,
         lighter_moments=tuple(
-            (moments, state_bytes(lighter, parts.skeleton), update_arithmetic(lighter))
-            for moments, lighter in with_lighter_moments(optimizer)
+            (moments, state_bytes(lighter, parts.skeleton), lighter.arithmetic) for moments, lighter in with_lighter_moments(optimizer)
         ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),

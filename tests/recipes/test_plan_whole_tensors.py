@@ -49,6 +49,14 @@ def test_what_each_optimizer_holds_and_takes(megatrain: Command) -> None:
     assert plans["muon"]["timing"]["seconds"] > plans["adamw"]["timing"]["seconds"]
 
 
+def test_one_thread_that_computes_bounds_adafactor_and_not_its_memory(megatrain: Command) -> None:
+    done = megatrain("plan", "qwen2.5-7b", "--gpu", "H200", "--ram", "200GiB", "--json", "optimizer.name=adafactor", "memory.resident=0",
+                     "threads=1", *SHORT)  # fmt: skip
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["timing"]["seconds"] > plan["parameters"] / Adafactor.arithmetic
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
