@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, Qwen2Config
 
+from megatrain.engine.graphs import run_for_graph
 from megatrain.engine.settings import Settings
 from megatrain.errors import ConfigError
 from megatrain.models.compiled import CompiledLayer, cheap_retention, inductor_with_cheap_retention, trace_compiled
@@ -18,6 +22,7 @@ from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.recorder import LayerCall
 from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.skippable import skipping
 from tests.support import FAMILIES, MORE_FAMILIES, engine_of, full_batches, tiny_config
 
 ROWS, TOKENS, HIDDEN = 2, 16, 32
@@ -154,6 +159,46 @@ def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_f
     assert shape.beyond_graph is not None and shape.beyond_cheap_graph is not None
     assert shape.beyond_cheap_graph.at(1 << 17) / 2**20 == pytest.approx(18_946, rel=0.001)  # H200: 7.6B with 128k tokens of context
     assert shape.beyond_graph.at(1 << 17) < shape.beyond_cheap_graph.at(1 << 17)
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes that the CPU's allocator has given out and not got back while `run` lasts."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most: int = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return most
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("cheap", [False, True], ids=["recomputed", "cheaply retained"])
+def test_what_is_alive_is_what_compiled_code_allocates(cheap: bool) -> None:
+    config, rows, tokens = tiny_config("llama", hidden_size=128, intermediate_size=512), 11, 64
+    skeleton = Skeleton(config)
+    for block in skeleton.anatomy.blocks[:2]:
+        skeleton.bind(block, torch.ones(block.layout.numel))
+    hidden, calls = skeleton.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
+    layer, skipped = skeleton.layers[0], () if cheap else ("mlp.down_proj",)
+    torch._dynamo.reset()
+    layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
+
+    def run() -> None:
+        with skipping(layer, skipped):
+            graph, output = run_for_graph(lambda _, given, call: layer(given, *call.args, **call.kwargs), 0, hidden.detach(), calls[0])
+        del output
+        graph.gradients(list(layer.parameters()), dy)
+
+    dy = torch.ones_like(hidden)
+    run()  # compiles
+    _, on_meta = Skeleton(config).dry_call(rows, tokens)
+    dtype = torch.float32
+    expected = trace_compiled(
+        Skeleton(config).layers[0], (rows, tokens, 128), dtype, on_meta[0], fused_attention=True, runs_on="cpu", skipped=skipped
+    )
+    assert expected is not None
+    alive = expected.cheap_beyond.peak(rows) + expected.cheap_saved_bytes if cheap else expected.again.peak(rows)
+    assert peak_of(run) == pytest.approx(alive, rel=0.001)
 
 
 def kept_and_gradients(layer: nn.Module, hidden: Tensor) -> tuple[int, list[Tensor]]:
