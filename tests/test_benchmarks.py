@@ -6,12 +6,13 @@ import argparse
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import capacity, compare, records, roofline, rows, systems, targets, what_fits, write_page
+from benchmarks import capacity, compare, peak, records, roofline, rows, systems, targets, what_fits, write_page
 from benchmarks.cases import CASES, LEARNT, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.plot import Axes, Series, chart
@@ -199,6 +200,23 @@ def test_a_chart_puts_points_where_the_axes_say():
 
 
 # -- rows of many lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it() -> None:
+    def event(action: str, addr: int, size: int, *names: str) -> dict[str, Any]:
+        return {"action": action, "addr": addr, "size": size, "frames": [{"filename": name, "line": 7} for name in names]}
+
+    layer = ("/torch/ops.py", "/tmp/torchinductor_x/code.py", "/src/megatrain/engine/step.py")
+    events = [
+        event("alloc", 1, 100, "/torch/nn.py"),
+        event("alloc", 2, 900, *layer),
+        event("free_completed", 2, 900),
+        event("free_completed", 9, 1),  # of what was there before
+        event("alloc", 2, 500, *layer),
+        event("alloc", 3, 500, *layer),
+        event("free_requested", 3, 500),
+    ]
+    assert peak.alive_at_the_peak(events) == {"code.py:7 < step.py:7": (1000, 2), "nn.py:7": (100, 1)}
 
 
 def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
