@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
 
 if TYPE_CHECKING:
-    from megatrain.models.shape import ModelShape
+    from megatrain.models.shape import CompiledSets, ModelShape
 
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # fp8 lives for one product
 REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}  # float32's weight is the master itself
@@ -39,6 +39,7 @@ VARIED_ROWS_SLACK = {"gpu": 0.1, "host": 0.4}
 # On a CPU, of retained activations: graphs of many layers make holes in malloc's heap, where most of their tensors are if hidden states are
 # small enough for it; others are mapped. Five runs of 0.1B and 0.3B: 14 to 22%, and 5 and 8%.
 HEAP_HOLES_SHARE, MAPPED_HOLES_SHARE = 0.2, 0.05
+HEAD_SET = "head, one chunk"
 NOT_ALLOCATED = ("allocator slack", "CUDA context")  # rows of the device that the driver counts and PyTorch does not
 
 
@@ -54,7 +55,7 @@ def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     sets = {
         "layer, one micro-batch": _layer_working_set(choices, job, shape),
         "embedding, one micro-batch": embedding_bytes(tokens, job, shape),
-        "head, one chunk": head_bytes(choices.head_chunk_tokens, tokens, job, shape, hardware),
+        HEAD_SET: head_bytes(choices.head_chunk_tokens, tokens, job, shape, hardware),
     }
     if job.draws_weights:  # one block after another, before there are activations
         drawn = max(shape.block_numel) * SUM_BYTES - sum(activation_bytes(choices, job, shape).values())
@@ -68,31 +69,33 @@ def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
     Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, with products in fp8, or with graphs in host
     RAM, the eager working set less one graph is the bound for both kinds.
     """
-    tokens, chunk = choices.micro_batch_tokens, choices.layer_chunk_tokens
+    tokens, chunk, sets = choices.micro_batch_tokens, choices.layer_chunk_tokens, _compiled_sets(choices, job, shape)
     decoded = tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
-    if not _traced_here(choices, job) or shape.beyond_graph is None or shape.beyond_cheap_graph is None:
+    if sets is None:
         graph = retained_bytes(choices, job, shape) // choices.retained if choices.retained and not chunk else 0
         return shape.layer_bytes(tokens, chunk) + decoded - graph
-    recomputed = shape.layer_bytes(tokens, compiled=True) + decoded - _retained_here(choices, job, shape)
-    beyond = (shape.beyond_cheap_graph if choices.cheap_retention else shape.beyond_graph).at(tokens)
+    recomputed = sets.recomputed.at(tokens) + decoded - _retained_here(choices, job, shape)
+    beyond = (sets.beyond_cheap_graph if choices.cheap_retention else sets.beyond_graph).at(tokens)
     return max(recomputed if _recomputed(choices, shape) else 0, beyond if choices.retained else 0)
 
 
-def traced(job: Job) -> bool:
-    """Whether what a compiled layer needs is known: traces know nothing of products in fp8."""
-    return job.compiled and job.precision != "fp8"
+def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:
+    """What compiled layers need, if that is known: traces know nothing of products in fp8."""
+    return shape.compiled if job.compiled and job.precision != "fp8" else None
 
 
-def _traced_here(choices: Choices, job: Job) -> bool:
-    return traced(job) and not choices.layer_chunk_tokens and not choices.retained_on_host
+def _compiled_sets(choices: Choices, job: Job, shape: ModelShape) -> CompiledSets | None:
+    """Nor of chunks, and of graphs that come back from host RAM."""
+    return None if choices.layer_chunk_tokens or choices.retained_on_host else compiled_sets(job, shape)
 
 
-def _allocator_slack(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> int:
-    if not _traced_here(choices, job):
-        return ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * max(working_sets(choices, job, shape, hardware).values()))
-    head = head_bytes(choices.head_chunk_tokens, choices.micro_batch_tokens, job, shape, hardware)
-    layer = shape.layer_bytes(choices.micro_batch_tokens, compiled=True) if _recomputed(choices, shape) else 0
-    return COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * min(head, layer))
+def _allocator_slack(sets: Mapping[str, int], choices: Choices, job: Job, shape: ModelShape) -> int:
+    """sets: of `working_sets`."""
+    compiled = _compiled_sets(choices, job, shape)
+    if compiled is None:
+        return ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * max(sets.values()))
+    layer = compiled.recomputed.at(choices.micro_batch_tokens) if _recomputed(choices, shape) else 0
+    return COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * min(sets[HEAD_SET], layer))
 
 
 def activation_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
@@ -112,14 +115,15 @@ def _retained_here(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> dict[str, int]:
     """What lies where the model computes: the GPU, or host RAM when training on the CPU."""
-    working_set = max(working_sets(choices, job, shape, hardware).values())
+    sets = working_sets(choices, job, shape, hardware)
+    working_set = max(sets.values())
     table = block_bytes(choices, job, shape, hardware) | activation_bytes(choices, job, shape) | {"working set": working_set}
     activations = table["boundary activations"] + table["retained activations"] + working_set
     if hardware.gpu:
         varied = int(VARIED_ROWS_SLACK["gpu"] * activations) if job.rows_vary else 0
         table |= {
             "cuBLAS workspaces": hardware.workspace_bytes,
-            "allocator slack": _allocator_slack(choices, job, shape, hardware) + varied,
+            "allocator slack": _allocator_slack(sets, choices, job, shape) + varied,
             "CUDA context": hardware.context_bytes,
         }
     elif job.rows_vary:

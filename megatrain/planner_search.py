@@ -13,7 +13,7 @@ from megatrain import timing
 from megatrain.hardware import MIB, Hardware, update_threads
 from megatrain.machine import MachineProfile
 from megatrain.nvme_tier import LEVELS
-from megatrain.planner_bytes import block_bytes, device_bytes, head_bytes, host_bytes, nvme_bytes, nvme_traffic, traced
+from megatrain.planner_bytes import block_bytes, compiled_sets, device_bytes, head_bytes, host_bytes, nvme_bytes, nvme_traffic
 from megatrain.planner_job import Choices, Job
 
 if TYPE_CHECKING:
@@ -384,5 +384,7 @@ def head_chunk(micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: H
     def need(chunk: int) -> int:
         return head_bytes(chunk, micro_batch_tokens, job, shape, hardware)
 
-    room = max(shape.layer_bytes(micro_batch_tokens, compiled=traced(job)), need(SMALLEST_HEAD_CHUNK_TOKENS))
+    compiled = compiled_sets(job, shape)
+    layer = compiled.recomputed if compiled else shape.layer
+    room = max(layer.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
     return max((chunk for chunk in shape.head.sizes if chunk <= micro_batch_tokens and need(chunk) <= room), default=shape.head.sizes[0])

@@ -57,6 +57,15 @@ class WorkingSet:
 
 
 @dataclass(frozen=True)
+class CompiledSets:
+    """Working sets of the hungriest layer where layers are compiled, by tokens of a micro-batch."""
+
+    recomputed: WorkingSet  # as ModelShape's `layer`
+    beyond_graph: WorkingSet  # of a retained one's backward, what it takes beyond what its graph holds
+    beyond_cheap_graph: WorkingSet
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What the planner knows of a model. Working sets are bytes beyond parameters, inputs and incoming gradients."""
 
@@ -75,14 +84,11 @@ class ModelShape:
     work: ModelWork  # arithmetic and memory traffic of every block
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()  # as `layer`, where its token-wise parts run so many tokens at a time
-    layer_compiled: WorkingSet | None = None  # as `layer`; None where it is not known
-    beyond_graph: WorkingSet | None = None  # of a compiled layer's backward, what it takes beyond what its graph holds
-    beyond_cheap_graph: WorkingSet | None = None
+    compiled: CompiledSets | None = None  # None where they are not known
 
-    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0, *, compiled: bool = False) -> int:
+    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0) -> int:
         """Working set of the hungriest layer. chunk_tokens: one of `layer_chunked`; 0, or what was not tried: a micro-batch at once."""
-        whole = self.layer_compiled if compiled and self.layer_compiled else self.layer
-        return dict(self.layer_chunked).get(chunk_tokens, whole).at(micro_batch_tokens)
+        return dict(self.layer_chunked).get(chunk_tokens, self.layer).at(micro_batch_tokens)
 
     def retained_bytes(self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False) -> int:
         """Bytes that the graphs of the last `layers` layers hold between forward and backward of one micro-batch, less their outputs.
@@ -144,9 +150,13 @@ def shape_of(
         retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
-        layer_compiled=by_tokens(lambda run: run.layer_compiled) if compiled else None,
-        beyond_graph=by_tokens(lambda run: run.beyond_graph) if compiled else None,
-        beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph) if compiled else None,
+        compiled=CompiledSets(
+            recomputed=by_tokens(lambda run: run.layer_compiled),
+            beyond_graph=by_tokens(lambda run: run.beyond_graph),
+            beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph),
+        )
+        if compiled
+        else None,
     )
 
 

@@ -81,8 +81,9 @@ def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool)
     layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
     peak_of(layer, hidden, call, skipped, retained)  # which compiles
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=True)
-    expected = (shape.beyond_cheap_graph if cheap else shape.beyond_graph) if retained else shape.layer_compiled
-    assert expected is not None
+    sets = shape.compiled
+    assert sets is not None
+    expected = (sets.beyond_cheap_graph if cheap else sets.beyond_graph) if retained else sets.recomputed
     needed, bound = peak_of(layer, hidden, call, skipped, retained), expected.at(ROWS * TOKENS)
     full = retained and not cheap  # whose gradients may take the place of what they are computed from
     assert (0.7 if full else 0.97) * bound <= needed <= 1.01 * bound
