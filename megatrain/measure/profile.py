@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatrain.engine.computing import take_workspaces
 from megatrain.errors import OutOfMemory
 from megatrain.hardware import Hardware, bf16_is_fast, update_threads
 from megatrain.machine import UPDATE_BYTES, MachineProfile, fingerprint, interpolate, thread_counts, typical
@@ -98,6 +99,7 @@ def _using(device: torch.device) -> Iterator[None]:
         return
     try:
         with torch.cuda.device(device):
+            take_workspaces(device, torch.bfloat16)  # which stay: amid what is given back they would hold on to more than they are
             yield
     except torch.OutOfMemoryError as error:
         raise OutOfMemory("the GPU has no room for the 2 GiB that measuring takes; close other programs on it") from error

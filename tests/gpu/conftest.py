@@ -12,6 +12,7 @@ import pytest
 COMPILER_WARNINGS = (
     "ignore:TensorFloat32 tensor cores:UserWarning",  # which these tests forbid
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # it looks at all that a graph begins with
+    "ignore:\\s*Online softmax is disabled:UserWarning",
     "ignore:.*should not be instantiated:DeprecationWarning",
     "ignore:.*torch.jit.script_method:DeprecationWarning",
 )

@@ -85,8 +85,8 @@ def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool)
     assert sets is not None
     expected = (sets.beyond_cheap_graph if cheap else sets.beyond_graph) if retained else sets.recomputed
     needed, bound = peak_of(layer, hidden, call, skipped, retained), expected.at(ROWS * TOKENS)
-    full = retained and not cheap  # whose gradients may take the place of what they are computed from
-    assert (0.7 if full else 0.97) * bound <= needed <= 1.01 * bound
+    full = retained and not cheap  # whose gradients may take the place of what they are computed from: nearly all of them do
+    assert (0.5 if full else 0.97) * bound <= needed <= 1.01 * bound
 
 
 def test_gradients_of_cheap_retention_are_the_same_but_for_rounding(deterministic: None) -> None:
