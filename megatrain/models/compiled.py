@@ -116,9 +116,9 @@ def trace_compiled(
         traffic(backward),
         cheap_saved,
         traffic(cheap_backward),
-        again=alive(*again, rows),
-        beyond=alive(forward, backward, rows).beyond(saved // rows),
-        cheap_beyond=alive(cheap_forward, cheap_backward, rows).beyond(cheap_saved // rows),
+        again=alive(*again, rows, runs_on),
+        beyond=alive(forward, backward, rows, runs_on).beyond(saved // rows),
+        cheap_beyond=alive(cheap_forward, cheap_backward, rows, runs_on).beyond(cheap_saved // rows),
     )
 
 

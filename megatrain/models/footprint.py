@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class FusedAttention(TorchFunctionMode):
     def __init__(self, device_type: str, stand_in: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.device_type = device_type
-        self.stand_in = stand_in or fused_attention
+        self.stand_in = stand_in or partial(fused_attention, runs_on=device_type)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is functional.scaled_dot_product_attention and self._has_kernel(*args, **(kwargs or {})):
@@ -115,26 +116,34 @@ class _FusedAttentionFunction(torch.autograd.Function):
     """Shapes of fused attention: keeps query, key, value [B, heads, T, d], the output and the fp32 log-sum-exp [B, heads, T]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, runs_on: str) -> Tensor:
         batch, heads, tokens, _ = query.shape
         # flash and cuDNN lay the output out as the query, which decides whether the transpose after attention has to copy
         out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(batch, heads, tokens, value.shape[-1])
         logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
+        ctx.runs_on = runs_on
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *_ = ctx.saved_tensors
-        dquery_sums = torch.empty_like(query, dtype=torch.float32)  # flash and cuDNN add up dquery in fp32 and round at the end
+        scratch = []
+        if ctx.runs_on == "cuda":  # flash and cuDNN alike, at every length (docs/log.md)
+            scratch.append(torch.empty_like(query, dtype=torch.float32))  # where dquery is added up, before it is rounded
+            if (heads := query.shape[1]) > key.shape[1]:  # each head's own gradients of what heads share, before those are added up
+                scratch += [shared.new_empty(shared.shape[0], heads, *shared.shape[2:]) for shared in (key, value)]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del dquery_sums
-        return *grads, None
+        del scratch
+        return *grads, None, None
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, runs_on: str = "cuda", **__: Any
+) -> Tensor:
     """Takes the arguments of scaled_dot_product_attention; allocates what a fused kernel does, forward and backward."""
-    return _FusedAttentionFunction.apply(query, key, value, additive(attn_mask, query))  # type: ignore[no-untyped-call, no-any-return]
+    out: Tensor = _FusedAttentionFunction.apply(query, key, value, additive(attn_mask, query), runs_on)  # type: ignore[no-untyped-call]
+    return out
 
 
 def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:

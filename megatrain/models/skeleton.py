@@ -271,6 +271,7 @@ class Skeleton:
         from torch._inductor import config as inductor
 
         inductor.compile_threads = 1  # its pool of worker processes would take gigabytes of host RAM
+        inductor.triton.autotune_pointwise = False  # which keeps copies of what kernels write over in pinned host RAM, for good
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         for layer in self.layers:
             layer.compile()

@@ -58,7 +58,7 @@ class Alive:
         return Alive(frozenset((moment - of_row, fixed) for moment, fixed in self.moments))
 
 
-def alive(forward: fx.Graph, backward: fx.Graph, rows: int) -> Alive:
+def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
     """Through forward and backward, beyond inputs, weights and the incoming gradient. The output goes before backward begins.
 
     Kernels run in the graph's order, and none writes over what it reads: inductor may do otherwise where that needs no more. Backward gives
@@ -72,11 +72,14 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int) -> Alive:
     given = {node.name: node for node in backward.nodes if node.op == "placeholder" and node.name in name_of}
     same = {node: given[name_of[name]] for name, node in given.items()}
     before = _moments(forward, [output, *saved], {}, rows)
-    return Alive(frozenset(before | _moments(backward, _outputs(backward), same, rows)))
+    return Alive(frozenset(before | _moments(backward, _outputs(backward), same, rows, runs_on == "cuda")))
 
 
-def _moments(graph: fx.Graph, kept: Iterable[fx.Node], given: Mapping[fx.Node, fx.Node], rows: int) -> set[tuple[int, int]]:
-    """Bytes alive at each kernel of a graph. kept: what outlives it. given: inputs that are its to give back, as the memory they are of."""
+def _moments(
+    graph: fx.Graph, kept: Iterable[fx.Node], given: Mapping[fx.Node, fx.Node], rows: int, scratch: bool = False
+) -> set[tuple[int, int]]:
+    """Bytes alive at each kernel of a graph. kept: what outlives it. given: inputs that are its to give back, as the memory they are of.
+    scratch: also what kernels take for themselves."""
 
     def memory(node: fx.Node) -> fx.Node:
         base = _base(node)
@@ -89,16 +92,19 @@ def _moments(graph: fx.Graph, kept: Iterable[fx.Node], given: Mapping[fx.Node, f
     found = {_total(live, rows)}
     for step, kernel in enumerate(kernels):
         live |= kernel.keys()
-        found.add(_total([*live, *_scratch(kernel)], rows))
+        found.add(_total([*live, *(_scratch(kernel) if scratch else ())], rows))
         live -= {node for node in live if last[node] <= step}
     return found
 
 
 def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
-    """Attention adds up its query's gradient in fp32, which takes twice what it is rounded to."""
+    """What attention takes on CUDA (footprint.py): twice its query's gradient, and of keys and values that heads share as many as heads."""
     backward = aten._scaled_dot_product_cudnn_attention_backward
     results = [node for node in kernel if node.target is operator.getitem and _packet(node.all_input_nodes[0]) is backward]
-    return [node for node in results if node.args[1] == 0] * 2
+    heads = {node: _values(node)[0].shape[1] for node in results if node.args[1] in (0, 1, 2)}
+    most = max(heads.values(), default=0)
+    times = {node: 2 if node.args[1] == 0 else most // own if own < most else 0 for node, own in heads.items()}
+    return [node for node, count in times.items() for _ in range(count)]
 
 
 def _in_order(graph: fx.Graph) -> list[Kernel]:
