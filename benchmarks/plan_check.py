@@ -62,7 +62,8 @@ def plan_case(case: Case, device: str) -> Plan:
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     most = min(case.tokens, AUTO_MICRO_BATCH_TOKENS[device])
     sizes = [case.micro_batch] if case.micro_batch else [case.seq_len << n for n in range(16) if case.seq_len << n <= most]
-    shape = shape_of(skeleton, case.seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, compiled=case.compiled)
+    fp8 = case.precision == "fp8"
+    shape = shape_of(skeleton, case.seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, compiled=case.compiled, fp8=fp8)
     job = Job(
         case.precision,
         case.tokens,

@@ -66,8 +66,8 @@ def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
 def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Of a layer that is recomputed, or of a retained one beyond its graph. An input that a codec had kept is whole meanwhile.
 
-    Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, with products in fp8, or with graphs in host
-    RAM, the eager working set less one graph is the bound for both kinds.
+    Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, or with graphs in host RAM, the eager working
+    set less one graph is the bound for both kinds.
     """
     tokens, chunk, sets = choices.micro_batch_tokens, choices.layer_chunk_tokens, _compiled_sets(choices, job, shape)
     decoded = tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
@@ -80,12 +80,12 @@ def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 
 def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:
-    """What compiled layers need, if that is known: traces know nothing of products in fp8."""
-    return shape.compiled if job.compiled and job.precision != "fp8" else None
+    """What compiled layers need, if that is known."""
+    return shape.compiled if job.compiled else None
 
 
 def _compiled_sets(choices: Choices, job: Job, shape: ModelShape) -> CompiledSets | None:
-    """Nor of chunks, and of graphs that come back from host RAM."""
+    """Traces know nothing of chunks, and of graphs that come back from host RAM."""
     return None if choices.layer_chunk_tokens or choices.retained_on_host else compiled_sets(job, shape)
 
 

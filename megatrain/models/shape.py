@@ -108,6 +108,7 @@ def shape_of(
     head_loss: Callable[[Tensor], Tensor] | None = None,
     runs_on: str = "cpu",
     compiled: bool = False,
+    fp8: bool = False,
     layer_chunks: Iterable[int] = (),
 ) -> ModelShape:
     """Dry-run a skeleton whose parameters are still on the meta device. Nothing is allocated and no device is touched.
@@ -120,13 +121,16 @@ def shape_of(
         runs_on: "cpu" or "cuda", where the model will compute: not every attention kernel exists on both.
         compiled: find out too what torch.compile makes of the layers, which takes a second for each kind of layer; otherwise, and of
             layers that it could not compile whole, compiled figures are the eager ones, which are larger.
+        fp8: the layers' products take fp8 operands, which on CUDA need memory besides.
         layer_chunks: find out too what layers need whose token-wise parts are computed so many tokens at a time.
 
     Raises:
         ModelError: a part of the model cannot run without data.
     """
     assert all(p.is_meta for layer in skeleton.layers for p in layer.parameters()), "shape_of needs a skeleton that is not bound yet"
-    dry = DryRun(skeleton, seq_len, padded=padded, loss=head_loss or cross_entropy, runs_on=runs_on, compiled=compiled)
+    dry = DryRun(
+        skeleton, seq_len, padded=padded, loss=head_loss or cross_entropy, runs_on=runs_on, compiled=compiled, fp8=fp8 and runs_on == "cuda"
+    )
     runs = {rows * seq_len: dry.bytes_of(rows) for rows in sorted({max(1, n // seq_len) for n in micro_batch_tokens})}
     chunked = {chunk: {tokens: dry.layer_in_chunks(tokens // seq_len, chunk) for tokens in runs} for chunk in sorted(layer_chunks)}
     anatomy = skeleton.anatomy
@@ -150,13 +154,15 @@ def shape_of(
         retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
-        compiled=CompiledSets(
-            recomputed=by_tokens(lambda run: run.layer_compiled),
-            beyond_graph=by_tokens(lambda run: run.beyond_graph),
-            beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph),
-        )
-        if compiled
-        else None,
+        compiled=_compiled_sets(by_tokens) if compiled else None,
+    )
+
+
+def _compiled_sets(by_tokens: Callable[[Callable[[MicroBatchBytes], int]], WorkingSet]) -> CompiledSets:
+    return CompiledSets(
+        recomputed=by_tokens(lambda run: run.layer_compiled),
+        beyond_graph=by_tokens(lambda run: run.beyond_graph),
+        beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph),
     )
 
 

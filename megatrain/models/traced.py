@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+import megatrain.models.fp8_kernels  # noqa: F401  registers the kernels
 from megatrain.models.work import PRODUCTS, Traffic
 
 aten = torch.ops.aten
 ATTENTION = {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward}
+OF_FP8 = {aten._scaled_mm, torch.ops.megatrain.quantize_both, torch.ops.megatrain.quantize_columns}  # products, and kernels of ours
 COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
 Kernel = dict[fx.Node, set[fx.Node]]  # what it writes, and what in memory each of that is computed from
 
@@ -223,7 +225,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    return _packet(node) in PRODUCTS | ATTENTION
+    return _packet(node) in PRODUCTS | ATTENTION | OF_FP8
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -147,9 +147,8 @@ def make_shape(config: Config, skeleton: Skeleton, machine: Machine) -> ModelSha
     compiled, packed = choose_compile(config, skeleton, machine), packed_to(config, skeleton, machine) is not None
     # No mask is counted for padded rows: they are padded at their ends, where causal attention needs none, and the engine drops it.
     chunks = layer_chunks(config.train.layer_chunk_tokens, max(sizes))
-    return shape_of(
-        skeleton, seq_len, sizes, padded=packed, head_loss=next_token_on_meta, runs_on=device, compiled=compiled, layer_chunks=chunks
-    )
+    like = {"padded": packed, "compiled": compiled, "fp8": machine.precision == "fp8"}
+    return shape_of(skeleton, seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, layer_chunks=chunks, **like)
 
 
 # -- plan ---------------------------------------------------------------------------------------------------------------------------

@@ -164,6 +164,19 @@ def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_f
     assert shape.compiled.beyond_graph.at(1 << 17) < cheap
 
 
+@pytest.mark.parametrize(("shared_heads", "scratch"), [(8, 2), (2, 4)])
+def test_attention_takes_memory_for_itself_on_cuda(shared_heads: int, scratch: int) -> None:
+    config = Qwen2Config(
+        hidden_size=1024, intermediate_size=64, num_attention_heads=8, num_key_value_heads=shared_heads, vocab_size=8, num_hidden_layers=1
+    )
+    on_cuda, on_cpu = (shape_of(Skeleton(config), 1024, [1024], runs_on=device, compiled=True).compiled for device in ("cuda", "cpu"))
+    assert on_cuda is not None
+    assert on_cpu is not None
+    query = 1024 * 1024 * 2
+    assert on_cuda.recomputed.at(1024) == on_cpu.recomputed.at(1024) + scratch * query
+    assert on_cuda.beyond_graph.at(1024) == on_cpu.beyond_graph.at(1024) + scratch * query
+
+
 def peak_of(run: Callable[[], object]) -> int:
     """The most bytes that the CPU's allocator has given out and not got back while `run` lasts."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

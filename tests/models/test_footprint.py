@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import FalconConfig, GPTNeoXConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from megatrain.errors import ModelError
@@ -76,6 +77,24 @@ def test_groups_of_heads_have_no_fused_attention_in_float32_on_cuda(family: str,
     on_cpu, on_cuda = (layer_peak_bytes(*arguments, runs_on=device).saved_bytes for device in ("cpu", "cuda"))
     probabilities = ROWS * 4 * TOKENS * TOKENS * dtype.itemsize
     assert on_cuda == on_cpu if fused else on_cuda >= on_cpu + probabilities
+
+
+@pytest.mark.parametrize(("heads_sharing", "scratch"), [(1, 2), (7, 4)])
+def test_attention_s_backward_takes_what_was_measured_on_a_gpu(heads_sharing: int, scratch: int) -> None:
+    """cuDNN and flash on an H200, 8k to 512k tokens of 28 heads over 4: gradients, and four times dquery beside them; 5.30 of it in all."""
+    heads, tokens, width = 28, 64, 128
+    query, key, value = (
+        torch.empty(1, count, tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for count in (heads, heads // heads_sharing, heads // heads_sharing)
+    )
+
+    def attention() -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    on_cuda, on_cpu = (call_peak_bytes(attention, [query, key, value], runs_on=device) for device in ("cuda", "cpu"))
+    gradients = query.nbytes + key.nbytes + value.nbytes
+    assert on_cuda.peak_bytes - on_cuda.saved_bytes == gradients + scratch * query.nbytes
+    assert on_cpu.peak_bytes - on_cpu.saved_bytes == gradients
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox"])

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2MoeConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig
 
 from megatrain.models.footprint import layer_peak_bytes
+from megatrain.models.fp8 import Fp8Linear
 from megatrain.models.shape import ModelShape, WorkingSet, shape_of
 from megatrain.models.skeleton import Skeleton
 
@@ -101,3 +102,20 @@ def test_cheap_retention_leaves_out_the_norms_outputs_and_the_mlp_s_middle() -> 
     assert full - cheap == 2 * 64 * 2 * (2 * 64 + 176)  # of two layers, 64 tokens in bf16
     assert compiled.retained_bytes(64, 2, cheap=True) == compiled.retained_bytes(64, 2)  # eager layers keep their graphs whole
     assert shape().retained_bytes(64, 2, compiled=True, cheap=True) == shape().retained_bytes(64, 2)
+
+
+def test_products_in_fp8_need_what_was_measured_on_a_gpu() -> None:
+    """Four layers of 7.6B's shape, 16k tokens at once: the layers' share of what an H200 had allocated at the peak."""
+    config = Qwen2Config(**{**SIZES, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4})
+    skeleton = Skeleton(config, dtype=torch.bfloat16)
+    in_bf16, in_fp8, on_cpu = (
+        shape_of(skeleton, 1024, [16_384], runs_on=device, compiled=True, fp8=fp8)
+        for device, fp8 in (("cuda", False), ("cuda", True), ("cpu", True))
+    )
+    assert in_fp8.compiled is not None
+    assert in_bf16.compiled is not None
+    assert in_fp8.compiled.recomputed.at(16_384) / 2**20 == pytest.approx(4310, rel=0.01)
+    assert in_bf16.compiled.recomputed.at(16_384) < in_fp8.compiled.recomputed.at(16_384) < in_fp8.layer_bytes(16_384)
+    assert on_cpu.layer == shape_of(skeleton, 1024, [16_384], compiled=True).layer
+    assert in_fp8.work == in_bf16.work
+    assert not any(isinstance(module, Fp8Linear) for layer in skeleton.layers for module in layer.modules())
