@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Qwen2Config
 
 from megatrain.engine.attention import fastest_attention
 from megatrain.engine.graphs import run_for_graph
 from megatrain.models.compiled import inductor_with_cheap_retention
+from megatrain.models.footprint import call_peak_bytes
 from megatrain.models.recorder import LayerCall
 from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
@@ -108,3 +110,31 @@ def test_compiled_gradients_without_the_last_product_are_the_same_but_for_roundi
     layer.compile()
     full, without = (gradients(layer, hidden, call, skipped) for skipped in ((), ("mlp.down_proj",)))
     assert {name for name in full if distance(without[name], full[name]) > 0.004} == set()  # the two graphs are fused each its own way
+
+
+@pytest.mark.parametrize("shared_heads", [28, 4])
+def test_attention_takes_what_its_stand_in_allocates(shared_heads: int) -> None:
+    tokens, width = 8192, 128
+
+    def inputs(device: str) -> list[Tensor]:
+        heads = (28, shared_heads, shared_heads)
+        rows = (torch.ones(1, tokens, count, width, dtype=torch.bfloat16, device=device) for count in heads)  # as layers lay them out
+        return [row.transpose(1, 2).requires_grad_() for row in rows]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with fastest_attention(query.device):
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared_heads < 28)
+
+    def peak() -> int:
+        given = inputs("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = attend(*given)
+        grad = torch.ones_like(out)
+        torch.autograd.grad(out, given, grad)
+        return torch.cuda.max_memory_allocated() - before - grad.nbytes
+
+    given = inputs("meta")
+    expected = call_peak_bytes(lambda: attend(*given), given, runs_on="cuda").peak_bytes
+    peak()  # which loads libraries
+    assert peak() == pytest.approx(expected, rel=0.01)
