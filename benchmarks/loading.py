@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from megatrain.checkpoint import checkpoint_bytes, save_checkpoint
 from megatrain.engine.engine import Engine
 from megatrain.export import save_pretrained
 from megatrain.hardware import GIB
@@ -29,6 +29,7 @@ from megatrain.models.weights import load_weights
 from megatrain.recipes.bench import prepare_shape
 from megatrain.recipes.setup import make_engine, make_run_plan, quiet_libraries
 from megatrain.recipes.shapes import bench_config
+from megatrain.restore import load_checkpoint
 
 
 def main() -> None:

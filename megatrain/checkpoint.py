@@ -7,26 +7,20 @@ and `MANIFEST.json` (sizes and hashes, written last). Every tensor file carries 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import StorageError
 from megatrain.export import INDEX, Trained, array_sources, weight_plan, write_description
-from megatrain.manifest import MANIFEST, Manifest, describe_files, read_bytes, read_manifest, verify_checkpoint
-from megatrain.memory.layout import TensorSpec
-from megatrain.memory.store import Arrays
+from megatrain.manifest import MANIFEST, Manifest, describe_files, read_manifest, verify_checkpoint
 from megatrain.models.names import published_names
-from megatrain.models.safetensors_io import IO_THREADS, StoredTensor, open_shards, read_header, read_into, storage_error
+from megatrain.models.safetensors_io import storage_error
 from megatrain.models.safetensors_writer import TensorSource, WrittenFile, encode_index, write_bytes, write_files
 from megatrain.optim import Optimizer
 from megatrain.run_folder import (
@@ -47,14 +41,11 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 __all__ = [
-    "Resumable",
     "RunLock",
     "Saved",
     "checkpoint_bytes",
     "checkpoints",
     "find_checkpoint",
-    "find_resumable",
-    "load_checkpoint",
     "save_checkpoint",
     "verify_checkpoint",
     "write_final",
@@ -192,21 +183,21 @@ def _optimizer_plan(engine: Saved) -> dict[str, list[TensorSource]]:
     published = published_names(engine.anatomy)
     names = {array: {own: f"{array}/{name}" for own, name in published.items()} for array in saved_arrays(engine) if array != "weight"}
     return {
-        _optimizer_file(block.index): [source for array in names for source in array_sources(engine, array, block.index, names[array])]
+        optimizer_file(block.index): [source for array in names for source in array_sources(engine, array, block.index, names[array])]
         for block in engine.anatomy.blocks
     }
 
 
-def _optimizer_file(block: int) -> str:
+def optimizer_file(block: int) -> str:
     return f"optimizer/block-{block:05d}.safetensors"
 
 
 def _encode_state(step: int, engine: Saved, state: Mapping[str, Any]) -> bytes:
-    about = {"step": step, "made_of": _identity(engine), "engine": engine.state(), "state": dict(state)}
+    about = {"step": step, "made_of": identity(engine), "engine": engine.state(), "state": dict(state)}
     return json.dumps(about, indent=1).encode() + b"\n"
 
 
-def _identity(engine: Saved) -> dict[str, Any]:
+def identity(engine: Saved) -> dict[str, Any]:
     """What must agree between a checkpoint and the engine that continues from it."""
     arrays = {name: str(dtype).removeprefix("torch.") for name, dtype in saved_arrays(engine).items()}
     return {
@@ -219,10 +210,10 @@ def _identity(engine: Saved) -> dict[str, Any]:
 
 
 def _next_sequence(run_dir: Path) -> int:
-    return 1 + int(max((_sequence(path) for path in checkpoints(run_dir)), default=0))
+    return 1 + int(max((sequence_of(path) for path in checkpoints(run_dir)), default=0))
 
 
-def _sequence(checkpoint: Path, unreadable: float = 0) -> float:
+def sequence_of(checkpoint: Path, unreadable: float = 0) -> float:
     """When it was saved, in saves; `unreadable` for a folder without an intact manifest, which is thrown away first."""
     try:
         return read_manifest(checkpoint).sequence
@@ -232,7 +223,7 @@ def _sequence(checkpoint: Path, unreadable: float = 0) -> float:
 
 def _prune(run_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints and those that `last` and `best` point to; `final` has files of its own."""
-    by_age = sorted(checkpoints(run_dir), key=_sequence, reverse=True)
+    by_age = sorted(checkpoints(run_dir), key=sequence_of, reverse=True)
     pointed = {(run_dir / name).resolve() for name in ("last", "best")}
     for path in by_age[keep:]:
         if path.resolve() not in pointed:
@@ -271,95 +262,3 @@ def reopen(run_dir: Path, source: Path) -> None:
             put_in_place(final, run_dir / checkpoint_name(read_manifest(final).step))
         else:
             discard(final)
-
-
-# -- resuming -----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Resumable:
-    """The newest intact checkpoint, if any, and a warning for each newer one that is not intact."""
-
-    path: Path | None
-    warnings: tuple[str, ...]
-
-
-def find_resumable(run_dir: Path | str, deep: bool = True) -> Resumable:
-    """Look for a checkpoint to go on from, newest save first; with `deep` every byte of it is checked."""
-    run_dir = Path(run_dir)
-    # unreadable ones first: each may have been the newest, so each gets its warning
-    candidates = sorted(checkpoints(run_dir), key=partial(_sequence, unreadable=math.inf), reverse=True)
-    if (run_dir / "final").is_dir():  # the same bytes as a checkpoint's, unless that was removed by hand
-        candidates.append(run_dir / "final")
-    warnings = []
-    for path in candidates:
-        try:
-            verify_checkpoint(path, deep)
-        except StorageError as error:
-            warnings.append(str(error))
-        else:
-            return Resumable(path, tuple(warnings))
-    return Resumable(None, tuple(warnings))
-
-
-def load_checkpoint(path: Path | str, engine: Saved, verify: bool = True) -> dict[str, Any]:
-    """Restore every array of the engine bit for bit, and its counters; returns the `state` that was saved.
-
-    `verify=False` is for a folder that `find_resumable` has just read to its last byte. If loading fails half-way the engine must not be
-    used: its arrays are of two origins.
-
-    Raises:
-        StorageError: the checkpoint is damaged or mixed; the message names the file.
-        ConfigError: it is of another model, precision or optimizer.
-    """
-    path = Path(path)
-    manifest = verify_checkpoint(path, deep=verify)
-    about = json.loads(read_bytes(path / "state.json"))
-    if about["step"] != manifest.step:
-        raise StorageError(
-            f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step {manifest.step}; use another checkpoint"
-        )
-    _refuse_other(path, about["made_of"], _identity(engine))
-    jobs = list(_places(path, engine))
-    for block in engine.anatomy.blocks:
-        engine.wait_ready(block.index)
-    with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="load") as pool:
-        for future in [pool.submit(_restore, engine.store, stored, place) for stored, place in jobs]:
-            future.result()
-    engine.load_state(about["engine"])
-    state: dict[str, Any] = about["state"]
-    return state
-
-
-def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    for key, value in running.items():
-        if saved[key] != value:
-            raise ConfigError(f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; resume with the run's own config")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor of one array of one block."""
-
-    array: str
-    block: int
-    spec: TensorSpec
-
-
-def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, _Place]]:
-    """(tensor on disk, where it belongs) for all saved arrays; checks names, shapes and dtypes."""
-    weights, names = open_shards(path), published_names(engine.anatomy)
-    for block in engine.anatomy.blocks:
-        states = read_header(path / _optimizer_file(block.index)).tensors
-        for array, dtype in saved_arrays(engine).items():
-            for spec in engine.store.layout(array, block.index).tensors:
-                name = names[spec.name]
-                stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
-                if stored is None or stored.shape != spec.shape or stored.dtype != dtype:
-                    raise ConfigError(f"{path}: has no {array} of {spec.name} with shape {list(spec.shape)}; it is of another model")
-                yield stored, _Place(array, block.index, spec)
-
-
-def _restore(store: Arrays, stored: StoredTensor, place: _Place) -> None:
-    with store.lease(place.block, [place.array], changes=True, soon=False) as arrays:  # the array's other tensors follow
-        read_into(stored, arrays[place.array].narrow(0, place.spec.offset, place.spec.numel))

@@ -12,12 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import StorageError
-from megatrain.models.safetensors_io import IO_THREADS, open_regular, read_header, storage_error
+from megatrain.models.safetensors_io import IO_THREADS, HashedReader, open_regular, read_header, storage_error
 from megatrain.models.safetensors_writer import WrittenFile
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1  # of the folder; a reader refuses what it does not know
-READ_BYTES = 8 << 20
 USE_ANOTHER = "use another checkpoint"
 
 
@@ -79,17 +78,9 @@ def read_bytes(path: Path) -> bytes:
 
 def describe_file(path: Path, name: str) -> WrittenFile:
     """Size and SHA-256 of a file as it is on the disk. Raises StorageError naming it."""
-    digest = hashlib.sha256()
-    size = 0
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        try:
-            while data := file.read(READ_BYTES):
-                digest.update(data)
-                size += len(data)
-                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)  # the RAM is the run's
-        except OSError as error:
-            raise storage_error(path, error, "read it") from error
-    return WrittenFile(name, size, digest.hexdigest())
+    with HashedReader(path) as file:
+        file.skip_to(file.nbytes)
+        return WrittenFile(name, file.nbytes, file.sha256)
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
@@ -117,11 +108,20 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     if added:  # transformers would prefer a stray model.safetensors to the shards
         raise StorageError(f"{checkpoint / added[0]}: does not belong to this checkpoint; remove it, or {USE_ANOTHER}")
     if deep:
-        for found in describe_files(checkpoint, manifest.files):
-            if found != manifest.files[found.name]:
-                raise StorageError(f"{checkpoint / found.name}: does not match its checksum; {USE_ANOTHER}")
+        check_files(checkpoint, manifest, manifest.files)
     for name in present:
         step = read_header(checkpoint / name).metadata.get("step")
         if step != str(manifest.step):
             raise StorageError(f"{checkpoint / name}: is of step {step} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
     return manifest
+
+
+def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files to their last byte. Raises StorageError naming the first that is not what was saved."""
+    for found in describe_files(checkpoint, names):
+        if found != manifest.files[found.name]:
+            raise damaged(checkpoint / found.name)
+
+
+def damaged(path: Path) -> StorageError:
+    return StorageError(f"{path}: does not match its checksum; {USE_ANOTHER}")

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.checkpoint import save_checkpoint
 from megatrain.engine.build import build, write_master
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import Settings
@@ -26,6 +26,7 @@ from megatrain.models.anatomy import decays
 from megatrain.models.skeleton import choose_attention
 from megatrain.optim import AdamW
 from megatrain.optim.split import join_master
+from megatrain.restore import load_checkpoint
 
 VOCABULARY = 97
 PAD = 0

@@ -222,7 +222,7 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_storage_error(tmp_path: 
 
 
 def test_a_resumed_engine_continues_bit_for_bit(tmp_path: Path, engine: Engine) -> None:
-    from megatrain.checkpoint import load_checkpoint
+    from megatrain.restore import load_checkpoint
 
     def go_on(one: Engine) -> dict[str, torch.Tensor]:
         for _ in range(3):

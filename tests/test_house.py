@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "config"),
     ("models", "memory", "optim", "cuda", "hardware", "machine", "retention", "activations", "nvme_tier"),
     (
-        "engine", "measure", "losses", "data", "checkpoint", "export", "manifest", "run_folder",
+        "engine", "measure", "losses", "data", "checkpoint", "restore", "export", "manifest", "run_folder",
         "planner", "planner_bytes", "planner_job", "planner_search", "planner_view", "planner_words", "simulation", "timing",
         "planner_changes", "planner_help", "economy", "energy",
         "advice", "metrics", "meters", "tracing", "flops", "report", "summary",

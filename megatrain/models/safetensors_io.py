@@ -7,6 +7,7 @@ gaps. Writing lives in `safetensors_writer`.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -37,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
 CHUNK_ELEMENTS = 1 << 22  # elements per read: 16 MiB of fp32, so that a few threads together need little memory
+PIECE_BYTES = 4 << 20  # that are read before they are hashed
 IO_THREADS = 8  # a disk with a queue wants several requests at once
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -239,22 +241,51 @@ def read_chunks(stored: StoredTensor, chunk: int = CHUNK_ELEMENTS) -> Iterator[t
         os.close(fd)
 
 
-def read_into(stored: StoredTensor, out: torch.Tensor) -> None:
-    """Read a tensor into `out`, a contiguous tensor of its dtype and number of elements: straight, or in chunks if it lies on a GPU."""
-    assert (out.dtype, out.numel()) == (stored.dtype, stored.numel), (stored, out.dtype, out.shape)
-    if not out.is_cpu:
-        for begin, values in read_chunks(stored):
-            out.view(-1)[begin : begin + values.numel()].copy_(values)
-        return
-    fd = open_regular(stored.path)
-    try:
-        _fill(fd, bytes_of(out), stored.offset, stored.path)
-    finally:
-        os.close(fd)
+class HashedReader:
+    """A file that is read once, from its beginning on, piece by piece; its SHA-256 is found on the way. Use as a context manager.
 
+    The disk reads on while a piece is hashed, and the page cache keeps nothing: the RAM is the run's.
+    """
 
-def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor into new memory."""
-    out = torch.empty(stored.shape, dtype=stored.dtype)
-    read_into(stored, out)
-    return out
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError: the file is missing, unreadable or not a regular file."""
+        self.path = path
+        self._fd = open_regular(path)
+        self.nbytes = os.fstat(self._fd).st_size
+        self._hash = hashlib.sha256()
+        self._done = 0
+
+    def __enter__(self) -> HashedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """The next bytes, into a contiguous tensor on whatever device. Raises StorageError: they cannot be read, or end too early."""
+        flat = out.view(-1).view(torch.uint8)
+        for begin in range(0, flat.numel(), PIECE_BYTES):
+            part = flat[begin : begin + PIECE_BYTES]
+            piece = part if part.is_cpu else torch.empty_like(part, device="cpu")
+            self._read(bytes_of(piece))
+            if piece is not part:
+                part.copy_(piece)
+
+    def skip_to(self, offset: int) -> None:
+        """All bytes before `offset`, which are only hashed. Raises StorageError as `read_into`."""
+        scratch = memoryview(bytearray(min(PIECE_BYTES, max(0, offset - self._done))))
+        while self._done < offset:
+            self._read(scratch[: offset - self._done])
+
+    def _read(self, view: memoryview) -> None:
+        begin, stop = self._done, self._done + len(view)
+        os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+        _fill(self._fd, view, begin, self.path)
+        self._hash.update(view)
+        os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
+        self._done = stop
+
+    @property
+    def sha256(self) -> str:
+        """Of all that was read, in hexadecimal."""
+        return self._hash.hexdigest()

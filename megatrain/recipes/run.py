@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from megatrain.checkpoint import find_resumable, load_checkpoint, reopen
+from megatrain.checkpoint import reopen
 from megatrain.config import Config, load_config
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.show import describe
 from megatrain.energy import EnergyMeter
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError
 from megatrain.flops import Work
 from megatrain.hardware import keep_heap_small
 from megatrain.meters import GpuMeter
@@ -46,6 +46,7 @@ from megatrain.recipes.setup import (
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.report import Progress, logging_to
+from megatrain.restore import find_resumable, load_resumable, nothing_to_resume
 from megatrain.run_folder import RunLock, checkpoints
 from megatrain.summary import RunSummary
 from megatrain.tracing import claim
@@ -104,15 +105,15 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunSummary:
     before, config = resumed_configs(run_dir, overrides)
     warnings = check_changes(before, config)
     with run_folder(run_dir) as console:
-        found = find_resumable(run_dir)
+        finished = (run_dir / "final").is_dir() and config == before
+        found = find_resumable(run_dir, deep=finished)  # of any other, every byte is checked when it is loaded
         for warning in (*warnings, *found.warnings):
             logger.warning(warning)
         if found.path is None:
-            raise StorageError(f"{run_dir}: has no intact checkpoint to go on from; start again: megatrain train {run_dir / 'config.yaml'}")
-        if (run_dir / "final").is_dir() and config == before and not found.warnings:
+            raise nothing_to_resume(run_dir)
+        if finished and not found.warnings:
             logger.info(f"{run_dir} is finished, nothing is left to train; to go on, set a higher train.epochs or train.max_steps")
             return summarize_finished(run_dir)
-        logger.info(f"resuming from {found.path}")
         return _run(get_ready(config), console, found.path)
 
 
@@ -174,7 +175,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
     engine = stack.enter_context(make_engine(config, parts, plan, load=resuming is None))
     state: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
     if resuming is not None:
-        state = load_checkpoint(resuming, engine, verify=False)  # find_resumable has read it to its last byte
+        resuming, state = load_resumable(config.output, engine, first=resuming)
         loader.restore(state.pop("position"))
         reopen(config.output, resuming)
         logger.info(describe_run(config, plan, parts))

@@ -80,12 +80,12 @@ class StillEngine:
 
 @pytest.fixture
 def new_engine() -> Iterator[Callable[..., StillEngine]]:
-    """Makes engines: `layers` and `precision` may differ from the usual."""
+    """Makes engines: what is named may differ from the usual."""
     made = []
 
-    def make(layers: int = 2, precision: str = "bfloat16") -> StillEngine:
+    def make(layers: int = 2, precision: str = "bfloat16", vocab_size: int = CONFIG.vocab_size) -> StillEngine:
         config = copy.deepcopy(CONFIG)
-        config.num_hidden_layers = layers
+        config.num_hidden_layers, config.vocab_size = layers, vocab_size
         made.append(StillEngine(config, precision))
         return made[-1]
 

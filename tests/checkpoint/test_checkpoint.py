@@ -11,10 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from megatrain.checkpoint import checkpoint_bytes, save_checkpoint
 from megatrain.errors import ConfigError
 from megatrain.manifest import verify_checkpoint
 from megatrain.optim import AdamW
+from megatrain.restore import load_checkpoint
 
 Save = Callable[..., Path]
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatrain.checkpoint import find_resumable, load_checkpoint, write_final
+from megatrain.checkpoint import write_final
 from megatrain.errors import StorageError
 from megatrain.manifest import Manifest, read_manifest, verify_checkpoint
 from megatrain.models.safetensors_writer import WrittenFile
+from megatrain.restore import find_resumable, load_checkpoint
 
 Save = Callable[..., Path]
 
@@ -53,9 +54,10 @@ def test_every_damage_is_found_and_the_file_is_named(run_dir: Path, engine: Any,
             path.unlink()
         else:
             path.write_bytes(data)
-        with pytest.raises(StorageError) as caught:
-            verify_checkpoint(folder)
-        assert name in str(caught.value) or (name, what) == ("MANIFEST.json", "removed"), (name, what)
+        for look in (verify_checkpoint, lambda folder: load_checkpoint(folder, engine)):
+            with pytest.raises(StorageError) as caught:
+                look(folder)
+            assert name in str(caught.value) or (name, what) == ("MANIFEST.json", "removed"), (name, what)
         path.write_bytes(files[name])
     verify_checkpoint(folder)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint import find_resumable, load_checkpoint, save_checkpoint, write_final
+from megatrain.checkpoint import save_checkpoint, write_final
 from megatrain.errors import ConfigError
 from megatrain.manifest import verify_checkpoint
+from megatrain.restore import find_resumable, load_checkpoint
 from megatrain.run_folder import RunLock, find_checkpoint
 
 Save = Callable[..., Path]

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint import find_resumable, load_checkpoint, save_checkpoint
+from megatrain.checkpoint import save_checkpoint
 from megatrain.errors import StorageError
+from megatrain.restore import find_resumable, load_checkpoint
 from megatrain.run_folder import checkpoints
 
 Save = Callable[..., Path]
@@ -101,7 +102,7 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir: Path, eng
         found = find_resumable(run_dir)
         assert found.path is not None
         assert found.warnings == ()
-        state = load_checkpoint(found.path, engine, verify=False)
+        state = load_checkpoint(found.path, engine)
         assert state["step"] == engine.updates >= max(newest, finished)
         loaded = engine.bits()
         engine.update(state["step"])

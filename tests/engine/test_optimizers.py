@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.checkpoint import save_checkpoint
 from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
 from megatrain.models.anatomy import decays
 from megatrain.optim import AdamW, Lion, Optimizer
+from megatrain.restore import load_checkpoint
 from tests.optim.test_lion import PlainLion
 from tests.support import (
     LANES,

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from megatrain import nvme_tier
-from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.checkpoint import save_checkpoint
 from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.workspace import HostWorkspace
 from megatrain.errors import ConfigError
 from megatrain.models.anatomy import decays
 from megatrain.nvme_tier import LEVELS
 from megatrain.optim import Adafactor, AdamW, Muon, WholeTensors
+from megatrain.restore import load_checkpoint
 from tests.support import (
     LANES,
     State,

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.models import safetensors_writer
-from megatrain.models.safetensors_io import DTYPES, open_shards, read_chunks, read_header, read_tensor
+from megatrain.models import safetensors_io, safetensors_writer
+from megatrain.models.safetensors_io import DTYPES, HashedReader, StoredTensor, open_shards, read_chunks, read_header
 from megatrain.models.safetensors_writer import TensorSource, encode_index, plan_shards, write_files, write_safetensors
 
 
@@ -36,6 +36,17 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """By both of our ways, which must agree."""
+    out = torch.empty(stored.shape, dtype=stored.dtype)
+    with HashedReader(stored.path) as file:
+        file.skip_to(stored.offset)
+        file.read_into(out)
+    chunks = [values for _, values in read_chunks(stored, chunk=3)]
+    assert same_bytes(torch.cat([out.new_empty(0), *chunks]).view(stored.shape), out)
+    return out
 
 
 @contextmanager
@@ -98,6 +109,28 @@ def test_chunks_are_the_tensor_in_order(tmp_path: Path) -> None:
     pieces = list(read_chunks(read_header(tmp_path / "x.safetensors").tensors["a"], chunk=16))
     assert [begin for begin, _ in pieces] == [0, 16, 32, 48, 64]
     assert same_bytes(torch.cat([piece for _, piece in pieces]).view(10, 7), tensor)
+
+
+def test_a_file_is_hashed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_io, "PIECE_BYTES", 64)
+    tensors = {"a": sample(torch.float32, 50), "b": sample(torch.bfloat16, 33)}
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path)
+    stored = read_header(path).tensors
+    out = torch.zeros(33, dtype=torch.bfloat16)
+    with HashedReader(path) as file:
+        file.skip_to(stored["b"].offset)
+        file.read_into(out)
+        file.skip_to(file.nbytes)
+        assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert same_bytes(out, tensors["b"])
+
+
+def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(100))
+    with HashedReader(path) as file, pytest.raises(StorageError, match=r"x\.bin: ends at byte 100, 20 bytes too early"):
+        file.skip_to(120)
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
