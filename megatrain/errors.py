@@ -51,6 +51,10 @@ class StorageError(MegaTrainError):
     exit_code = 7
 
 
+class DamagedError(StorageError):
+    """Files that were saved are not what was saved, or cannot be read; others may be."""
+
+
 class VerificationError(MegaTrainError):
     """A result does not agree with its plain PyTorch reference."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatrain.errors import StorageError
+from megatrain.errors import DamagedError, StorageError
 from megatrain.models.safetensors_io import IO_THREADS, HashedReader, open_regular, read_header, storage_error
 from megatrain.models.safetensors_writer import WrittenFile
 
@@ -110,9 +110,13 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     if deep:
         check_files(checkpoint, manifest, manifest.files)
     for name in present:
-        step = read_header(checkpoint / name).metadata.get("step")
-        if step != str(manifest.step):
-            raise StorageError(f"{checkpoint / name}: is of step {step} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
+        try:
+            step = read_header(checkpoint / name).metadata.get("step")
+            if step != str(manifest.step):
+                raise StorageError(f"{checkpoint / name}: is of step {step} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
+        except StorageError:
+            check_files(checkpoint, manifest, [name])  # the header may be wrong because it is damaged
+            raise
     return manifest
 
 
@@ -123,5 +127,5 @@ def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> N
             raise damaged(checkpoint / found.name)
 
 
-def damaged(path: Path) -> StorageError:
-    return StorageError(f"{path}: does not match its checksum; {USE_ANOTHER}")
+def damaged(path: Path) -> DamagedError:
+    return DamagedError(f"{path}: does not match its checksum; {USE_ANOTHER}")

@@ -66,8 +66,8 @@ def working_sets(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
 def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Of a layer that is recomputed, or of a retained one beyond its graph. An input that a codec had kept is whole meanwhile.
 
-    Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, or with graphs in host RAM, the eager working
-    set less one graph is the bound for both kinds.
+    Layers are recomputed after all retained graphs are gone. Of layers that are not compiled, with graphs in host RAM, or traced in another
+    precision, the eager working set less one graph is the bound for both kinds.
     """
     tokens, chunk, sets = choices.micro_batch_tokens, choices.layer_chunk_tokens, _compiled_sets(choices, job, shape)
     decoded = tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] if _decodes(choices, job, shape) else 0
@@ -80,8 +80,9 @@ def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 
 def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:
-    """What compiled layers need, if that is known."""
-    return shape.compiled if job.compiled else None
+    """What compiled layers need, if that is known: not where fp8 is only asked about, and the traces are of bf16."""
+    sets = shape.compiled if job.compiled else None
+    return sets if sets and sets.fp8 == (job.precision == "fp8") else None
 
 
 def _compiled_sets(choices: Choices, job: Job, shape: ModelShape) -> CompiledSets | None:

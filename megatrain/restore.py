@@ -1,7 +1,7 @@
-"""From a checkpoint back into an engine: every byte is read once, and checked on its way to where it belongs.
+"""From a checkpoint back into an engine: every tensor is read once, and checked on its way to where it belongs.
 
-A file is read from its beginning to its end by one thread, some files at a time, straight into the arrays; its SHA-256 is known when its
-last byte is. What turns out damaged is named, and an older checkpoint loaded over it.
+A file of tensors is read from its beginning to its end by one thread, some files at a time, straight into the arrays; its SHA-256 is known
+when its last byte is. What turns out damaged is named, and an older checkpoint loaded over it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint import Saved, identity, optimizer_file, saved_arrays, sequence_of
-from megatrain.errors import ConfigError, StorageError
-from megatrain.manifest import USE_ANOTHER, Manifest, check_files, damaged, read_bytes, verify_checkpoint
+from megatrain.errors import ConfigError, DamagedError, StorageError
+from megatrain.manifest import USE_ANOTHER, check_files, damaged, read_bytes, verify_checkpoint
 from megatrain.memory.layout import TensorSpec
 from megatrain.memory.store import Arrays
 from megatrain.models.names import published_names
 from megatrain.models.safetensors_io import IO_THREADS, HashedReader, StoredTensor, open_shards, read_header
+from megatrain.models.safetensors_writer import WrittenFile
 from megatrain.run_folder import checkpoints
 
 logger = logging.getLogger("megatrain")
@@ -59,21 +61,23 @@ def find_resumable(run_dir: Path | str, deep: bool = True, besides: Collection[P
     return Resumable(None, tuple(warnings))
 
 
-def load_resumable(run_dir: Path | str, engine: Saved, first: Path) -> tuple[Path, dict[str, Any]]:
-    """`load_checkpoint` of `first` or, where that turns out damaged, of the newest that does not; warns of each that did.
+def load_resumable(run_dir: Path | str, engine: Saved, found: Resumable) -> tuple[Path, dict[str, Any]]:
+    """`load_checkpoint` of what was found or, where that turns out damaged, of the newest that does not; warns of each that does.
 
-    Returns which it was, and the state that was saved. Raises StorageError if none is left, ConfigError as `load_checkpoint`.
+    Returns which it was, and the state that was saved. Raises StorageError if none is left, and else as `load_checkpoint`.
     """
-    tried: list[Path] = []
-    path: Path | None = first
-    while path is not None:
-        logger.info(f"resuming from {path}")
+    said, tried = set(found.warnings), []
+    while found.path is not None:
+        logger.info(f"resuming from {found.path}")
         try:
-            return path, load_checkpoint(path, engine)
-        except StorageError as error:
+            return found.path, load_checkpoint(found.path, engine)
+        except DamagedError as error:
             logger.warning(str(error))
-        tried.append(path)
-        path = find_resumable(run_dir, deep=False, besides=tried).path
+        tried.append(found.path)
+        found = find_resumable(run_dir, deep=False, besides=tried)
+        for warning in (warning for warning in found.warnings if warning not in said):
+            logger.warning(warning)
+        said.update(found.warnings)
     raise nothing_to_resume(run_dir)
 
 
@@ -90,29 +94,46 @@ def load_checkpoint(path: Path | str, engine: Saved) -> dict[str, Any]:
     If it fails the engine's arrays may be of two origins: it must not be used, but another checkpoint may be loaded, which replaces all.
 
     Raises:
-        StorageError: the checkpoint is damaged or mixed; the message names the file.
+        DamagedError: the checkpoint is damaged or mixed, or cannot be read; the message names the file.
+        StorageError: a drive of the engine's own fails.
         ConfigError: it is of another model, precision or optimizer.
     """
     path = Path(path)
-    manifest = verify_checkpoint(path, deep=False)
-    check_files(path, manifest, [name for name in manifest.files if not name.endswith(".safetensors")])
-    about = json.loads(read_bytes(path / "state.json"))
-    if about["step"] != manifest.step:
-        raise StorageError(f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
-    _refuse_other(path, about["made_of"], identity(engine))
-    try:
-        places = _by_file(path, engine)
-    except ConfigError:
-        check_files(path, manifest, manifest.files)  # the wrong name may be a damaged one
-        raise
+    with _damage():
+        manifest = verify_checkpoint(path, deep=False)
+        check_files(path, manifest, [name for name in manifest.files if not name.endswith(".safetensors")])
+        about = json.loads(read_bytes(path / "state.json"))
+        if about["step"] != manifest.step:
+            raise StorageError(f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
+        _refuse_other(path, about["made_of"], identity(engine))
+        try:
+            places = _by_file(path, engine)
+        except (ConfigError, StorageError):
+            check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
+            raise
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
+    files = [name for name in manifest.files if name.endswith(".safetensors")]
     with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="load") as pool:
-        for future in [pool.submit(_restore, engine.store, path, name, manifest, places[name]) for name in sorted(places)]:
-            future.result()
+        try:
+            jobs = [pool.submit(_restore, engine.store, path / name, manifest.files[name], places.get(name, [])) for name in files]
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """What goes wrong with the checkpoint's files is theirs, and no fault of a drive that the engine computes with."""
+    try:
+        yield
+    except StorageError as error:
+        raise DamagedError(str(error)) from error
 
 
 def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
@@ -151,15 +172,19 @@ def _places(path: Path, engine: Saved) -> Iterator[tuple[StoredTensor, _Place]]:
                 yield stored, _Place(array, block.index, spec)
 
 
-def _restore(store: Arrays, folder: Path, name: str, manifest: Manifest, places: list[tuple[StoredTensor, _Place]]) -> None:
+def _restore(store: Arrays, path: Path, written: WrittenFile, places: list[tuple[StoredTensor, _Place]]) -> None:
     """One file, from its beginning to its end."""
     in_order = sorted(places, key=lambda pair: pair[0].offset)
-    with HashedReader(folder / name) as file:
+    with ExitStack() as stack:
+        with _damage():
+            file = stack.enter_context(HashedReader(path))
         for (array, block), tensors in groupby(in_order, key=lambda pair: (pair[1].array, pair[1].block)):
             with store.lease(block, [array], changes=True, soon=False) as arrays:
                 for stored, place in tensors:
-                    file.skip_to(stored.offset)
-                    file.read_into(arrays[array].narrow(0, place.spec.offset, place.spec.numel))
-        file.skip_to(manifest.files[name].nbytes)
-        if file.sha256 != manifest.files[name].sha256:
-            raise damaged(folder / name)
+                    with _damage():
+                        file.skip_to(stored.offset)
+                        file.read_into(arrays[array].narrow(0, place.spec.offset, place.spec.numel))
+        with _damage():
+            file.skip_to(written.nbytes)
+        if file.sha256 != written.sha256:
+            raise damaged(path)

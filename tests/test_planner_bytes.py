@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, CUDNN_LIBRARY_BYTES, GIB, MIB, Hardware
-from megatrain.models.shape import ModelShape, WorkingSet
-from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes
+from megatrain.models.shape import CompiledSets, ModelShape, WorkingSet
+from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes, working_sets
 from megatrain.planner_job import Choices, Job, WholeUpdate
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
@@ -271,3 +271,17 @@ def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware: Hardware)
         assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
         rest.add(sum(table.values()) - table["boundary activations"])
     assert len(rest) == 1
+
+
+def test_what_compiled_layers_need_counts_only_in_the_precision_that_was_traced() -> None:
+    """A bf16 run asks what fp8 would do, whose operands its traces do not know: then the eager working set holds."""
+    small = line(1)
+    in_bf16, in_fp8 = (replace(TINY, compiled=CompiledSets(small, small, small, fp8=fp8)) for fp8 in (False, True))
+    bf16, fp8 = (replace(TINY_JOB, compiled=True, precision=precision) for precision in ("bfloat16", "fp8"))
+
+    def layers(shape: ModelShape, job: Job) -> int:
+        return working_sets(ALL_STREAMED, job, shape, LAPTOP)["layer, one micro-batch"]
+
+    eager = layers(TINY, bf16)
+    assert layers(in_bf16, fp8) == layers(in_fp8, bf16) == eager
+    assert layers(in_bf16, bf16) == layers(in_fp8, fp8) < eager

@@ -97,6 +97,7 @@ class DryRun:
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the hungriest layer whose token-wise parts are computed so many tokens at a time."""
         calls = self._calls(rows)
+        self.skeleton.find_token_wise()
         with self._products(), self.skeleton.chunked(chunk_tokens):
             return max(self._layer(index, rows, calls[index]).peak_bytes for index in set(self.kinds))
 
@@ -132,9 +133,9 @@ class DryRun:
         layer = self.skeleton.layers[index]
         skipped = sum(2 * layer.get_parameter(f"{name}.weight").numel() for name in self._skippable(index))
         work = replace(work_per_token(lambda rows: self._layer_tally(index, rows), self.seq_len), skippable_flops=skipped)
-        if index not in self.traced_in_bf16:
+        if index not in self.traced_plainly:
             return work
-        traced = self.traced_in_bf16[index]
+        traced = self.traced_plainly[index]
         return replace(
             work,
             forward=self._compiled(work.forward, traced.forward),
@@ -159,12 +160,12 @@ class DryRun:
 
     @cached_property
     def traced(self) -> dict[int, CompiledLayer]:
-        """`traced_in_bf16`, with the products that the run computes."""
+        """`traced_plainly`, but with the products that the run computes."""
         with self._products():
-            return self._traces() if self.fp8 else self.traced_in_bf16
+            return self._traces() if self.fp8 else self.traced_plainly
 
     @cached_property
-    def traced_in_bf16(self) -> dict[int, CompiledLayer]:
+    def traced_plainly(self) -> dict[int, CompiledLayer]:
         """`traced_rows` through a compiled layer of each kind that can be traced; empty unless asked for."""
         return self._traces()
 

@@ -244,7 +244,7 @@ def read_chunks(stored: StoredTensor, chunk: int = CHUNK_ELEMENTS) -> Iterator[t
 class HashedReader:
     """A file that is read once, from its beginning on, piece by piece; its SHA-256 is found on the way. Use as a context manager.
 
-    The disk reads on while a piece is hashed, and the page cache keeps nothing: the RAM is the run's.
+    The disk reads on while a piece is hashed, and the page cache keeps next to nothing: the RAM is the run's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -273,6 +273,7 @@ class HashedReader:
 
     def skip_to(self, offset: int) -> None:
         """All bytes before `offset`, which are only hashed. Raises StorageError as `read_into`."""
+        assert offset >= self._done, (self.path, offset)
         scratch = memoryview(bytearray(min(PIECE_BYTES, max(0, offset - self._done))))
         while self._done < offset:
             self._read(scratch[: offset - self._done])

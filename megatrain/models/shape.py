@@ -63,6 +63,7 @@ class CompiledSets:
     recomputed: WorkingSet  # as ModelShape's `layer`
     beyond_graph: WorkingSet  # of a retained one's backward, what it takes beyond what its graph holds
     beyond_cheap_graph: WorkingSet
+    fp8: bool = False  # of layers whose products take fp8 operands
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,16 @@ def shape_of(
         retained_cheap=_of_last_layers({tokens: run.kept_cheap for tokens, run in runs.items()}),
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
-        compiled=_compiled_sets(by_tokens) if compiled else None,
+        compiled=_compiled_sets(by_tokens, dry.fp8) if compiled else None,
     )
 
 
-def _compiled_sets(by_tokens: Callable[[Callable[[MicroBatchBytes], int]], WorkingSet]) -> CompiledSets:
+def _compiled_sets(by_tokens: Callable[[Callable[[MicroBatchBytes], int]], WorkingSet], fp8: bool) -> CompiledSets:
     return CompiledSets(
         recomputed=by_tokens(lambda run: run.layer_compiled),
         beyond_graph=by_tokens(lambda run: run.beyond_graph),
         beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph),
+        fp8=fp8,
     )
 
 

@@ -46,7 +46,7 @@ from megatrain.recipes.setup import (
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.report import Progress, logging_to
-from megatrain.restore import find_resumable, load_resumable, nothing_to_resume
+from megatrain.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
 from megatrain.run_folder import RunLock, checkpoints
 from megatrain.summary import RunSummary
 from megatrain.tracing import claim
@@ -114,7 +114,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunSummary:
         if finished and not found.warnings:
             logger.info(f"{run_dir} is finished, nothing is left to train; to go on, set a higher train.epochs or train.max_steps")
             return summarize_finished(run_dir)
-        return _run(get_ready(config), console, found.path)
+        return _run(get_ready(config), console, found)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loa
     return plan, loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
 
 
-def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | None = None) -> RunSummary:
+def _run(ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None) -> RunSummary:
     """Load, train, and say what became of it."""
     started = time.perf_counter()
     with ExitStack() as stack, memory_errors(ready.plan), deterministic(ready.config.train.deterministic):
@@ -166,7 +166,7 @@ def _run(ready: Ready, console: Console, resuming: Path | None, profile: Path | 
         )
 
 
-def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | None) -> Run:
+def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumable | None) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all. What was decided is written into the run
     folder; on resuming not before it is known that the run can go on, and then `final/` is no longer its end."""
     config, parts, plan, loader = ready.config, ready.parts, ready.plan, ready.loader
@@ -175,9 +175,9 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Path | 
     engine = stack.enter_context(make_engine(config, parts, plan, load=resuming is None))
     state: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
     if resuming is not None:
-        resuming, state = load_resumable(config.output, engine, first=resuming)
+        source, state = load_resumable(config.output, engine, resuming)
         loader.restore(state.pop("position"))
-        reopen(config.output, resuming)
+        reopen(config.output, source)
         logger.info(describe_run(config, plan, parts))
     total, meter = loader.steps_total(), stack.enter_context(GpuMeter(parts.machine.device))
     writer = stack.enter_context(MetricsWriter(config.output))

@@ -109,13 +109,14 @@ def test_products_in_fp8_need_what_was_measured_on_a_gpu() -> None:
     config = Qwen2Config(**{**SIZES, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4})
     skeleton = Skeleton(config, dtype=torch.bfloat16)
     in_bf16, in_fp8, on_cpu = (
-        shape_of(skeleton, 1024, [16_384], runs_on=device, compiled=True, fp8=fp8)
+        shape_of(skeleton, 1024, [16_384], runs_on=device, compiled=True, fp8=fp8, layer_chunks=[4096])
         for device, fp8 in (("cuda", False), ("cuda", True), ("cpu", True))
     )
     assert in_fp8.compiled is not None
     assert in_bf16.compiled is not None
     assert in_fp8.compiled.recomputed.at(16_384) / 2**20 == pytest.approx(4310, rel=0.01)
     assert in_bf16.compiled.recomputed.at(16_384) < in_fp8.compiled.recomputed.at(16_384) < in_fp8.layer_bytes(16_384)
+    assert in_fp8.layer_bytes(16_384, 4096) > in_bf16.layer_bytes(16_384, 4096)
     assert on_cpu.layer == shape_of(skeleton, 1024, [16_384], compiled=True).layer
     assert in_fp8.work == in_bf16.work
     assert not any(isinstance(module, Fp8Linear) for layer in skeleton.layers for module in layer.modules())

@@ -120,19 +120,39 @@ def test_given_fewer_steps_than_it_has_it_ends_where_it_is(megatrain: Command, c
     assert [row["step"] for row in steps_of(copied)] == list(range(1, 11))
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(megatrain: Command, finished_project: Path, copied: Path) -> None:
-    for folder in ("checkpoint-10", "final"):
-        weights = copied / folder / "model.safetensors"
-        data = bytearray(weights.read_bytes())
-        data[-7] ^= 1
-        weights.unlink()  # `final` is hard links
-        weights.write_bytes(data)
+def damage(weights: Path) -> None:
+    data = bytearray(weights.read_bytes())
+    data[-7] ^= 1
+    weights.unlink()  # `final` is hard links
+    weights.write_bytes(data)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    megatrain: Command, finished_project: Path, copied: Path, finished: bool
+) -> None:
+    """Before anything is read of a finished run; of another one, when it is read."""
+    damage(copied / "checkpoint-10" / "model.safetensors")
+    if finished:
+        damage(copied / "final" / "model.safetensors")
+    else:
+        shutil.rmtree(copied / "final")
     done = megatrain("resume", "run")
     assert done.code == 0, done.err
-    assert "warning: run/checkpoint-10/model.safetensors: " in done.err
+    assert done.err.count("warning: run/checkpoint-10/model.safetensors: ") == 1
     assert "resuming from run/checkpoint-5" in done.err
     assert "checkpoint-10/model.safetensors" in (copied / "train.log").read_text()
     same_run(copied, finished_project / "run")
+
+
+def test_a_longer_run_goes_on_from_the_checkpoint_before_a_damaged_one(megatrain: Command, copied: Path) -> None:
+    for folder in ("checkpoint-10", "final"):
+        damage(copied / folder / "model.safetensors")
+    done = megatrain("resume", "run", "train.max_steps=12")
+    assert done.code == 0, done.err
+    assert "resuming from run/checkpoint-5" in done.err
+    assert [row["step"] for row in steps_of(copied)] == list(range(1, 13))
+    assert read_manifest(copied / "final").step == 12
 
 
 def test_without_an_intact_checkpoint_the_way_out_is_named(megatrain: Command, copied: Path) -> None:
