@@ -229,6 +229,13 @@ def boundary_row_bytes(job: Job, shape: ModelShape) -> int:
     return kept_row_bytes(job.activations, shape.hidden_size, WEIGHT_BYTES[job.precision])
 
 
+def sent_row_bytes(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Of a token's hidden state, as the input of a layer whose graph is sent to host RAM: it goes along if the graph holds it."""
+    eager, compiled, cheap = shape.graphs_keep_inputs
+    kept = (cheap if choices.cheap_retention else compiled) if job.compiled else eager
+    return shape.hidden_size * WEIGHT_BYTES[job.precision] if kept else 0
+
+
 def _recomputed(choices: Choices, shape: ModelShape) -> int:
     """Layers."""
     return len(shape.block_numel) - 2 - choices.retained - choices.retained_on_host
@@ -246,7 +253,9 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
     """
     recomputed = _recomputed(choices, shape)
     row, kept_row = shape.hidden_size * WEIGHT_BYTES[job.precision], boundary_row_bytes(job, shape)
-    graph = max(graph_bytes(choices, job, shape)) + choices.micro_batch_tokens * row if choices.retained_on_host else 0
+    graph = 0
+    if choices.retained_on_host:
+        graph = max(graph_bytes(choices, job, shape)) + choices.micro_batch_tokens * sent_row_bytes(choices, job, shape)
     travelling = max(graph, choices.micro_batch_tokens * kept_row)
     on_their_way = sum(rings(choices.micro_batches(job), choices.retained_on_host)) * travelling
     here = on_their_way if choices.offload else choices.group_tokens(job) * kept_row * recomputed
@@ -254,10 +263,10 @@ def _boundaries(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 
 def _offloaded(choices: Choices, job: Job, shape: ModelShape) -> int:
-    """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs, which hold their inputs, stay, and less
-    what goes on to a drive."""
+    """Bytes of a group's boundary activations in host RAM: of all layers but those whose graphs stay on the device, less what goes on to a
+    drive."""
     near = _recomputed(choices, shape) - far_inputs(choices, shape)
-    of_graphs = choices.retained_on_host * shape.hidden_size * WEIGHT_BYTES[job.precision]
+    of_graphs = choices.retained_on_host * sent_row_bytes(choices, job, shape)
     return choices.group_tokens(job) * (near * boundary_row_bytes(job, shape) + of_graphs) if choices.offload else 0
 
 

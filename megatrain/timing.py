@@ -20,6 +20,7 @@ from megatrain.planner_bytes import (
     far_blocks,
     far_inputs,
     graph_bytes,
+    sent_row_bytes,
     state_bytes_per_parameter,
 )
 from megatrain.planner_job import Choices, Job
@@ -276,7 +277,7 @@ class _Costs:
     def _kept_bytes(self) -> list[float]:
         """What may be sent away of one micro-batch in each layer: its input, and what its graph saved."""
         tokens, job = self.choices.micro_batch_tokens, self.job
-        whole, coded = tokens * self.shape.hidden_size * self.weight, tokens * boundary_row_bytes(job, self.shape)
+        whole, coded = tokens * sent_row_bytes(self.choices, job, self.shape), tokens * boundary_row_bytes(job, self.shape)
         sent = iter(graph_bytes(self.choices, job, self.shape) if self.choices.retained_on_host else ())
         return [whole + next(sent) if graph == "host" else coded if graph == "nowhere" else 0.0 for graph in self.graphs]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,23 @@ def test_graphs_in_host_RAM_take_their_inputs_along() -> None:
     assert host["retained activations"] == 4 * large.retained_bytes(16, 1)
     assert host["boundary activations"] == HUGE
     assert "retained activations" not in host_bytes(ALL_STREAMED, TINY_JOB, large, LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "cheap", "kept"),
+    [(False, False, (False, True, True)), (True, False, (True, False, True)), (True, True, (True, True, False))],
+)
+def test_graphs_that_do_not_hold_their_inputs_leave_them(compiled: bool, cheap: bool, kept: tuple[bool, bool, bool]) -> None:
+    sent = replace(ALL_STREAMED, offload=True, retained_on_host=1, cheap_retention=cheap)
+    job = replace(TINY_JOB, compiled=compiled, tokens_per_step=HUGE)
+    held = replace(TINY, retained_cheap=TINY.retained)
+    left = replace(held, graphs_keep_inputs=kept)
+
+    def boundaries(table: Callable[..., dict[str, int]], shape: ModelShape) -> int:
+        return table(sent, job, shape, LAPTOP)["boundary activations"]
+
+    assert boundaries(host_bytes, held) - boundaries(host_bytes, left) == HUGE * 10 * 2
+    assert boundaries(device_bytes, held) - boundaries(device_bytes, left) == 5 * 16 * 10 * 2  # on their way
 
 
 def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes() -> None:

@@ -21,7 +21,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.footprint import FusedAttention, additive
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skippable import skipping
-from megatrain.models.traced import Alive, alive, saved_bytes, traffic
+from megatrain.models.traced import Alive, alive, keeps_input, saved_bytes, traffic
 from megatrain.models.work import Traffic
 
 aten = torch.ops.aten
@@ -45,6 +45,8 @@ class CompiledLayer:
     backward: Traffic
     cheap_saved_bytes: int  # with cheap retention
     cheap_backward: Traffic
+    keeps_input: bool
+    cheap_keeps_input: bool
     again: Alive  # where it is run for its gradients alone
     beyond: Alive  # where it was retained, beyond what its graph holds
     cheap_beyond: Alive
@@ -116,6 +118,8 @@ def trace_compiled(
         traffic(backward),
         cheap_saved,
         traffic(cheap_backward),
+        keeps_input(forward),
+        keeps_input(cheap_forward),
         again=alive(*again, rows, runs_on),
         beyond=alive(forward, backward, rows, runs_on).beyond(saved // rows),
         cheap_beyond=alive(cheap_forward, cheap_backward, rows, runs_on).beyond(cheap_saved // rows),

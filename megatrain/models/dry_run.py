@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.models.compiled import CompiledLayer, trace_compiled
-from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, layer_peak_bytes, tensor_bytes
+from megatrain.models.footprint import AssumeYes, Footprint, call_peak_bytes, graph_keeps_input, layer_peak_bytes, tensor_bytes
 from megatrain.models.fp8 import Fp8Policy, fp8_products
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
@@ -93,6 +93,17 @@ class DryRun:
             beyond_graph=hungriest(lambda layer: layer.beyond, beyond),
             beyond_cheap_graph=hungriest(lambda layer: layer.cheap_beyond, beyond),
         )
+
+    def graphs_keep_inputs(self) -> tuple[bool, bool, bool]:
+        """Whether some layer's graph holds its input besides what `bytes_of` counts: eager, compiled, and cheaply retained."""
+        layers, calls = self.skeleton.layers, self._calls(1)
+        eager = {
+            index: graph_keeps_input(layers[index], self._shape(1), self.skeleton.dtype, calls[index].kwargs, calls[index].args)
+            for index in set(self.kinds)
+        }
+        compiled = [self.traced[kind].keeps_input if kind in self.traced else kept for kind, kept in eager.items()]
+        cheap = [self.traced[kind].cheap_keeps_input if kind in self.traced else kept for kind, kept in eager.items()]
+        return any(eager.values()), any(compiled), any(cheap)
 
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the hungriest layer whose token-wise parts are computed so many tokens at a time."""

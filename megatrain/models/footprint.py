@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,6 +172,44 @@ def layer_peak_bytes(
     output_stays: as `call_peak_bytes`.
     Raises ModelError when the layer cannot run without data (its shapes depend on values).
     """
+    forward, inputs = _blank_call(layer, hidden_shape, dtype, kwargs, args, device)
+    with torch.random.fork_rng(devices=[]):  # a dry run must not move the caller's random state
+        return call_peak_bytes(
+            forward,
+            inputs,
+            fused_attention=fused_attention,
+            runs_on=runs_on,
+            what=type(layer).__name__,
+            output_stays=output_stays,
+        )
+
+
+def graph_keeps_input(
+    layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, kwargs: Mapping[str, Any], args: tuple[Any, ...] = ()
+) -> bool:
+    """Whether the graph of a decoder layer saves the hidden states that it was given. Arguments as `layer_peak_bytes`."""
+    forward, (hidden, *_) = _blank_call(layer, hidden_shape, dtype, kwargs, args, "meta")
+    address, seen = hidden.untyped_storage()._cdata, set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.add(tensor.untyped_storage()._cdata)
+        return tensor.detach()
+
+    watching = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), AssumeYes(), FusedAttention("cpu"), watching:  # type: ignore[no-untyped-call]
+        forward()
+    return address in seen
+
+
+def _blank_call(
+    layer: nn.Module,
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    device: torch.device | str,
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A layer's forward on tensors without meaning; and its inputs, hidden states [B, T, hidden] first, then what is trained."""
     parameters = {name: _blank(p, dtype, device).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()}
     buffers = {name: _blank(b, b.dtype, device) for name, b in layer.named_buffers()}
     blank_args, blank_kwargs = tree_map_only(Tensor, lambda t: _blank(t, t.dtype, device), (args, dict(kwargs)))
@@ -181,16 +219,7 @@ def layer_peak_bytes(
         out = torch.func.functional_call(layer, {**parameters, **buffers}, (hidden_btd, *blank_args), blank_kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
-    trained = [p for p in parameters.values() if p.requires_grad]
-    with torch.random.fork_rng(devices=[]):  # a dry run must not move the caller's random state
-        return call_peak_bytes(
-            forward,
-            [hidden_btd, *trained],
-            fused_attention=fused_attention,
-            runs_on=runs_on,
-            what=type(layer).__name__,
-            output_stays=output_stays,
-        )
+    return forward, [hidden_btd, *(p for p in parameters.values() if p.requires_grad)]
 
 
 def call_peak_bytes(

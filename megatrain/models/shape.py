@@ -86,6 +86,7 @@ class ModelShape:
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()  # as `layer`, where its token-wise parts run so many tokens at a time
     compiled: CompiledSets | None = None  # None where they are not known
+    graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)  # of layers; eager, compiled, and compiled with cheap retention
 
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int = 0) -> int:
         """Working set of the hungriest layer. chunk_tokens: one of `layer_chunked`; 0, or what was not tried: a micro-batch at once."""
@@ -156,6 +157,7 @@ def shape_of(
         work=dry.work(HEAD_CHUNK_TOKENS[0]),
         layer_chunked=tuple((chunk, WorkingSet(tuple(needs.items()))) for chunk, needs in chunked.items()),
         compiled=_compiled_sets(by_tokens, dry.fp8) if compiled else None,
+        graphs_keep_inputs=dry.graphs_keep_inputs(),
     )
 
 

@@ -31,6 +31,12 @@ def saved_bytes(forward: fx.Graph) -> int:
     return sum(_nbytes(node) for node in kept if node.op != "placeholder")
 
 
+def keeps_input(forward: fx.Graph) -> bool:
+    """Whether what a layer was given first, its hidden states, is kept for backward."""
+    hidden = next(node for node in forward.nodes if node.op == "placeholder")
+    return any(_base(node) is hidden for node in _outputs(forward)[1:])
+
+
 def traffic(graph: fx.Graph) -> Traffic:
     """Estimated: what neither leaves the graph nor enters a product is computed by each kernel that needs it; reductions are written."""
     sources = _written(graph)

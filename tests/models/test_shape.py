@@ -72,6 +72,13 @@ def test_a_bound_skeleton_is_refused() -> None:
         shape_of(skeleton, 32, [32])
 
 
+@pytest.mark.parametrize(("dtype", "eager"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_whether_graphs_hold_their_inputs(dtype: torch.dtype, eager: bool) -> None:
+    """An eager norm computes with its input in float32: a copy, or the input itself. Compiled, the copy is made anew."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=2)
+    assert shape_of(Skeleton(config, dtype=dtype), 32, [32], compiled=True).graphs_keep_inputs == (eager, True, True)
+
+
 def test_retained_bytes_add_up_layer_by_layer() -> None:
     kinds = Qwen2MoeConfig(**SIZES, num_hidden_layers=3, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[0])
     mixed = shape_of(Skeleton(kinds), 32, [32, 64])
