@@ -210,6 +210,7 @@ ERRORS = [
     (errors.OutOfMemory, 5),
     (errors.DivergedError, 6),
     (errors.StorageError, 7),
+    (errors.DamagedError, 7),
     (errors.VerificationError, 8),
 ]
 
