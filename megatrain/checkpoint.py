@@ -2,6 +2,7 @@
 
 A checkpoint is a Hugging Face model folder plus `optimizer/` (remainder and moments, one file per block), `state.json` (where the run is)
 and `MANIFEST.json` (sizes and hashes, written last). Every tensor file carries its step, so that files of two steps are never read as one.
+`restore.py` reads it back.
 """
 
 from __future__ import annotations

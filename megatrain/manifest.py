@@ -115,7 +115,8 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
             if step != str(manifest.step):
                 raise StorageError(f"{checkpoint / name}: is of step {step} in a checkpoint of step {manifest.step}; {USE_ANOTHER}")
         except StorageError:
-            check_files(checkpoint, manifest, [name])  # the header may be wrong because it is damaged
+            if not deep:
+                check_files(checkpoint, manifest, [name])  # the header may be wrong because it is damaged
             raise
     return manifest
 

@@ -199,7 +199,7 @@ def test_a_chart_puts_points_where_the_axes_say():
     assert second[0] - left[0] == pytest.approx(right[0] - second[0])  # equal ratios, equal distances
 
 
-# -- rows of many lengths -----------------------------------------------------------------------------------------------------------
+# -- a GPU's memory -----------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it() -> None:
@@ -217,6 +217,9 @@ def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it
         event("free_requested", 3, 500),
     ]
     assert peak.alive_at_the_peak(events) == {"code.py:7 < step.py:7": (1000, 2), "nn.py:7": (100, 1)}
+
+
+# -- rows of many lengths -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():

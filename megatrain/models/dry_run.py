@@ -172,8 +172,10 @@ class DryRun:
     @cached_property
     def traced(self) -> dict[int, CompiledLayer]:
         """`traced_plainly`, but with the products that the run computes."""
+        if not self.fp8:
+            return self.traced_plainly
         with self._products():
-            return self._traces() if self.fp8 else self.traced_plainly
+            return self._traces()
 
     @cached_property
     def traced_plainly(self) -> dict[int, CompiledLayer]:

@@ -274,7 +274,7 @@ class HashedReader:
     def skip_to(self, offset: int) -> None:
         """All bytes before `offset`, which are only hashed. Raises StorageError as `read_into`."""
         assert offset >= self._done, (self.path, offset)
-        scratch = memoryview(bytearray(min(PIECE_BYTES, max(0, offset - self._done))))
+        scratch = memoryview(bytearray(min(PIECE_BYTES, offset - self._done)))
         while self._done < offset:
             self._read(scratch[: offset - self._done])
 
