@@ -79,7 +79,7 @@ def plan_case(case: Case, device: str) -> Plan:
         offload=case.offload,
         retained_on_host=case.on_host,
         draws_weights=True,
-        rows_vary=case.varied,
+        lengths_vary=case.varied,
         checkpoints_written=0,
     )
     machine = measured_or_typical(hardware, torch_device(device))

@@ -57,7 +57,7 @@ class Job:
     nvme_arrays: Level | None = None
     nvme_activations: int | None = None
     draws_weights: bool = False  # at random, on the device
-    rows_vary: bool = False  # rows have lengths of their own, and micro-batches padding
+    lengths_vary: bool = False  # of rows, so that micro-batches have padding and ever new shapes
     packed_tokens: tuple[int, float] | None = None  # of a step whose rows share sequences, with their padding: at most, and on average
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
@@ -82,7 +82,12 @@ class Job:
 
     def _padding(self, micro_batch_tokens: int) -> float:
         """How much there is, from 0 to 1: it falls with the number of micro-batches."""
-        return min(1.0, 2 * micro_batch_tokens / self.tokens_per_step) if self.rows_vary else 0.0
+        return min(1.0, 2 * micro_batch_tokens / self.tokens_per_step) if self.pads else 0.0
+
+    @property
+    def pads(self) -> bool:
+        """Whether padding comes on top of a step's tokens. So many whole rows are counted as full ones."""
+        return self.lengths_vary and self.rows_per_step is None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_device_arrays_of_a_small_model() -> None:
 
 @pytest.mark.parametrize("hardware", [H200, LAPTOP])
 @pytest.mark.parametrize(
-    "job", [TINY_JOB, replace(TINY_JOB, rows_vary=True, whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7))]
+    "job", [TINY_JOB, replace(TINY_JOB, lengths_vary=True, whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7))]
 )
 def test_where_blocks_and_sums_live_decides_what_the_search_says_it_does(job: Job, hardware: Hardware) -> None:
     """It tries many such places, and adds up only these rows."""
@@ -196,7 +196,7 @@ def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes() -> None:
 
 def test_padding_is_part_of_the_boundaries() -> None:
     assert (
-        device(ALL_STREAMED, job=replace(TINY_JOB, rows_vary=True))["boundary activations"] == 88 * 10 * 2 * 3
+        device(ALL_STREAMED, job=replace(TINY_JOB, lengths_vary=True))["boundary activations"] == 88 * 10 * 2 * 3
     )  # 64 tokens and their padding
 
 

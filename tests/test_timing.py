@@ -171,10 +171,10 @@ def test_more_threads_update_faster() -> None:
 
 
 def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it() -> None:
-    padded, plain = replace(JOB_7B, tokens_per_step=16_384, rows_vary=True), replace(JOB_7B, tokens_per_step=16_384)
+    padded, plain = replace(JOB_7B, tokens_per_step=16_384, lengths_vary=True), replace(JOB_7B, tokens_per_step=16_384)
     large, small = (replace(STREAMED, resident=30, micro_batch_tokens=size) for size in (16_384, 2048))
     seconds = {
-        (job.rows_vary, choices.micro_batch_tokens): predict(choices, job, QWEN_7B, typical(H200)).seconds
+        (job.lengths_vary, choices.micro_batch_tokens): predict(choices, job, QWEN_7B, typical(H200)).seconds
         for job in (padded, plain)
         for choices in (large, small)
     }

@@ -14,13 +14,14 @@ from megatrain.models.compiled import naming_the_compiler
 
 
 @contextmanager
-def computing(device: torch.device, what: str) -> Iterator[None]:
+def computing(device: torch.device, what: str, *, lengths_vary: bool) -> Iterator[None]:
     """While layers run: with this device's attention kernels, and with errors that say what is to be done about `what`.
 
     Gradients are computed in the calling thread. A thread of autograd's own would only wait for it, and the two would pass Python's lock
     back and forth: of steps that are bound by launches, that took 5 to 6%.
     """
-    with naming_the_gpu(what), naming_the_compiler(), fastest_attention(device), torch.autograd.set_multithreading_enabled(False):
+    attention = fastest_attention(device, lengths_vary=lengths_vary)
+    with naming_the_gpu(what), naming_the_compiler(), attention, torch.autograd.set_multithreading_enabled(False):
         yield
 
 

@@ -77,7 +77,6 @@ class Engine:
         self._pending: list[Gradient] | None = None
         self._targets = 0
         self._closed = False
-        self._tuning = settings.compile and device.type == "cuda"  # until the first step is over
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
         if settings.layer_chunk:
@@ -202,11 +201,8 @@ class Engine:
 
         self._stored.begin_step()
         self._passes.step = self.updates + self.skipped
-        with computing(self.device, "a step's activations"):
+        with computing(self.device, "a step's activations", lengths_vary=self.settings.lengths_vary):
             total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
-        if self._tuning:
-            torch.cuda.empty_cache()  # kernels were tried out on copies of what they write over: up to a gigabyte that no other step needs
-            self._tuning = False
         result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
         self._pending = pending  # last: who is interrupted while the device computes has made no step
         return result
@@ -233,7 +229,7 @@ class Engine:
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self._passes.waiting:
-            with computing(self.device, "a second backward's activations"):
+            with computing(self.device, "a second backward's activations", lengths_vary=self.settings.lengths_vary):
                 self._update_at_once(rate, scale, self._passes.backward_again)
             return norm
         with self._updater.all_or_nothing():
@@ -307,7 +303,7 @@ class Engine:
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with computing(self.device, "an evaluation's activations"), torch.no_grad():
+        with computing(self.device, "an evaluation's activations", lengths_vary=self.settings.lengths_vary), torch.no_grad():
             total = float(self._passes.evaluate(micro_batches, loss))
         self._compute.take_stalls()
         return EvalResult(total / targets, round(targets))
@@ -318,7 +314,8 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        with computing(self.device, "these logits"), torch.no_grad():
+        grows = not self.settings.compile  # a token at a time, in `generate`; compiled layers keep the kernel that they saw first
+        with computing(self.device, "these logits", lengths_vary=self.settings.lengths_vary or grows), torch.no_grad():
             logits = self._passes.logits(input_ids, positions)
         self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
         self._compute.take_stalls()

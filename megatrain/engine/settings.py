@@ -48,6 +48,7 @@ class Settings:
         nvme_arrays: which: "state" (remainder and the optimizer's arrays), "gradients" (those too) or "all" (weights too).
         nvme_activations: of the recomputed layers' boundary activations an equal share goes on from host RAM to there, as much as those of
             so many layers are.
+        lengths_vary: micro-batches have ever new shapes, so that kernels which are planned for a shape are left alone.
         largest_group: tokens of each micro-batch of the largest group that is to come: files and staging for it are made at once; without
             it, and for a larger one, these are made anew when it comes.
 
@@ -73,6 +74,7 @@ class Settings:
     nvme_blocks: int = 0
     nvme_arrays: Level = "state"
     nvme_activations: int = 0
+    lengths_vary: bool = False
     largest_group: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -179,7 +179,7 @@ def make_run_plan(
         packed_tokens=parts.packed_tokens,
         activations=config.memory.activations,
         draws_weights=config.model.init == "random",
-        rows_vary=rows_vary(config, parts),
+        lengths_vary=lengths_vary(config, parts.skeleton, parts.machine),
         micro_batch_tokens=micro_batch_tokens(config),
         groups=unless_auto(train.groups),
         head_chunk_tokens=unless_auto(train.head_chunk_tokens),
@@ -297,14 +297,14 @@ def settings_of(plan: Plan) -> Settings:
         head_chunk=choices.head_chunk_tokens,
         update_threads=choices.update_threads,
         compile=plan.job.compiled,
+        lengths_vary=plan.job.lengths_vary,
         layer_chunk=choices.layer_chunk_tokens or None,
     )
 
 
-def rows_vary(config: Config, parts: Parts) -> bool:
-    """Whether micro-batches are padded. So many whole rows are counted as full ones."""
-    packed = packed_to(config, parts.skeleton, parts.machine) is not None
-    return config.method == "sft" and config.train.rows_per_step is None and not packed
+def lengths_vary(config: Config, skeleton: Skeleton, machine: Machine) -> bool:
+    """Whether rows have lengths of their own, so that micro-batches are padded and seldom have the same shape twice."""
+    return config.method == "sft" and packed_to(config, skeleton, machine) is None
 
 
 def packed_to(config: Config, skeleton: Skeleton, machine: Machine) -> int | None:
@@ -332,7 +332,7 @@ def choose_compile(config: Config, skeleton: Skeleton, machine: Machine) -> bool
         return config.compile
     found = any(shutil.which(name) for name in ("cc", "gcc", "clang")) and find_spec("triton") is not None
     compilers = found if machine.compiles is None else machine.compiles
-    one_length = config.method == "pretrain" or packed_to(config, skeleton, machine) is not None
+    one_length = not lengths_vary(config, skeleton, machine)
     return compilers and machine.device.type == "cuda" and one_length and not skeleton.has_dropout
 
 

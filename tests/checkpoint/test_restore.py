@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_damage_ends_the_reading(run_dir: Path, new_engine: Any, monkeypatch: py
 
     class Noted(HashedReader):
         def __init__(self, path: Path) -> None:
+            if begun:
+                time.sleep(0.5)  # files this small would all be read before the waiting thread wakes up
             begun.append(path)
             super().__init__(path)
 

@@ -1,0 +1,52 @@
+"""On CUDA: cuDNN's attention comes first, but where rows have ever new lengths it would plan a kernel for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatrain.engine.engine import Engine
+from megatrain.engine.settings import Settings
+from tests.support import engine_of, full_batches, tiny_config
+
+CUDNN, FLASH = "cudnn", "flash"
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's attention comes first from Hopper on")
+
+
+def engine(compiled: bool, vary: bool) -> Engine:
+    settings = Settings(lengths_vary=vary, compile=compiled)
+    return engine_of(tiny_config("llama"), device="cuda", precision="bfloat16", settings=settings)
+
+
+def kernels(work: Callable[[], object]) -> set[str]:
+    """The kinds of attention that PyTorch chooses, forward and backward, where `work` was done before."""
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        work()
+    names = {event.key for event in profile.key_averages()}
+    return {kind for kind in (CUDNN, FLASH) if any(name.startswith(f"aten::_scaled_dot_product_{kind}_attention") for name in names)}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("vary", "kind"), [(False, CUDNN), (True, FLASH)])
+def test_a_run_has_the_kernel_that_pays(compiled: bool, vary: bool, kind: str) -> None:
+    batches = full_batches(0, [(2, 200), (1, 200)])
+    with engine(compiled, vary) as trained:
+        assert kernels(lambda: trained.evaluate(batches)) == {kind}
+        assert kernels(lambda: trained.train_step(batches, lr=1e-3)) == {kind}
+
+
+@pytest.mark.parametrize(("compiled", "kind"), [(False, FLASH), (True, CUDNN)], ids=["eager", "compiled"])
+def test_a_text_that_grows_does_not_choose_for_training(compiled: bool, kind: str) -> None:
+    batches = full_batches(0, [(2, 200)])
+    with engine(compiled, vary=False) as trained:
+        assert kernels(lambda: trained.generate(torch.arange(20)[None], max_new_tokens=2)) == {kind}
+        assert kernels(lambda: trained.train_step(batches, lr=1e-3)) == {CUDNN}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
