@@ -91,7 +91,7 @@ def fingerprint(hardware: Hardware) -> str:
         processor(),
         hardware.physical_cores,
         round(hardware.host_total_bytes / GIB),
-        torch_version(),
+        installed_version("torch") or "",
     )
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return f"{'-'.join(gpu.lower().split())}-{digest}"
@@ -112,12 +112,12 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def torch_version() -> str:
-    """PyTorch's version without importing it."""
+def installed_version(package: str) -> str | None:
+    """A package's version, without importing it; None where it is not installed."""
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
-        return ""
+        return None
 
 
 # -- cache --------------------------------------------------------------------------------------------------------------------------

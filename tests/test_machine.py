@@ -164,7 +164,7 @@ def test_the_fingerprint_names_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
     others.add(fingerprint(with_gpu("NVIDIA H200")))
     monkeypatch.setattr(machine, "processor", lambda: "another")
     others.add(fingerprint(with_gpu("NVIDIA H200")))
-    monkeypatch.setattr(machine, "torch_version", lambda: "9.9")
+    monkeypatch.setattr(machine, "installed_version", lambda _package: "9.9")
     others.add(fingerprint(with_gpu("NVIDIA H200")))
     assert len(others - {here}) == 7
 

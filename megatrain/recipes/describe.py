@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatrain.advice import Facts
 from megatrain.config import Config
 from megatrain.economy import Economy
 from megatrain.hardware import update_threads
+from megatrain.machine import installed_version
 from megatrain.meters import host_bytes
 from megatrain.metrics import read_metrics
 from megatrain.planner import Plan
@@ -71,17 +71,9 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _installed(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(parts.machine.hardware),
     }
-
-
-def _installed(package: str) -> str | None:
-    """Its version; None without it: a benchmark with random weights needs no library for data."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def choices_in_words(plan: Plan, parts: Parts) -> str:
