@@ -25,6 +25,7 @@ from megatrain.models.safetensors_io import storage_error
 from megatrain.models.safetensors_writer import TensorSource, WrittenFile, encode_index, write_bytes, write_files
 from megatrain.optim import Optimizer
 from megatrain.run_folder import (
+    SMALL_FILES_BYTES,
     RunLock,
     checkpoint_name,
     checkpoints,
@@ -51,8 +52,6 @@ __all__ = [
     "verify_checkpoint",
     "write_final",
 ]
-
-SMALL_FILES_BYTES = 64 << 20  # allowance for tokenizer, configuration and headers when free space is checked
 
 
 class Saved(Trained, Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import statistics
@@ -14,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from megatrain.errors import StorageError
+
+logger = logging.getLogger("megatrain")
 
 METRICS_FILE = "metrics.jsonl"
 RECENT_STEPS = 20  # rates, time left and advice follow so many steps: steady enough to read, quick enough to notice
@@ -122,15 +125,16 @@ def _finite(value: Any) -> Any:
 
 class MetricsWriter:
     """Appends to `metrics.jsonl` of a run folder. Every line reaches the operating system before the call returns, so that a killed
-    process loses none of them."""
+    process loses none of them. On a disk that is full, lines wait for the next one: a run has more to lose than its metrics."""
 
     def __init__(self, run_dir: str | Path) -> None:
         """Open, keeping what is there. Raises StorageError when the file cannot be written."""
         self.path = Path(run_dir) / METRICS_FILE
         try:
-            self._file = self.path.open("ab", buffering=0)  # nothing of a line that failed may wait to be written later
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise self._storage_error(error) from error
+            raise StorageError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another output folder") from error
+        self._waiting = b""
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -139,6 +143,9 @@ class MetricsWriter:
         self.close()
 
     def close(self) -> None:
+        if self._waiting:
+            missing = self._waiting.count(b"\n")
+            logger.error(f"{self.path}: lacks its last {missing} lines, for which there was no room")
         self._file.close()
 
     def write_step(self, metrics: StepMetrics) -> None:
@@ -158,15 +165,14 @@ class MetricsWriter:
         os.ftruncate(self._file.fileno(), kept)  # the file is open for appending: the next write goes to the new end
 
     def _write(self, row: dict[str, Any]) -> None:
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        waited = bool(self._waiting)
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            while line:  # where space runs out, a part of it is written without an error
-                line = line[self._file.write(line) :]
+            while self._waiting:  # where space runs out, a part of it is written without an error
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            raise self._storage_error(error) from error
-
-    def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another output folder")
+            if not waited:
+                logger.error(f"{self.path}: cannot be written ({error.strerror}); free space: training goes on, and its lines wait")
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from megatrain.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, LARGE_BLOCK_
 from megatrain.nvme_tier import blocks_on_nvme, boundary_staging, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
+from megatrain.run_folder import SMALL_FILES_BYTES
 
 if TYPE_CHECKING:
     from megatrain.models.shape import CompiledSets, ModelShape
@@ -372,7 +373,8 @@ def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
-    return {f"checkpoint {i + 1}": int(shape.parameters * state_bytes_per_parameter(job)) for i in range(copies)}
+    tensors = int(shape.parameters * state_bytes_per_parameter(job))
+    return {f"checkpoint {i + 1}": tensors for i in range(copies)} | {"their other files, at most": copies * SMALL_FILES_BYTES}
 
 
 def _numel(sizes: tuple[int, ...], blocks: int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -85,7 +86,7 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     """
     path = Path(run_dir) / LOG_FILE
     try:
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror}); free space or choose another output folder") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -114,6 +115,18 @@ def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
             handler.close()
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+class _LogFile(logging.FileHandler):
+    """On a disk that is full, lines wait for room until the file is closed: the console has them, and the run goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class _ConsoleHandler(logging.Handler):

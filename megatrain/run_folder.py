@@ -17,6 +17,7 @@ from megatrain.errors import ConfigError, StorageError
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best")
+SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -125,10 +126,30 @@ def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
         MetricsWriter(tmp_path / "nowhere")
 
 
-def test_a_full_disk_is_a_storage_error(tmp_path):
+def test_on_a_full_disk_lines_wait_and_are_written_when_there_is_room(tmp_path, caplog):
+    write(tmp_path, 20)
+    whole = (tmp_path / METRICS_FILE).read_bytes()
+    (tmp_path / METRICS_FILE).unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path) as writer:
+        try:
+            for number, row in enumerate(map(json.loads, whole.splitlines())):
+                room = {3: len(whole) // 4, 9: len(whole) // 2, 15: soft}.get(number)  # the first two end within lines
+                if room is not None:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+                writer._write(row)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / METRICS_FILE).read_bytes() == whole
+    assert len(caplog.messages) == 1 and "training goes on, and its lines wait" in caplog.messages[0]
+
+
+def test_lines_for_which_there_never_was_room_are_missed_aloud(tmp_path, caplog):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    with MetricsWriter(tmp_path) as writer, pytest.raises(StorageError, match="No space left"):
+    with MetricsWriter(tmp_path) as writer:
         writer.write_step(STEP)
+        writer.write_step(STEP)
+    assert ["No space left" in caplog.messages[0], "lacks its last 2 lines" in caplog.messages[1]] == [True, True]
 
 
 def test_times_add_up_and_the_largest_share_bounds_the_step():

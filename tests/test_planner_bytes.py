@@ -11,6 +11,7 @@ from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_
 from megatrain.models.shape import CompiledSets, ModelShape, WorkingSet
 from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes, working_sets
 from megatrain.planner_job import Choices, Job, WholeUpdate
+from megatrain.run_folder import SMALL_FILES_BYTES
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
 HUGE = 2**21
@@ -239,7 +240,7 @@ def test_sums_that_travel_wait_in_host_RAM() -> None:
 @pytest.mark.parametrize(("kept", "best", "written", "copies"), [(2, True, None, 4), (2, False, None, 3), (2, True, 1, 1)])
 def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) -> None:
     job = replace(TINY_JOB, checkpoints_kept=kept, keeps_best=best, checkpoints_written=written)
-    assert list(disk_bytes(job, TINY).values()) == [9_900 * 12] * copies
+    assert list(disk_bytes(job, TINY).values()) == [9_900 * 12] * copies + [copies * SMALL_FILES_BYTES]
 
 
 @pytest.mark.parametrize(

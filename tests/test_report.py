@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import resource
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,24 @@ def test_warnings_reach_both_and_the_logger_is_left_as_it_was(tmp_path, pipe):
     assert pipe.file.getvalue() == "warning: step 7 skipped: the gradient is not finite\n"
     assert "WARNING step 7 skipped" in (tmp_path / LOG_FILE).read_text()
     assert logger.handlers == handlers
+
+
+def test_on_a_full_disk_the_log_s_lines_wait_and_the_run_goes_on(tmp_path, pipe, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with logging_to(tmp_path, pipe):
+            logger.info("one")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            logger.info("two")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            logger.info("three")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            logger.info("four")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line.split()[-1] for line in (tmp_path / LOG_FILE).read_text().splitlines()] == ["one", "two", "three"]
+    assert pipe.file.getvalue().split() == ["one", "two", "three", "four"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_long_line_is_not_wrapped_in_a_pipe(tmp_path, pipe):
