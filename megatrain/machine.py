@@ -23,7 +23,7 @@ from megatrain.hardware import GIB, Hardware, _nvml, bf16_is_fast, update_thread
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 Link = int | str  # PCIe's generation, or "C2C"
 
-FORMAT = 3  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 4  # of the measurements: a higher number makes every cached profile stale
 UPDATE_BYTES = 26  # memory traffic of one parameter's AdamW update: weight, remainder, two fp32 moments read and written, gradient read
 
 
@@ -43,6 +43,7 @@ class MachineProfile:
     matmul_fp32: Rates  # the same in float32
     attention: Rates  # (sequence length, FLOP/s) causal, forward and backward, heads of 128; 12 x heads x 128 FLOP per pair that attends
     memory: float  # bytes/s of the compute device's own memory, read and written ones counted
+    fresh: float  # the same where what is written was never touched before, as a CPU's larger activations; a GPU's allocator knows no such
     launch: float  # seconds that one small eager operation costs the host
     device_update: float  # parameters/s of the same update on the compute device
     disk_write: float  # bytes/s in the output folder, or of the slowest drive of memory.nvme, past the page cache
@@ -261,6 +262,7 @@ HOST_MEMORY: dict[str, Rates] = {
 DISK = {"server": (2.75e9, 3.5e9), "desktop": (1.5e9, 2.5e9)}
 ARITHMETIC = {"server": 0.3, "desktop": 1.0}  # the Intel cores beside an H200, from the steps of a 20B model with moments in 8 bits
 BUSY_SHARE = 0.68  # of the update's rate that is left while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200
+CORE_FRESH = 4e9  # bytes/s of one core, into memory that the kernel has to clear first
 CORE_FLOPS = {"fast bfloat16": 100e9, "bfloat16": 25e9, "float32": 50e9, "attention": 20e9}  # of one core with wide vectors
 LAUNCH_S = {"gpu": 5e-6, "cpu": 2e-6}
 
@@ -312,6 +314,7 @@ def _computing_on_gpu(sheet: _DataSheet) -> dict[str, Any]:
         "matmul_fp32": tuple((tokens, FLOAT32_SHARE * sheet.float32 * 1e12) for tokens, _ in MATMUL_SHARE),
         "attention": tuple((length, share * sheet.bfloat16 * 1e12) for length, share in ATTENTION_SHARE),
         "memory": memory,
+        "fresh": memory,
         "launch": LAUNCH_S["gpu"],
         "device_update": memory / UPDATE_BYTES,
         "fp8": FP8_SHARE * sheet.fp8 * 1e12,
@@ -328,6 +331,7 @@ def _computing_on_cpu(cores: int) -> dict[str, Any]:
         "matmul_fp32": ((512, cores * CORE_FLOPS["float32"]),),
         "attention": ((1024, cores * CORE_FLOPS["attention"]),),
         "memory": interpolate(HOST_MEMORY["desktop"], cores),
+        "fresh": cores * CORE_FRESH,
         "launch": LAUNCH_S["cpu"],
         "fp8": 0.0,
     }

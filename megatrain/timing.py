@@ -41,8 +41,9 @@ FP8_TRAFFIC = 1.45
 # How much longer a GPU's eager kernels take than what they read and write does at the rate of its memory: many change a type, broadcast
 # or turn round what lies across. Traces of seven steps of 0.2B to 0.8B models on an H200: 1.5 (float32) to 1.9; a 7.6B model's step: 1.5.
 EAGER_TRAFFIC = 1.6
-# The same on a CPU, where every larger tensor is memory fresh from the kernel (hardware.keep_heap_small): eight steps, 1.3 to 8.0.
-CPU_TRAFFIC = 5.5
+# The same on a CPU, at the rate of writing to memory fresh from the kernel, where every larger tensor lies (hardware.keep_heap_small), but
+# not all that is read: ten steps in float32, 0.3 to 1.1, mostly 0.7 to 0.9.
+CPU_TRAFFIC = 0.8
 # A kernel of a layer costs the host so many bare launches, with the module around it or the compiled graph, which has fewer kernels but
 # guards, and wrappers of autograd's. On an H100's host a compiled layer of 37 kernels took 3.3 ms, forward and backward, a launch 8 us.
 # Steps of 10,500 eager kernels took 0.35 to 0.46 s where a launch takes 6.9 to 10 us; layers alone, without an engine and updates beside, a
@@ -204,7 +205,8 @@ class _Costs:
         moved, kernels = (work.compiled_bytes, work.compiled_kernels) if self.job.compiled else (work.eager_bytes, work.eager_kernels)
         if not self.job.compiled:
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
-        computing = attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / self.machine.memory
+        memory = self.machine.memory if self.on_gpu else self.machine.fresh
+        computing = attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / memory
         launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
         return max(computing, launching) if self.on_gpu else computing + launching
 

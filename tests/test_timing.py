@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatrain.machine import typical
+from megatrain.machine import MachineProfile, typical
 from megatrain.models.shape import ModelShape
 from megatrain.planner_bytes import graph_bytes
 from megatrain.planner_job import Choices, Job
@@ -212,3 +212,16 @@ def test_what_leaves_in_forward_is_slowed_by_as_much_as_goes_on_beside_it() -> N
 
     assert rate(30) == pytest.approx(machine.download), "nothing is streamed, nothing updated"
     assert 0.75 * machine.download < rate(0) < 0.95 * rate(24) < rate(24) < machine.download
+
+
+def test_on_a_cpu_what_lies_between_products_is_written_to_fresh_memory() -> None:
+    eager = replace(JOB_7B, compiled=False)
+    on_cpu, on_gpu = typical(replace(H200, gpu=None)), typical(H200)
+
+    def seconds(machine: MachineProfile, slower: int) -> float:
+        return predict(STREAMED, eager, QWEN_7B, replace(machine, fresh=machine.fresh / slower)).seconds
+
+    assert seconds(on_gpu, 1) == seconds(on_gpu, 2)
+    once, twice, thrice = (seconds(on_cpu, slower) for slower in (1, 2, 3))
+    assert once < twice
+    assert thrice - twice == pytest.approx(twice - once)

@@ -73,6 +73,11 @@ class Device:
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0, out=target))
 
+    def fresh(self, nbytes: int) -> float:
+        """The same where the result is memory that malloc has just mapped, page by page (hardware.keep_heap_small)."""
+        source = torch.zeros(nbytes // 4, device=self.device)
+        return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0))
+
     def launch(self) -> float:
         """Seconds of one small operation: what starting it costs the host, for the device is done sooner."""
         small = torch.zeros(SMALL, device=self.device)

@@ -139,17 +139,18 @@ def _products(subject: Subject) -> Figures:
 
 
 def _attention(subject: Subject) -> Figures:
-    sizes = subject.sizes
-    return {"attention": subject.computing().attention(sizes.lengths, sizes.attention_tokens, torch.bfloat16)}
+    """In the precision that runs choose by themselves."""
+    sizes, dtype = subject.sizes, torch.bfloat16 if bf16_is_fast(subject.device.type) else torch.float32
+    return {"attention": subject.computing().attention(sizes.lengths, sizes.attention_tokens, dtype)}
 
 
 def _memory(subject: Subject) -> Figures:
     """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
-    device = subject.computing()
-    memory = device.memory(subject.sizes.memory_bytes)
-    figures = {"memory": memory, "launch": device.launch()}
+    device, nbytes = subject.computing(), subject.sizes.memory_bytes
+    memory = device.memory(nbytes)
+    figures = {"memory": memory, "fresh": memory, "launch": device.launch()}
     if subject.device.type != "cuda":
-        return figures
+        return figures | {"fresh": device.fresh(nbytes)}
     measured = (
         None if subject.quick else update.device_rate(subject.clock(subject.device), update.PARAMETERS)
     )  # a quick one compiles no kernel for 2%

@@ -115,19 +115,21 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("fp8", "fp8 products", 1e12, "TFLOP/s"),
     ("attention", "attention, by length", 1e12, "TFLOP/s"),
     ("memory", "device memory", 1e9, "GB/s"),
+    ("fresh", "memory just mapped", 1e9, "GB/s"),
     ("launch", "starting an operation", 1e-6, "µs"),
     ("disk_write", "disk, writing", 1e9, "GB/s"),
     ("disk_read", "disk, reading", 1e9, "GB/s"),
 )
 # fmt: on
 SAME_ON_CPU = ("update_busy", "device_update")  # as the host's update: the host is the device
+SAME_ON_GPU = ("fresh",)  # as the device's memory
 
 
 def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Finding]:
     """The profile's figures in units that people compare. What the machine lacks is left out."""
     for field, what, unit, name in ROWS:
         value = getattr(profile, field)
-        if value == 0 or (profile.upload == 0 and field in SAME_ON_CPU):
+        if value == 0 or field in (SAME_ON_GPU if profile.upload else SAME_ON_CPU):
             continue
         text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
         yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)

@@ -1,6 +1,6 @@
 """The whole measurement on the CPU, with small arrays: what is measured replaces the guess, and arithmetic is counted as elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,9 +9,10 @@ import torch
 
 from megatrain.flops import Attention, Work
 from megatrain.hardware import probe
-from megatrain.machine import MachineProfile, typical
+from megatrain.machine import MachineProfile, Rates, typical
 from megatrain.measure import compute, disk, measure, profile, update
 from megatrain.measure.clock import Clock
+from megatrain.measure.compute import Device
 from megatrain.measure.profile import Sizes
 from megatrain.optim import AdamW
 
@@ -66,6 +67,22 @@ def test_a_quick_one_multiplies_in_the_precision_that_runs_choose(
     found = differing(measure(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
     assert measured in found
     assert guessed not in found
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_attention_is_timed_in_the_precision_that_runs_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype
+) -> None:
+    timed: list[torch.dtype] = []
+
+    def attention(_device: Device, lengths: Sequence[int], _tokens: int, of: torch.dtype) -> Rates:
+        timed.append(of)
+        return tuple((length, 1e9) for length in lengths)
+
+    monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
+    monkeypatch.setattr(Device, "attention", attention)
+    measure(probe(tmp_path, "cpu"), CPU, tmp_path, str, quick=True)
+    assert timed == [dtype]
 
 
 def test_a_quick_one_begins_nothing_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
