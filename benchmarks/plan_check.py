@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 
     from megatrain.optim import Optimizer
     from megatrain.planner import Plan
+    from megatrain.planner_job import StepTokens
     from megatrain.planner_search import Search
 
 GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE = 0.03, 0.02, 0.10
 MIB = 2**20
+STEPS_LOOKED_AT = 64  # to see how much is padded
 
 
 # -- one case, in a process of its own ----------------------------------------------------------------------------------------------
@@ -80,6 +84,7 @@ def plan_case(case: Case, device: str) -> Plan:
         retained_on_host=case.on_host,
         draws_weights=True,
         lengths_vary=case.varied,
+        step_tokens=step_tokens(case, shape.layer.sizes) if case.varied else (),
         checkpoints_written=0,
     )
     machine = measured_or_typical(hardware, torch_device(device))
@@ -117,22 +122,38 @@ def torch_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def row_lengths(case: Case, number: int) -> list[int]:
+    """Of one step's rows, 20 to `seq_len` tokens, the longest first."""
+    draws, lengths = random.Random(number), list[int]()
+    while sum(lengths) < case.tokens:
+        lengths.append(draws.randint(20, case.seq_len))
+    lengths[-1] -= sum(lengths) - case.tokens
+    return sorted((length for length in lengths if length > 1), reverse=True)
+
+
+def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
+    """What a run learns from the lengths of its rows, here of so many steps."""
+    from megatrain.data.loader import padded
+    from megatrain.planner_job import StepTokens
+
+    steps = [row_lengths(case, number) for number in range(STEPS_LOOKED_AT)]
+    found = {size: [padded(lengths, size) for lengths in steps] for size in sizes}
+    return tuple(StepTokens(size, max(tokens), statistics.fmean(tokens)) for size, tokens in found.items())
+
+
 def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """One step's micro-batches: full rows, or rows of 20 to `seq_len` tokens, the longest first, padded to the longest of theirs."""
+    """One step's micro-batches: full rows, or rows of many lengths, the longest first, padded to the longest of theirs."""
     import torch
+
+    from megatrain.data.loader import cuts
 
     draws = torch.Generator().manual_seed(number)
     if not case.varied:
         ids = torch.randint(case.vocab, (case.tokens // case.seq_len, case.seq_len), generator=draws)
         return [{"input_ids": rows, "labels": rows} for rows in ids.split(max(1, micro_batch_tokens // case.seq_len))]
-    lengths: list[int] = []
-    while sum(lengths) < case.tokens:
-        lengths.append(int(torch.randint(20, case.seq_len + 1, (1,), generator=draws)))
-    lengths[-1] -= sum(lengths) - case.tokens
-    lengths = sorted((length for length in lengths if length > 1), reverse=True)
-    made = []
-    while lengths:
-        rows, lengths = (count := max(1, micro_batch_tokens // lengths[0])) and lengths[:count], lengths[count:]
+    made, lengths = [], row_lengths(case, number)
+    for start, stop in cuts(lengths, micro_batch_tokens):
+        rows = lengths[start:stop]
         ids = torch.randint(case.vocab, (len(rows), rows[0]), generator=draws)
         real = torch.arange(rows[0])[None] < torch.tensor(rows)[:, None]
         made.append({"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()})

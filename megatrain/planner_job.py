@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatrain.activations import UNCHANGED
 from megatrain.nvme_tier import Level
@@ -24,6 +25,14 @@ class WholeUpdate:
     def of_blocks(self, first: int, stop: int | None = None) -> dict[str, int]:
         """Bytes of each array in some blocks."""
         return {name: sum(sizes[first:stop]) for name, sizes in self.state_bytes}
+
+
+class StepTokens(NamedTuple):
+    """Tokens of a step's sequences with their padding, where micro-batches have so many tokens at most."""
+
+    micro_batch: int
+    most: int
+    mean: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Job:
     nvme_activations: int | None = None
     draws_weights: bool = False  # at random, on the device
     lengths_vary: bool = False  # of rows, so that micro-batches have padding and ever new shapes
-    packed_tokens: tuple[int, float] | None = None  # of a step whose rows share sequences, with their padding: at most, and on average
+    step_tokens: tuple[StepTokens, ...] = ()  # ascending by micro-batch; none before the rows are known
     checkpoints_kept: int = 2
     keeps_best: bool = True  # `best` can hold on to one checkpoint more
     checkpoints_written: int | None = None  # in the whole run, if known
@@ -70,15 +79,17 @@ class Job:
         Rows enter micro-batches longest first: the more micro-batches, the less padding. Instruction rows of 20 to 512 tokens took up to
         1.7 times a step's tokens where one or two micro-batches held them, 1.25 with four and 1.12 with eight; on average 1.5, 1.22, 1.11.
         """
-        if self.packed_tokens is not None:
-            return self.packed_tokens[0]
-        return int(self.tokens_per_step * (1 + MOST_PADDING * self._padding(micro_batch_tokens)))
+        known = self._known(micro_batch_tokens)
+        return known.most if known else int(self.tokens_per_step * (1 + MOST_PADDING * self._padding(micro_batch_tokens)))
 
     def computed_tokens(self, micro_batch_tokens: int) -> float:
         """Tokens of a step that are computed on average, padding included."""
-        if self.packed_tokens is not None:
-            return self.packed_tokens[1]
-        return self.tokens_per_step * (1 + MEAN_PADDING * self._padding(micro_batch_tokens))
+        known = self._known(micro_batch_tokens)
+        return known.mean if known else self.tokens_per_step * (1 + MEAN_PADDING * self._padding(micro_batch_tokens))
+
+    def _known(self, micro_batch_tokens: int) -> StepTokens | None:
+        """Of micro-batches of this size, or of the next larger ones, which have more padding."""
+        return next((known for known in self.step_tokens if known.micro_batch >= micro_batch_tokens), (self.step_tokens or (None,))[-1])
 
     def _padding(self, micro_batch_tokens: int) -> float:
         """How much there is, from 0 to 1: it falls with the number of micro-batches."""
@@ -86,8 +97,8 @@ class Job:
 
     @property
     def pads(self) -> bool:
-        """Whether padding comes on top of a step's tokens. So many whole rows are counted as full ones."""
-        return self.lengths_vary and self.rows_per_step is None
+        """Whether padding comes on top of a step's tokens. So many whole rows are counted as full ones until their lengths are known."""
+        return self.lengths_vary and (self.rows_per_step is None or bool(self.step_tokens))
 
 
 @dataclass(frozen=True)

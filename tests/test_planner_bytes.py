@@ -10,7 +10,7 @@ import pytest
 from megatrain.hardware import COMPILER_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, CUDNN_LIBRARY_BYTES, GIB, MIB, Hardware
 from megatrain.models.shape import CompiledSets, ModelShape, WorkingSet
 from megatrain.planner_bytes import HEAD_COPIES, NOT_ALLOCATED, block_bytes, device_bytes, disk_bytes, head_bytes, host_bytes, working_sets
-from megatrain.planner_job import Choices, Job, WholeUpdate
+from megatrain.planner_job import Choices, Job, StepTokens, WholeUpdate
 from megatrain.run_folder import SMALL_FILES_BYTES
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, line, with_depth, with_gpu
 
@@ -193,6 +193,15 @@ def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes() -> None:
     assert host_bytes(offloaded, large, TINY, LAPTOP)["boundary activations"] == HUGE * 2 * 66
     sent = replace(offloaded, retained_on_host=1)
     assert host_bytes(sent, large, TINY, LAPTOP)["boundary activations"] == HUGE * (66 + 10 * 2)  # its graph holds its input whole
+
+
+def test_padding_is_that_of_the_rows_once_they_are_known() -> None:
+    job = replace(TINY_JOB, lengths_vary=True, step_tokens=(StepTokens(16, 72, 70.5), StepTokens(32, 80, 77.0)))
+    found = {size: (job.padded_tokens(size), job.computed_tokens(size)) for size in (8, 16, 20, 32, 64)}
+    assert found == {8: (72, 70.5), 16: (72, 70.5), 20: (80, 77.0), 32: (80, 77.0), 64: (80, 77.0)}
+    assert device(ALL_STREAMED, job=job)["boundary activations"] == 72 * 10 * 2 * 3
+    by_rows = replace(job, rows_per_step=8)
+    assert by_rows.pads and not replace(by_rows, step_tokens=()).pads, "so many full rows leave room for everything"
 
 
 def test_padding_is_part_of_the_boundaries() -> None:

@@ -6,7 +6,7 @@ Micro-batches are padded rows, or sequences of one length that several rows shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -134,19 +134,24 @@ class Loader:
             position = self._normal(Position(position.step + steps, position.epoch, index))
         return position.step
 
-    def packed_tokens(self) -> tuple[int, float]:
-        """Tokens of a step's sequences, padding included, at most and on average: of the first epoch's first STEPS_LOOKED_AT steps, from
-        the lengths of their rows alone."""
-        assert self.pack_to is not None
+    def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float]]:
+        """(size, tokens of a step's sequences, padding included, at most, and of a full step on average) for micro-batches of every size:
+        of the first epoch's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
         order, ends = self._order.of(0)
-        found: list[int] = []
+        steps: list[list[int]] = []
         index = 0
-        while index < len(order) and len(found) < STEPS_LOOKED_AT:
+        while index < len(order) and len(steps) < STEPS_LOOKED_AT:
             stop = self._step_end(ends, index, len(order))
-            lengths = np.sort(self._rows.lengths[order[index:stop]])[::-1]
-            found.append(len(best_fit(lengths.tolist(), self.pack_to)) * self.pack_to)
+            steps.append(np.sort(self._rows.lengths[order[index:stop]])[::-1].tolist())
             index = stop
-        return max(found), sum(found) / len(found)
+        full = len(steps) - (index == len(order) and len(steps) > 1)  # an epoch's last step is what is left
+        packed = [] if self.pack_to is None else [len(best_fit(lengths, self.pack_to)) * self.pack_to for lengths in steps]
+
+        def of(size: int) -> tuple[int, int, float]:
+            found = packed or [padded(lengths, size) for lengths in steps]
+            return size, max(found), sum(found[:full]) / full
+
+        return [of(size) for size in sizes]
 
     def _prepare(self, thread: ThreadPoolExecutor, position: Position) -> Future[StepBatch] | None:
         return None if self._ended(position) else thread.submit(self._build, position)
@@ -254,12 +259,22 @@ def micro_batches(rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_i
         for first in range(0, len(sequences), size):
             yield collate_packed(rows, [by_length[sequence].tolist() for sequence in sequences[first : first + size]], pack_to, pad_id)
         return
-    start = 0
-    while start < len(by_length):
-        longest = int(rows.lengths[by_length[start]])
-        stop = start + max(1, micro_batch_tokens // longest)
+    for start, stop in cuts(rows.lengths[by_length].tolist(), micro_batch_tokens):
         yield collate(rows, by_length[start:stop].tolist(), pad_id)
+
+
+def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
+    """Where rows of these lengths, longest first, are cut into micro-batches: the first row of each, and one past its last."""
+    start = 0
+    while start < len(lengths):
+        stop = min(start + max(1, micro_batch_tokens // lengths[start]), len(lengths))
+        yield start, stop
         start = stop
+
+
+def padded(lengths: Sequence[int], micro_batch_tokens: int) -> int:
+    """Tokens of those micro-batches, padding included."""
+    return sum((stop - start) * lengths[start] for start, stop in cuts(lengths, micro_batch_tokens))
 
 
 def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:

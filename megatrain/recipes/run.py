@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatrain.hardware import keep_heap_small
 from megatrain.meters import GpuMeter
 from megatrain.metrics import MetricsWriter
 from megatrain.planner import Plan
+from megatrain.planner_job import StepTokens
 from megatrain.recipes.changes import check_changes, resumed_configs
 from megatrain.recipes.describe import describe_run, facts_of, summarize, summarize_finished
 from megatrain.recipes.loop import Run, fit
@@ -35,9 +37,11 @@ from megatrain.recipes.setup import (
     assemble,
     deterministic,
     find_machine,
+    lengths_vary,
     make_engine,
     make_run_plan,
     memory_errors,
+    micro_batch_tokens,
     packed_to,
     prepare,
     quiet_libraries,
@@ -141,11 +145,12 @@ def get_ready(config: Config) -> Ready:
 
 
 def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
-    """The plan, now that it is known how many checkpoints there are and how full sequences get, and the loader with its micro-batch."""
+    """The plan, now that it is known how many checkpoints there are and how much padding, and the loader with its micro-batch."""
     loader_of = partial(make_loader, config, parts.model, rows, pack_to=packed_to(config, parts.skeleton, parts.machine))
     loader = loader_of(micro_batch_tokens=config.train.seq_len)  # no row is longer; micro-batches are the plan's
-    if loader.pack_to is not None:
-        parts = replace(parts, packed_tokens=loader.packed_tokens())
+    if loader.pack_to is not None or lengths_vary(config, parts.skeleton, parts.machine):
+        sizes = sorted({*parts.shape.layer.sizes, micro_batch_tokens(config) or config.train.seq_len})
+        parts = replace(parts, step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))))
     steps, every = loader.steps_total(), config.checkpoint.every
     plan = make_run_plan(config, parts, 1 if every is None else -(-steps // every), steps)
     return plan, loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)

@@ -30,6 +30,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import load_weights
 from megatrain.planner import AUTO_MICRO_BATCH_TOKENS, Job, Plan, make_plan
 from megatrain.planner_bytes import disk_bytes
+from megatrain.planner_job import StepTokens
 from megatrain.recipes.doctor import measured_or_typical
 from megatrain.recipes.nvme import asked_of_nvme, nvme_room, on_nvme, with_drives
 from megatrain.recipes.optimizers import make_optimizer, state_bytes, whole_update, with_lighter_moments
@@ -79,13 +80,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is known of a run before anything is allocated; of its rows only `packed_tokens`, as `Job` has it, once they were read."""
+    """What is known of a run before anything is allocated; of its rows only `step_tokens`, as `Job` has them, once they were read."""
 
     model: Model
     machine: Machine
     skeleton: Skeleton
     shape: ModelShape
-    packed_tokens: tuple[int, float] | None = None
+    step_tokens: tuple[StepTokens, ...] = ()
 
 
 def prepare(config: Config, *, may_measure: bool = False) -> Parts:
@@ -176,7 +177,7 @@ def make_run_plan(
         ),
         fp8_share=Fp8Policy().share(parts.skeleton.layers),
         compiled=choose_compile(config, parts.skeleton, parts.machine),
-        packed_tokens=parts.packed_tokens,
+        step_tokens=parts.step_tokens,
         activations=config.memory.activations,
         draws_weights=config.model.init == "random",
         lengths_vary=lengths_vary(config, parts.skeleton, parts.machine),

@@ -257,12 +257,17 @@ def test_packed_sequences_are_nearly_full():
     assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (len(batch.micro_batches) - 1)
 
 
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}])
-def test_how_full_sequences_get_is_known_before_any_row_is_read(settings: dict[str, Any]):
-    steps = [sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in loader(pack_to=32, epochs=1, **settings)]
+@pytest.mark.parametrize("pack_to", [None, 32], ids=["padded", "packed"])
+@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 10**6}])
+def test_how_much_is_padded_is_known_before_any_row_is_read(settings: dict[str, Any], pack_to: int | None):
     unread = FakeRows(ROWS.lengths)
     unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
-    assert loader(unread, pack_to=32, epochs=3, **settings).packed_tokens() == (max(steps), sum(steps) / len(steps))
+    sizes = (32, 48, 64, 1024)
+    for size, most, mean in loader(unread, pack_to=pack_to, epochs=3, **settings).step_tokens(sizes):
+        epoch = loader(pack_to=pack_to, epochs=1, **{**settings, "micro_batch_tokens": size})
+        steps = [sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in epoch]
+        full = steps[:-1] or steps  # the last has what is left
+        assert (most, mean) == (max(steps), sum(full) / len(full))
 
 
 def test_held_out_rows_are_packed_once_each():
