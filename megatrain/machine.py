@@ -43,7 +43,7 @@ class MachineProfile:
     matmul_fp32: Rates  # the same in float32
     attention: Rates  # (sequence length, FLOP/s) causal, forward and backward, heads of 128; 12 x heads x 128 FLOP per pair that attends
     memory: float  # bytes/s of the compute device's own memory, read and written ones counted
-    fresh: float  # the same where what is written was never touched before, as a CPU's larger activations; a GPU's allocator knows no such
+    fresh: float  # the same into memory that nothing has touched before, where a CPU's larger activations lie; a GPU's: as `memory`
     launch: float  # seconds that one small eager operation costs the host
     device_update: float  # parameters/s of the same update on the compute device
     disk_write: float  # bytes/s in the output folder, or of the slowest drive of memory.nvme, past the page cache

@@ -143,7 +143,7 @@ class MetricsWriter:
         self.close()
 
     def close(self) -> None:
-        if self._waiting:
+        if self._waiting and self._write_waiting() is not None:
             missing = self._waiting.count(b"\n")
             logger.error(f"{self.path}: lacks its last {missing} lines, for which there was no room")
         self._file.close()
@@ -167,12 +167,18 @@ class MetricsWriter:
     def _write(self, row: dict[str, Any]) -> None:
         waited = bool(self._waiting)
         self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        error = self._write_waiting()
+        if error is not None and not waited:
+            logger.error(f"{self.path}: cannot be written ({error.strerror}); free space: training goes on, and its lines wait")
+
+    def _write_waiting(self) -> OSError | None:
+        """What kept some of it from being written; None: all is."""
         try:
             while self._waiting:  # where space runs out, a part of it is written without an error
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            if not waited:
-                logger.error(f"{self.path}: cannot be written ({error.strerror}); free space: training goes on, and its lines wait")
+            return error
+        return None
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -144,6 +144,17 @@ def test_on_a_full_disk_lines_wait_and_are_written_when_there_is_room(tmp_path, 
     assert len(caplog.messages) == 1 and "training goes on, and its lines wait" in caplog.messages[0]
 
 
+def test_what_waits_is_written_at_the_end_too(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        try:
+            writer.write_step(STEP)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [STEP.step]
+
+
 def test_lines_for_which_there_never_was_room_are_missed_aloud(tmp_path, caplog):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with MetricsWriter(tmp_path) as writer:

@@ -136,22 +136,29 @@ class Loader:
 
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float]]:
         """(size, tokens of a step's sequences, padding included, at most, and of a full step on average) for micro-batches of every size:
-        of the first epoch's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
-        order, ends = self._order.of(0)
-        steps: list[list[int]] = []
-        index = 0
-        while index < len(order) and len(steps) < STEPS_LOOKED_AT:
-            stop = self._step_end(ends, index, len(order))
-            steps.append(np.sort(self._rows.lengths[order[index:stop]])[::-1].tolist())
-            index = stop
-        full = len(steps) - (index == len(order) and len(steps) > 1)  # an epoch's last step is what is left
+        of the run's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
+        steps, full = self._first_steps()
         packed = [] if self.pack_to is None else [len(best_fit(lengths, self.pack_to)) * self.pack_to for lengths in steps]
 
         def of(size: int) -> tuple[int, int, float]:
             found = packed or [padded(lengths, size) for lengths in steps]
-            return size, max(found), sum(found[:full]) / full
+            counted = [tokens for tokens, whole in zip(found, full, strict=True) if whole] or found
+            return size, max(found), sum(counted) / len(counted)
 
         return [of(size) for size in sizes]
+
+    def _first_steps(self) -> tuple[list[list[int]], list[bool]]:
+        """The lengths of the rows of each, longest first, and whether it is a full one: an epoch's last step is what is left."""
+        steps, full, epoch = list[list[int]](), list[bool](), 0
+        while epoch < self._epochs and len(steps) < STEPS_LOOKED_AT:
+            (order, ends), rows, index = self._order.of(epoch), self._epoch_rows(epoch), 0
+            while index < rows and len(steps) < STEPS_LOOKED_AT:
+                stop = self._step_end(ends, index, rows)
+                steps.append(np.sort(self._rows.lengths[order[index:stop]])[::-1].tolist())
+                full.append(stop < rows)
+                index = stop
+            epoch += 1
+        return steps, full
 
     def _prepare(self, thread: ThreadPoolExecutor, position: Position) -> Future[StepBatch] | None:
         return None if self._ended(position) else thread.submit(self._build, position)
