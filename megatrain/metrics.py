@@ -143,7 +143,7 @@ class MetricsWriter:
         self.close()
 
     def close(self) -> None:
-        if self._waiting and self._write_waiting() is not None:
+        if self._write_waiting() is not None:
             missing = self._waiting.count(b"\n")
             logger.error(f"{self.path}: lacks its last {missing} lines, for which there was no room")
         self._file.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal
+from typing import Final, Literal
 
+PAGE: Final = 4096  # O_DIRECT wants addresses, offsets and sizes in multiples of a drive's blocks, which are this at most
 Level = Literal["state", "gradients", "all"]  # each holds what those before it hold
 
 # Arrays are taken to the drive in the order of how seldom a step touches them: what only the update reads and writes; gradients, which are
@@ -31,6 +33,16 @@ def stages_for_updates(array: str, blocks: int) -> int:
     """An update takes one only while fewer than so many of them hold what is being changed, or was and is not on the drive yet."""
     count = stages(array, blocks)
     return count if count == blocks else max(1, count - READERS.get(array, 0))
+
+
+def boundary_share(nbytes: int, far: int, layers: int) -> int:
+    """Bytes of a boundary that go to the drive, where of so many layers' as much does as `far` of them are. What stays is whole pages."""
+    return nbytes - nbytes * (layers - far) // layers // PAGE * PAGE if far else 0
+
+
+def boundary_room(sizes: Iterable[int], far: int, layers: int) -> int:
+    """Bytes in files for the boundaries of micro-batches of these many bytes, each in whole pages."""
+    return layers * sum(-(-boundary_share(nbytes, far, layers) // PAGE) * PAGE for nbytes in sizes)
 
 
 def boundary_staging(micro_batch_bytes: int) -> tuple[int, int]:

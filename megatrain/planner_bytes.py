@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, LARGE_BLOCK_BYTES, MIB, Hardware
-from megatrain.nvme_tier import blocks_on_nvme, boundary_staging, holds, stages
+from megatrain.nvme_tier import blocks_on_nvme, boundary_room, boundary_staging, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
 from megatrain.run_folder import SMALL_FILES_BYTES
@@ -315,7 +315,9 @@ def array_bytes(choices: Choices, job: Job) -> dict[str, float]:
 
 def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
     """What lies on NVMe, by array."""
-    inputs = far_inputs(choices, shape) * choices.group_tokens(job) * boundary_row_bytes(job, shape)
+    row = boundary_row_bytes(job, shape)
+    sizes = (tokens * row for tokens in choices.largest_group(job))
+    inputs = boundary_room(sizes, far_inputs(choices, shape), _recomputed(choices, shape))
     return _arrays_on_nvme(choices, job, shape) | ({"boundary activations": inputs} if inputs else {})
 
 

@@ -89,7 +89,9 @@ class Job:
 
     def _known(self, micro_batch_tokens: int) -> StepTokens | None:
         """Of micro-batches of this size, or of the next larger ones, which have more padding."""
-        return next((known for known in self.step_tokens if known.micro_batch >= micro_batch_tokens), (self.step_tokens or (None,))[-1])
+        if not self.step_tokens:
+            return None
+        return next((known for known in self.step_tokens if known.micro_batch >= micro_batch_tokens), self.step_tokens[-1])
 
     def _padding(self, micro_batch_tokens: int) -> float:
         """How much there is, from 0 to 1: it falls with the number of micro-batches."""

@@ -23,8 +23,8 @@ from megatrain.engine.streams import Event, Lane
 from megatrain.errors import StorageError
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
-from megatrain.memory.swap_files import PAGE, SwapFiles
-from megatrain.nvme_tier import boundary_staging
+from megatrain.memory.swap_files import SwapFiles
+from megatrain.nvme_tier import PAGE, boundary_room, boundary_share, boundary_staging
 
 TOUCHING_THREADS = 8
 
@@ -96,8 +96,8 @@ class FarBoundaries:
 
     def _need(self, sizes: Sequence[int], layers: int) -> tuple[int, int]:
         """Bytes in files, and of a staging piece."""
-        shares = [round_up(self.share(size), PAGE) for size in sizes]
-        return layers * sum(shares), boundary_staging(max(shares))[1]
+        largest = round_up(max(map(self.share, sizes)), PAGE)
+        return boundary_room(sizes, self._far, layers), boundary_staging(largest)[1]
 
     def _renew(self, nbytes: int, piece: int) -> None:
         self._behind.submit(lambda _: None).wait_host()  # wait: the device may still read a piece
@@ -118,7 +118,7 @@ class FarBoundaries:
 
     def share(self, nbytes: int) -> int:
         """Bytes of a boundary that come here. What stays is whole pages."""
-        return nbytes - nbytes * (self._of - self._far) // self._of // PAGE * PAGE if self._far else 0
+        return boundary_share(nbytes, self._far, self._of)
 
     def take(self, nbytes: int) -> Far:
         """A place for that of the next boundary, which must be sent there."""

@@ -148,9 +148,10 @@ def _memory(subject: Subject) -> Figures:
     """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
     device, nbytes = subject.computing(), subject.sizes.memory_bytes
     memory = device.memory(nbytes)
-    figures = {"memory": memory, "fresh": memory, "launch": device.launch()}
-    if subject.device.type != "cuda":
-        return figures | {"fresh": device.fresh(nbytes)}
+    cuda = subject.device.type == "cuda"
+    figures = {"memory": memory, "fresh": memory if cuda else device.fresh(nbytes), "launch": device.launch()}
+    if not cuda:
+        return figures
     measured = (
         None if subject.quick else update.device_rate(subject.clock(subject.device), update.PARAMETERS)
     )  # a quick one compiles no kernel for 2%

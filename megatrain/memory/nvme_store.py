@@ -28,8 +28,8 @@ from megatrain.errors import StorageError
 from megatrain.memory.host_store import ArraySpec
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.slab import Slab
-from megatrain.memory.swap_files import PAGE, Done, SwapFiles
-from megatrain.nvme_tier import READERS, stages, stages_for_updates
+from megatrain.memory.swap_files import Done, SwapFiles
+from megatrain.nvme_tier import PAGE, READERS, stages, stages_for_updates
 
 READ_BYTES = 16 << 20  # of an array that is read past the buffers
 

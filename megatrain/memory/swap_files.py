@@ -19,10 +19,10 @@ from pathlib import Path
 
 from megatrain.errors import StorageError
 from megatrain.memory.layout import round_up
+from megatrain.nvme_tier import PAGE
 
 PIECE_BYTES = 8 << 20  # of a transfer: consecutive ones lie in different folders
 QUEUE_DEPTH = 16  # pieces on their way at a time, in each folder
-PAGE = 4096  # O_DIRECT wants addresses, offsets and sizes in multiples of a drive's blocks, which are this at most
 NO_PROGRESS = 8  # so many answers of less than a page in a row, and a drive is taken to be broken
 NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 

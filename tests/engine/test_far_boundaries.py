@@ -22,7 +22,7 @@ from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, StorageError
 from megatrain.memory import slab, swap_files
 from megatrain.memory.layout import round_up
-from megatrain.memory.swap_files import PAGE
+from megatrain.nvme_tier import PAGE
 from megatrain.optim import Muon
 from tests.drives import quick_drive, rooms_for_inputs, slow_drive
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine

@@ -14,7 +14,7 @@ from megatrain import nvme_tier
 from megatrain.engine.boundaries import Offload
 from megatrain.engine.engine import Engine
 from megatrain.engine.settings import ALL, Settings
-from megatrain.memory.swap_files import PAGE
+from megatrain.nvme_tier import PAGE
 from tests.drives import slow_drive
 from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
 
