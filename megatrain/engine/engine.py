@@ -83,7 +83,7 @@ class Engine:
             skeleton.chunk_layers(settings.layer_chunk, settings.compile)
         skeleton.find_skippable()
         if settings.compile:
-            skeleton.compile_layers(settings.cheap_retention)
+            skeleton.compile_layers(settings.cheap_retention, lengths_vary=settings.lengths_vary)
         optimizer.compile()
         with ExitStack() as resources:
             self._open(resources)

@@ -70,13 +70,28 @@ def naming_the_compiler() -> Iterator[None]:
         ) from error
 
 
-def inductor_with_cheap_retention(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A backend of torch.compile: inductor, but its graphs keep only what products and attention need."""
-    from torch._inductor.compile_fx import compile_fx
+@dataclass(frozen=True)
+class Inductor:
+    """A backend of torch.compile: inductor, whose graphs are found again only where attention's kernels are tried in the same order.
 
-    with cheap_retention():
-        compiled: Any = compile_fx(graph, inputs)
-    return compiled  # type: ignore[no-any-return]
+    They are chosen while a layer is traced, and neither the process nor the cache on disk asks by which order. Graphs of equal backends
+    are shared. https://github.com/pytorch/pytorch/issues/185449
+
+    lengths_vary: which order, as `fastest_attention` knows it.
+    cheap: graphs keep only what products and attention need.
+    """
+
+    lengths_vary: bool = False
+    cheap: bool = False
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+        from torch.compiler import config
+
+        tag = f"{config.cache_key_tag} lengths_vary={self.lengths_vary}"
+        with config.patch(cache_key_tag=tag), cheap_retention() if self.cheap else nullcontext():  # type: ignore[attr-defined]
+            compiled: Any = compile_fx(graph, inputs)
+        return compiled  # type: ignore[no-any-return]
 
 
 def cheap_retention() -> AbstractContextManager[None]:

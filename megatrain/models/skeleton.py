@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block, find_layers, layout_of
 from megatrain.models.chunked import chunk, unchunk
-from megatrain.models.compiled import inductor_with_cheap_retention
+from megatrain.models.compiled import Inductor
 from megatrain.models.documents import documents_known, documents_of, none_found, separates
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.probe import probe, replace_all, to_meta, zeros_outside
@@ -260,10 +260,11 @@ class Skeleton:
             hidden, calls = self.dry_call(ROWS, TOKENS)
         return token_wise_modules(self.layers, self.dtype, hidden.shape[-1], calls)
 
-    def compile_layers(self, cheap: bool = False) -> None:
+    def compile_layers(self, cheap: bool = False, *, lengths_vary: bool = False) -> None:
         """Have torch.compile fuse what lies between the matrix products of every layer, when it first runs.
 
         cheap: graphs of `layer` keep only what products and attention need; their backward computes what lies between again.
+        lengths_vary: what `fastest_attention` is told while layers run.
 
         Raises:
             ModelError: the model uses dropout. Compiled with and without gradients a layer draws different masks, so that its
@@ -278,9 +279,9 @@ class Skeleton:
         inductor.triton.autotune_pointwise = False  # which keeps copies of what kernels write over in pinned host RAM, for good
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         for layer in self.layers:
-            layer.compile()
+            layer.compile(backend=Inductor(lengths_vary))
         if cheap:  # beside the others: what recomputation keeps is used at once, and not worth computing twice
-            self._retaining = [torch.compile(layer.forward, backend=inductor_with_cheap_retention) for layer in self.layers]
+            self._retaining = [torch.compile(layer.forward, backend=Inductor(lengths_vary, cheap)) for layer in self.layers]
 
     def _draws_random_numbers(self) -> bool:
         """Whether any part of the model does, in training mode."""

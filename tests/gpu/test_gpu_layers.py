@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from transformers import Qwen2Config
 
 from megatrain.engine.attention import fastest_attention
 from megatrain.engine.graphs import run_for_graph
-from megatrain.models.compiled import inductor_with_cheap_retention
+from megatrain.models.compiled import Inductor
 from megatrain.models.footprint import call_peak_bytes
 from megatrain.models.recorder import LayerCall
 from megatrain.models.shape import shape_of
@@ -23,6 +25,13 @@ CONFIG = Qwen2Config(
 )
 ROWS, TOKENS = 4, 1024
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def gradients_in_the_calling_thread() -> Iterator[None]:
+    """As in a step."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def layer_on_gpu() -> tuple[nn.Module, Tensor, LayerCall]:
@@ -49,7 +58,7 @@ def gradients(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[
 def test_a_graph_keeps_what_the_dry_run_found(compiled: bool, cheap: bool) -> None:
     layer, hidden, call = layer_on_gpu()
     if compiled:
-        layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
+        layer.compile(backend=Inductor(cheap=cheap))
     gradients(layer, hidden, call, ())  # whatever a first run allocates for good
     before = torch.cuda.memory_allocated()
     with fastest_attention(CUDA):
@@ -80,7 +89,7 @@ def peak_of(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[st
 def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool) -> None:
     layer, hidden, call = layer_on_gpu()
     skipped = () if retained else ("mlp.down_proj",)
-    layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
+    layer.compile(backend=Inductor(cheap=cheap))
     peak_of(layer, hidden, call, skipped, retained)  # which compiles
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=True)
     sets = shape.compiled
@@ -95,7 +104,7 @@ def test_gradients_of_cheap_retention_are_the_same_but_for_rounding(deterministi
     layer, hidden, call = layer_on_gpu()
     layer.compile()
     full = gradients(layer, hidden, call, ())
-    layer.compile(backend=inductor_with_cheap_retention)
+    layer.compile(backend=Inductor(cheap=True))
     cheap = gradients(layer, hidden, call, ())
     assert {name for name in full if distance(cheap[name], full[name]) > 0.004} == set()  # what is computed twice may round twice
 

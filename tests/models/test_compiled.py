@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, Qwen2Config
 
 from megatrain.engine.graphs import run_for_graph
 from megatrain.engine.settings import Settings
 from megatrain.errors import ConfigError
-from megatrain.models.compiled import CompiledLayer, cheap_retention, inductor_with_cheap_retention, trace_compiled
+from megatrain.models.compiled import CompiledLayer, Inductor, cheap_retention, trace_compiled
 from megatrain.models.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.recorder import LayerCall
 from megatrain.models.shape import shape_of
@@ -197,7 +199,7 @@ def test_what_is_alive_is_what_compiled_code_allocates(cheap: bool) -> None:
     hidden, calls = skeleton.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
     layer, skipped = skeleton.layers[0], () if cheap else ("mlp.down_proj",)
     torch._dynamo.reset()
-    layer.compile(backend=inductor_with_cheap_retention if cheap else "inductor")
+    layer.compile(backend=Inductor(cheap=cheap))
 
     def run() -> None:
         with skipping(layer, skipped):
@@ -239,7 +241,7 @@ def test_inductor_keeps_as_little_for_this_layer_alone() -> None:
     full.load_state_dict(cheap.state_dict())
     hidden = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     torch._dynamo.reset()
-    cheap.compile(backend=inductor_with_cheap_retention)
+    cheap.compile(backend=Inductor(cheap=True))
     full.compile()
     bytes_kept, gradients = kept_and_gradients(cheap, hidden)
     bytes_of_full, expected = kept_and_gradients(full, hidden)
@@ -278,3 +280,34 @@ def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_p
         pytest.raises(ConfigError, match=r"compile: torch.compile could not .*No working C\+\+ compiler.*; set compile: false"),
     ):
         engine.train_step(full_batches(0))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("process", ["one", "another"])
+def test_graphs_are_found_again_only_with_the_attention_that_they_have(process: str) -> None:
+    orders = {False: [SDPBackend.FLASH_ATTENTION], True: [SDPBackend.MATH]}
+    torch._dynamo.reset()
+    with fresh_cache():
+        for lengths_vary in (False, True, False):
+            if process == "another":
+                torch._dynamo.reset()  # what is left is on disk
+            with sdpa_kernel(orders[lengths_vary]):
+                assert runs_flash(compiled_layer(lengths_vary=lengths_vary)) is not lengths_vary
+
+
+def compiled_layer(*, lengths_vary: bool) -> Callable[[], None]:
+    """Forward and backward of a small model's first layer."""
+    skeleton = Skeleton(tiny_config("llama"))
+    for block in skeleton.anatomy.blocks[:2]:
+        skeleton.bind(block, torch.ones(block.layout.numel))
+    hidden, calls = skeleton.embed({"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)})
+    skeleton.compile_layers(lengths_vary=lengths_vary)
+    return lambda: skeleton.layer(0, hidden.detach().requires_grad_(), calls[0]).sum().backward()
+
+
+def runs_flash(work: Callable[[], None]) -> bool:
+    """Whether `work`, done once more, takes its attention from PyTorch's flash kernel."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        work()
+    return any("flash_attention" in event.key for event in seen.key_averages())
