@@ -72,7 +72,7 @@ CAPACITY_CASES: Mapping[str, Case] = {
             overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"),
             flags=LEARNT,
         ),
-        Case("50b-16k-126gib", "llama-3-70b", 16384, layers=56, overrides=(*LION_INT8, "train.learning_rate=3e-5"), flags=LEARNT),
+        Case("49b-16k-126gib", "llama-3-70b", 16384, layers=55, overrides=(*LION_INT8, "train.learning_rate=3e-5"), flags=LEARNT),
         Case("20b-16k", "llama-3-70b", 16384, layers=21, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
         Case("32b-65k", "qwen2.5-32b", 65536, flags=LEARNT),
         Case("14.8b-32k-24gib", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB",), flags=LEARNT),

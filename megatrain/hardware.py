@@ -35,6 +35,12 @@ CUDA_LIBRARY_BYTES = 1080 * MIB
 CUDNN_LIBRARY_BYTES = 135 * MIB  # of these, what only attention in bf16 loads
 COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cache; 70 MiB with all of it there
 
+# What the kernel keeps of its own about a process's memory: 8 bytes of page table for 4 KiB, on huge pages too; where they are pinned, the
+# GPU's driver as much again, twice. H200, 124 GiB: 0.24 and 0.44 GiB. Without this room it throws out the pages of code that runs.
+PAGE_TABLE_SHARE = 8 / 4096
+PINNED_SHARE = 16 / 4096
+SPARE_BYTES = 256 * MIB  # of RAM, for what else the kernel and others may come to need: its caches grew by 110 MiB meanwhile
+
 # glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.
 # Smaller activations then leave holes in heaps that nobody takes back: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time.
 # A fixed bound costs page faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md).
@@ -86,21 +92,27 @@ def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
         raise ConfigError(
             "device: cuda was asked for, but no NVIDIA GPU is visible; set device: cpu, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    memory = psutil.virtual_memory()
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info()
     limit, room = cgroup_memory()
-    own_bytes = psutil.Process().memory_info().rss
+    code_bytes = getattr(own, "shared", 0)  # page cache, which counts as available
+    most = own.rss - code_bytes + memory.available - SPARE_BYTES
     return Hardware(
         gpu=gpu,
         host_total_bytes=memory.total if limit is None else min(memory.total, limit),
-        host_available_bytes=own_bytes + (memory.available if room is None else min(memory.available, room)),
+        host_available_bytes=without_tables(most if room is None else min(most, own.rss + room), pinned=gpu is not None),
         physical_cores=physical_cores(),
         disk_free_bytes=disk_free(Path(output_folder)),
         memlock_bytes=memlock_limit(),
         context_bytes=CUDA_CONTEXT_BYTES if gpu else 0,
         workspace_bytes=CUBLAS_WORKSPACE_BYTES if gpu else 0,
-        resident_bytes=own_bytes,
+        resident_bytes=own.rss,
         library_bytes=CUDA_LIBRARY_BYTES if gpu else CPU_LIBRARY_BYTES,
     )
+
+
+def without_tables(nbytes: int, *, pinned: bool) -> int:
+    """How many of so many bytes of RAM can be used, when the kernel has taken what it needs to manage them. pinned: for a GPU."""
+    return int(nbytes / (1 + PAGE_TABLE_SHARE + (PINNED_SHARE if pinned else 0)))
 
 
 def physical_cores() -> int:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from megatrain import hardware
 from megatrain.errors import ConfigError
 from megatrain.hardware import (
+    GIB,
     MIB,
+    Gpu,
+    Hardware,
     bf16_is_fast,
     cgroup_cpus,
     cgroup_memory,
@@ -130,6 +134,22 @@ def test_a_container_limit_bounds_what_is_available(tmp_path: Path, monkeypatch:
     assert found.host_total_bytes == 64 * MIB
     own = psutil.Process().memory_info().rss
     assert found.host_available_bytes == pytest.approx(16 * MIB + own, rel=0.1)  # what we hold already is ours
+
+
+def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process holds 3 GiB, 1 of them code in the page cache, which counts as available; 64 GiB are, in all."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=128 * GIB, available=64 * GIB))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=3 * GIB, shared=GIB))
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
+    most, gpu = (2 + 64) * GIB - 256 * MIB, Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0))
+    for found, page in ((probe(tmp_path, "cpu"), 4096 + 8), (with_gpu(tmp_path, monkeypatch, gpu), 4096 + 8 + 16)):
+        assert found.host_available_bytes == most * 4096 // page
+        assert found.resident_bytes == 3 * GIB
+
+
+def with_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Hardware:
+    monkeypatch.setattr(hardware, "visible_gpu", lambda: gpu)
+    return probe(folder)
 
 
 def test_probe_of_this_machine(tmp_path: Path) -> None:

@@ -11,7 +11,17 @@ import torch
 from megatrain.config import Config
 from megatrain.config.values import parse_size
 from megatrain.errors import ConfigError
-from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, CUDA_LIBRARY_BYTES, FIRST_BFLOAT16, GIB, MIB, Gpu, Hardware
+from megatrain.hardware import (
+    CUBLAS_WORKSPACE_BYTES,
+    CUDA_CONTEXT_BYTES,
+    CUDA_LIBRARY_BYTES,
+    FIRST_BFLOAT16,
+    GIB,
+    MIB,
+    Gpu,
+    Hardware,
+    without_tables,
+)
 from megatrain.machine import GPUS, typical
 from megatrain.models.fp8 import FIRST_CAPABILITY
 from megatrain.recipes.setup import Machine
@@ -39,7 +49,7 @@ def another_machine(config: Config, gpu: str, ram: str, cores: int | None = None
     hardware = Hardware(
         gpu=Gpu(f"NVIDIA {name}", total, total - DRIVER_BYTES, sheet.capability),
         host_total_bytes=size,
-        host_available_bytes=size - SYSTEM_BYTES,
+        host_available_bytes=without_tables(size - SYSTEM_BYTES, pinned=True),
         physical_cores=cores or CORES[sheet.host],
         disk_free_bytes=DISK_BYTES,
         memlock_bytes=None,
