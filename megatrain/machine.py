@@ -37,7 +37,7 @@ class MachineProfile:
     download: float  # bytes/s, the other way, alone
     both: float  # bytes/s, both directions at once, their sum
     update: Rates  # (threads, parameters/s) of our AdamW kernel over host arrays much larger than caches, 26 bytes a parameter
-    arithmetic: float  # how fast a thread of the host computes updates, as a share of what the table of moments says (optim/elementwise.py)
+    arithmetic: float  # how fast a thread of the host computes updates, as a share of what `Optimizer.arithmetic` says
     update_busy: float  # parameters/s on `hardware.update_threads` threads while PCIe is busy both ways; without a GPU as alone
     matmul: Rates  # (tokens, FLOP/s) on the compute device, bfloat16, [tokens, 4096] x [4096, 14336]
     matmul_fp32: Rates  # the same in float32

@@ -13,7 +13,6 @@ from megatrain.measure.clock import Clock
 from megatrain.memory.layout import GROUP
 from megatrain.memory.slab import Slab
 from megatrain.optim import AdamW
-from megatrain.optim.elementwise import MOMENTS
 from megatrain.optim.optimizer import UpdateRange
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
@@ -44,7 +43,7 @@ def device_rate(clock: Clock, parameters: int) -> float | None:
 
 
 def arithmetic(threads: int, clock: Clock) -> float:
-    """How fast each of so many threads computes an update, of what optim/elementwise.py's table of moments assumes.
+    """How fast each of so many threads computes an update, of what `Optimizer.arithmetic` assumes.
 
     Of AdamW with moments in 8 bits, whose arithmetic takes longer than its memory.
     """
@@ -58,9 +57,8 @@ def arithmetic(threads: int, clock: Clock) -> float:
 
     with ThreadPoolExecutor(threads) as pool:
         seconds = clock.seconds(lambda: list(pool.map(repeat, updates)))
-    usual = MOMENTS["int8"].arithmetic
-    assert usual is not None
-    return REPEATS * PIECE / seconds / usual
+    assert optimizer.arithmetic is not None
+    return REPEATS * PIECE / seconds / optimizer.arithmetic
 
 
 def _piece(optimizer: AdamW) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ class AdamW(Elementwise):
     moments: str = "float32"
 
     name: ClassVar[str] = "adamw"
+    plain_s: ClassVar[float] = 0.45e-9
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     homes: ClassVar[dict[str, str]] = {"float32": "kernels", "bfloat16": "kernels", "int8": "int8_kernels"}
 

@@ -19,19 +19,19 @@ from megatrain.optim.optimizer import StateArray, UpdateRange
 
 @dataclass(frozen=True)
 class Format:
-    """How moments are kept. `arithmetic`: parameters/s of one thread of the host with data in its caches, on an EPYC with AVX-512
-    (docs/log.md); None: memory always takes longer."""
+    """How moments are kept. `codec_s`: seconds of one thread of the host for a number to and fro, with data in its caches, on an EPYC with
+    AVX-512 (docs/log.md); None: memory always takes longer."""
 
     dtype: torch.dtype
     suffix: str = ""  # of the kernels that take them
     scaled: bool = False  # each GROUP has a scale
-    arithmetic: float | None = None
+    codec_s: float | None = None
 
 
 MOMENTS = {  # from the widest to the narrowest
     "float32": Format(torch.float32),
-    "bfloat16": Format(torch.bfloat16, "_bf16", arithmetic=1.4e9),
-    "int8": Format(torch.uint8, "_int8", scaled=True, arithmetic=0.8e9),
+    "bfloat16": Format(torch.bfloat16, "_bf16", codec_s=0.13e-9),
+    "int8": Format(torch.uint8, "_int8", scaled=True, codec_s=0.4e-9),
 }
 
 
@@ -43,14 +43,15 @@ class Elementwise(ABC):
     """
 
     name: ClassVar[str]
+    plain_s: ClassVar[float]  # seconds of one thread for a parameter with moments in fp32, measured as the formats' `codec_s`
     moment_names: ClassVar[tuple[str, ...]]
     homes: ClassVar[dict[str, str]]  # module of the host's kernels, by moments
     moments: str
 
     @property
     def arithmetic(self) -> float | None:
-        """As the format's."""
-        return self._format.arithmetic
+        codec_s = self._format.codec_s
+        return None if codec_s is None else 1 / (self.plain_s + len(self.moment_names) * codec_s)
 
     @property
     def state_arrays(self) -> tuple[StateArray, ...]:

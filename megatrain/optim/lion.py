@@ -24,6 +24,7 @@ class Lion(Elementwise):
     moments: str = "float32"
 
     name: ClassVar[str] = "lion"
+    plain_s: ClassVar[float] = 0.35e-9
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
     homes: ClassVar[dict[str, str]] = {"float32": "lion_kernels", "bfloat16": "lion_kernels", "int8": "int8_kernels"}
 

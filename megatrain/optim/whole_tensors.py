@@ -71,7 +71,7 @@ class WholeTensors(ABC):
     """An optimizer that updates whole tensors. Its hyper-parameters are those of a frozen dataclass, as in AdamW."""
 
     name: ClassVar[str]
-    arithmetic: ClassVar[float | None] = None  # as Format's in elementwise.py, of large matrices
+    arithmetic: ClassVar[float | None] = None  # as `Optimizer.arithmetic`, of large matrices
     lr: float
     weight_decay: float
 
