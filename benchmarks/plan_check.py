@@ -137,8 +137,12 @@ def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     from megatrain.planner_job import StepTokens
 
     steps = [row_lengths(case, number) for number in range(STEPS_LOOKED_AT)]
-    found = {size: [padded(lengths, size) for lengths in steps] for size in sizes}
-    return tuple(StepTokens(size, max(tokens), statistics.fmean(tokens)) for size, tokens in found.items())
+
+    def of(size: int) -> StepTokens:
+        tokens, parts = zip(*(padded(lengths, size) for lengths in steps), strict=True)
+        return StepTokens(size, max(tokens), statistics.fmean(tokens), max(parts), statistics.fmean(parts))
+
+    return tuple(map(of, sizes))
 
 
 def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, torch.Tensor]]:

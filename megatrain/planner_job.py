@@ -28,11 +28,13 @@ class WholeUpdate:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of a step's sequences with their padding, where micro-batches have so many tokens at most."""
+    """A step's sequences, where micro-batches have so many tokens at most: their tokens, padding included, and their micro-batches."""
 
     micro_batch: int
     most: int
     mean: float
+    most_micro_batches: int
+    mean_micro_batches: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ class Job:
         known = self._known(micro_batch_tokens)
         return known.mean if known else self.tokens_per_step * (1 + MEAN_PADDING * self._padding(micro_batch_tokens))
 
+    def most_micro_batches(self, micro_batch_tokens: int) -> int:
+        """How many a step has at most. Rows seldom fill them."""
+        known, full = self._known(micro_batch_tokens), -(-self.padded_tokens(micro_batch_tokens) // micro_batch_tokens)
+        return max(1, full, known.most_micro_batches if known else 0)
+
+    def mean_micro_batches(self, micro_batch_tokens: int) -> float:
+        """And on average, in parts of full ones where rows are not known."""
+        known, full = self._known(micro_batch_tokens), self.computed_tokens(micro_batch_tokens) / micro_batch_tokens
+        return max(full, known.mean_micro_batches if known else 0.0)
+
     def _known(self, micro_batch_tokens: int) -> StepTokens | None:
         """Of micro-batches of this size, or of the next larger ones, which have more padding."""
         if not self.step_tokens:
@@ -132,7 +144,7 @@ class Choices:
         return max(1, -(-self.micro_batches_of_step(job) // self.groups))
 
     def micro_batches_of_step(self, job: Job) -> int:
-        return max(1, -(-job.padded_tokens(self.micro_batch_tokens) // self.micro_batch_tokens))
+        return job.most_micro_batches(self.micro_batch_tokens)
 
     def group_tokens(self, job: Job) -> int:
         """Tokens of the largest group."""

@@ -107,7 +107,7 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
 
 def micro_batches(choices: Choices, job: Job) -> float:
     """Micro-batches of a group, on average."""
-    return job.computed_tokens(choices.micro_batch_tokens) / choices.micro_batch_tokens / choices.groups
+    return job.mean_micro_batches(choices.micro_batch_tokens) / choices.groups
 
 
 def _bound(course: Course, phase: str) -> str:
@@ -137,6 +137,7 @@ class _Costs:
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
         self.micro_batches = micro_batches(choices, job)
+        self.tokens = job.computed_tokens(choices.micro_batch_tokens) / job.mean_micro_batches(choices.micro_batch_tokens)  # of one
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
         self.kept_bytes = self._kept_bytes()
         self.far_share = far_inputs(choices, shape) / max(1, self.graphs.count("nowhere"))  # of a recomputed layer's input
@@ -151,7 +152,7 @@ class _Costs:
 
     def layer(self, number: int) -> BlockTasks:
         """Recomputation leaves out the products whose value no gradient needs, cheap retention repeats what lies between products."""
-        work, tokens, graph = self.shape.work.layers[number - 1], self.choices.micro_batch_tokens, self.graphs[number - 1]
+        work, tokens, graph = self.shape.work.layers[number - 1], self.tokens, self.graphs[number - 1]
         kept = self.kept_bytes[number - 1]
         key = (id(work), self.shape.block_numel[number], graph, kept, number < self.choices.resident, number in self.far)
         if key not in self._known:  # layers are mostly of one kind
@@ -167,7 +168,7 @@ class _Costs:
             self._known[key] = self._with_drive(block, offloaded) if graph == "nowhere" else block
         return self._known[key]
 
-    def _again(self, work: LayerWork, tokens: int) -> float:
+    def _again(self, work: LayerWork, tokens: float) -> float:
         """What a retained layer's backward computes once more."""
         return work.cheap_bytes * tokens / self.machine.memory if self.choices.cheap_retention else 0.0
 
@@ -176,22 +177,22 @@ class _Costs:
         if self.job.activations == UNCHANGED:
             return 0.0
         both = self.shape.hidden_size * self.weight + boundary_row_bytes(self.job, self.shape)
-        return self.choices.micro_batch_tokens * both / self.machine.memory
+        return self.tokens * both / self.machine.memory
 
     def embedding(self) -> BlockTasks:
         """In backward it runs once more: nothing of it is kept."""
-        forward, backward = self._forward_and_backward(self.shape.work.embed, self.choices.micro_batch_tokens, self._matmul_rate(0))
+        forward, backward = self._forward_and_backward(self.shape.work.embed, self.tokens, self._matmul_rate(0))
         return self._block(0, forward, forward + backward)
 
     def head(self) -> BlockTasks:
         """Forward and backward at once, chunk by chunk, each of which adds up its gradient of the weights."""
-        chunk = min(self.choices.head_chunk_tokens, self.choices.micro_batch_tokens)
-        chunks = self.choices.micro_batch_tokens / chunk
+        chunk = min(self.choices.head_chunk_tokens, self.tokens)
+        chunks = self.tokens / chunk
         adding = self._adding(self.shape.block_numel[-1] + (self.shape.block_numel[0] if self.shape.tied else 0))
         both = chunks * sum(self._forward_and_backward(self.shape.work.head, chunk, self._matmul_rate(chunk))) + (chunks - 1) * adding
         return self._block(len(self.shape.block_numel) - 1, 0.0, both)
 
-    def _forward_and_backward(self, work: LayerWork, tokens: int, rate: float, traffic: float = 1.0) -> tuple[float, float]:
+    def _forward_and_backward(self, work: LayerWork, tokens: float, rate: float, traffic: float = 1.0) -> tuple[float, float]:
         """Seconds of `tokens` at once, with matrix products at `rate` FLOP/s and `traffic` times the bytes of bf16 between them."""
         attention = 3 * work.forward.attention_flops * tokens / interpolate(self.machine.attention, self.job.seq_len)
         return (
@@ -199,7 +200,7 @@ class _Costs:
             self._pass(work.backward, tokens, rate, traffic, attention * (1 - ATTENTION_FORWARD_SHARE)),
         )
 
-    def _pass(self, work: Pass, tokens: int, rate: float, traffic: float, attention: float) -> float:
+    def _pass(self, work: Pass, tokens: float, rate: float, traffic: float, attention: float) -> float:
         """Seconds of one direction. A GPU computes while the host launches the next kernels; a CPU does one after the other."""
         kind = "compiled" if self.job.compiled else "eager"
         moved, kernels = (work.compiled_bytes, work.compiled_kernels) if self.job.compiled else (work.eager_bytes, work.eager_kernels)
@@ -210,7 +211,7 @@ class _Costs:
         launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
         return max(computing, launching) if self.on_gpu else computing + launching
 
-    def _layer_rate(self, tokens: int) -> float:
+    def _layer_rate(self, tokens: float) -> float:
         """FLOP/s of the layers' products over so many tokens."""
         rate = self._matmul_rate(tokens)
         return 1 / (self.fp8_share / self.machine.fp8 + (1 - self.fp8_share) / rate) if self.fp8_share else rate
@@ -219,7 +220,7 @@ class _Costs:
         """Finding the fp8 form of a layer's weights, forward or backward."""
         return self.fp8_share * numel * FP8_WEIGHT_BYTES / 2 / self.machine.memory
 
-    def _matmul_rate(self, tokens: int) -> float:
+    def _matmul_rate(self, tokens: float) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
         return (1.0 if self.on_gpu else CPU_PRODUCTS_SHARE) * interpolate(rates, tokens)
 
@@ -278,7 +279,7 @@ class _Costs:
 
     def _kept_bytes(self) -> list[float]:
         """What may be sent away of one micro-batch in each layer: its input, and what its graph saved."""
-        tokens, job = self.choices.micro_batch_tokens, self.job
+        tokens, job = self.tokens, self.job
         whole, coded = tokens * sent_row_bytes(self.choices, job, self.shape), tokens * boundary_row_bytes(job, self.shape)
         sent = iter(graph_bytes(self.choices, job, self.shape) if self.choices.retained_on_host else ())
         return [whole + next(sent) if graph == "host" else coded if graph == "nowhere" else 0.0 for graph in self.graphs]

@@ -196,9 +196,11 @@ def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes() -> None:
 
 
 def test_padding_is_that_of_the_rows_once_they_are_known() -> None:
-    job = replace(TINY_JOB, lengths_vary=True, step_tokens=(StepTokens(16, 72, 70.5), StepTokens(32, 80, 77.0)))
+    job = replace(TINY_JOB, lengths_vary=True, step_tokens=(StepTokens(16, 72, 70.5, 6, 5.5), StepTokens(32, 80, 77.0, 3, 2.5)))
     found = {size: (job.padded_tokens(size), job.computed_tokens(size)) for size in (8, 16, 20, 32, 64)}
     assert found == {8: (72, 70.5), 16: (72, 70.5), 20: (80, 77.0), 32: (80, 77.0), 64: (80, 77.0)}
+    parts = {size: (job.most_micro_batches(size), job.mean_micro_batches(size)) for size in (8, 16, 20, 32)}
+    assert parts == {8: (9, 70.5 / 8), 16: (6, 5.5), 20: (4, 77 / 20), 32: (3, 2.5)}
     assert device(ALL_STREAMED, job=job)["boundary activations"] == 72 * 10 * 2 * 3
     by_rows = replace(job, rows_per_step=8)
     assert by_rows.pads and not replace(by_rows, step_tokens=()).pads, "so many full rows leave room for everything"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,16 +135,18 @@ class Loader:
             position = self._normal(Position(position.step + steps, position.epoch, index))
         return position.step
 
-    def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float]]:
-        """(size, tokens of a step's sequences, padding included, at most, and of a full step on average) for micro-batches of every size:
-        of the run's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
+    def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
+        """For micro-batches of every size: the size; the tokens of a step's sequences, padding included, at most, and of a full step on
+        average; and so its micro-batches. Of the run's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
         steps, full = self._first_steps()
-        packed = [] if self.pack_to is None else [len(best_fit(lengths, self.pack_to)) * self.pack_to for lengths in steps]
+        if self.pack_to is not None:
+            steps = [[self.pack_to] * len(best_fit(lengths, self.pack_to)) for lengths in steps]
 
-        def of(size: int) -> tuple[int, int, float]:
-            found = packed or [padded(lengths, size) for lengths in steps]
-            counted = [tokens for tokens, whole in zip(found, full, strict=True) if whole] or found
-            return size, max(found), sum(counted) / len(counted)
+        def of(size: int) -> tuple[int, int, float, int, float]:
+            found = [padded(lengths, size) for lengths in steps]
+            whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
+            (tokens, most), (mean_tokens, mean) = (map(max, zip(*found, strict=True)), map(fmean, zip(*whole, strict=True)))
+            return size, tokens, mean_tokens, most, mean
 
         return [of(size) for size in sizes]
 
@@ -279,9 +282,10 @@ def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int,
         start = stop
 
 
-def padded(lengths: Sequence[int], micro_batch_tokens: int) -> int:
-    """Tokens of those micro-batches, padding included."""
-    return sum((stop - start) * lengths[start] for start, stop in cuts(lengths, micro_batch_tokens))
+def padded(lengths: Sequence[int], micro_batch_tokens: int) -> tuple[int, int]:
+    """Tokens of those micro-batches, padding included, and how many there are."""
+    sizes = [(stop - start) * lengths[start] for start, stop in cuts(lengths, micro_batch_tokens)]
+    return sum(sizes), len(sizes)
 
 
 def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:

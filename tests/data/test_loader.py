@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -263,12 +264,18 @@ def test_how_much_is_padded_is_known_before_any_row_is_read(settings: dict[str, 
     unread = FakeRows(ROWS.lengths)
     unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
     sizes = (32, 48, 64, 1024)
-    for size, most, mean in loader(unread, pack_to=pack_to, epochs=3, **settings).step_tokens(sizes):
+    for size, most, mean, most_parts, mean_parts in loader(unread, pack_to=pack_to, epochs=3, **settings).step_tokens(sizes):
         run = list(loader(pack_to=pack_to, epochs=3, **{**settings, "micro_batch_tokens": size}))
-        steps = [sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in run]
-        full = [tokens for tokens, batch in zip(steps, run, strict=True) if batch.epoch % 1] or steps  # an epoch's last has what is left
-        assert most == max(steps)
-        assert mean == pytest.approx(sum(full) / len(full))
+        full = [batch for batch in run if batch.epoch % 1] or run  # an epoch's last has what is left
+        assert most == max(map(computed, run))
+        assert mean == pytest.approx(fmean(map(computed, full)))
+        assert most_parts == max(len(batch.micro_batches) for batch in run)
+        assert mean_parts == pytest.approx(fmean(len(batch.micro_batches) for batch in full))
+
+
+def computed(batch: StepBatch) -> int:
+    """Tokens, padding included."""
+    return sum(micro["input_ids"].numel() for micro in batch.micro_batches)
 
 
 def test_held_out_rows_are_packed_once_each():
