@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,23 @@ MOST_EVENTS = 500_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a shape of `megatrain bench`, or a model folder")
-    parser.add_argument("--layers", type=int, default=None, help="another depth than the model's own; few suffice")
-    parser.add_argument("--steps", type=int, default=3, help="of which the last is watched")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("overrides", nargs="*", help="keys of the config")
-    args = parser.parse_args()
+    args = arguments()
     if not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device, whose allocator keeps the record that this script reads")
     report = measure(args.model, args.layers, args.overrides, args.steps)
     print("\n".join(table(report)))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a shape of `megatrain bench`, or a model folder")
+    parser.add_argument("--layers", type=int, default=None, help="another depth than the model's own; few suffice")
+    parser.add_argument("--steps", type=int, default=3, help="of which the last is watched")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("overrides", nargs="*", help="keys of the config")
+    return parser.parse_intermixed_args(given)
 
 
 def measure(model: str, layers: int | None, overrides: list[str], steps: int) -> dict[str, Any]:

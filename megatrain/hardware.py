@@ -39,7 +39,7 @@ COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cac
 # GPU's driver as much again, twice. H200, 124 GiB: 0.24 and 0.44 GiB. Without this room it throws out the pages of code that runs.
 PAGE_TABLE_SHARE = 8 / 4096
 PINNED_SHARE = 16 / 4096
-SPARE_BYTES = 256 * MIB  # of RAM, for what else the kernel and others may come to need: its caches grew by 110 MiB meanwhile
+SPARE_BYTES = 512 * MIB  # of RAM, for what else the kernel and others may come to need: its own caches grew by 110 MiB meanwhile
 
 # glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.
 # Smaller activations then leave holes in heaps that nobody takes back: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time.

@@ -216,6 +216,8 @@ def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it
         event("alloc", 3, 500, *layer),
         event("free_requested", 3, 500),
     ]
+    given = peak.arguments(["qwen2.5-7b", "--layers", "3", "memory.resident=0", "--steps", "2", "train.retained=0"])
+    assert (given.model, given.layers, given.overrides) == ("qwen2.5-7b", 3, ["memory.resident=0", "train.retained=0"])
     assert peak.alive_at_the_peak(events) == {"code.py:7 < step.py:7": (1000, 2), "nn.py:7": (100, 1)}
 
 

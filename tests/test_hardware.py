@@ -141,7 +141,7 @@ def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(tmp_path
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=128 * GIB, available=64 * GIB))
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=3 * GIB, shared=GIB))
     monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
-    most, gpu = (2 + 64) * GIB - 256 * MIB, Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0))
+    most, gpu = (2 + 64) * GIB - 512 * MIB, Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0))
     for found, page in ((probe(tmp_path, "cpu"), 4096 + 8), (with_gpu(tmp_path, monkeypatch, gpu), 4096 + 8 + 16)):
         assert found.host_available_bytes == most * 4096 // page
         assert found.resident_bytes == 3 * GIB
