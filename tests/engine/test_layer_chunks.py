@@ -89,7 +89,7 @@ def test_compiled_layers_break_there_and_agree(monkeypatch: pytest.MonkeyPatch) 
     compiled = torch.compile
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, backend=aot_eager))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_module(self, backend=aot_eager))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_module(self, backend=aot_eager))
     torch._dynamo.reset()
     found = []
     for settings in (Settings(head_chunk=7), Settings(head_chunk=7, layer_chunk=CHUNK, compile=True)):
