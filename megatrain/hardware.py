@@ -39,7 +39,8 @@ COMPILER_BYTES = 150 * MIB  # torch.compile beside them, with nothing in its cac
 # GPU's driver as much again, twice. H200, 124 GiB: 0.24 and 0.44 GiB. Without this room it throws out the pages of code that runs.
 PAGE_TABLE_SHARE = 8 / 4096
 PINNED_SHARE = 16 / 4096
-SPARE_BYTES = 512 * MIB  # of RAM, for what else the kernel and others may come to need: its own caches grew by 110 MiB meanwhile
+KERNEL_SPARE_BYTES = 512 * MIB  # of RAM, for what else it and others may come to need: its own caches grew by 110 MiB meanwhile
+KERNEL_SPARE_SHARE = 1 / 32  # and of a small machine's RAM no more than that
 
 # glibc maps large blocks and gives them back when they are freed, but raises the bound from which it does so up to 32 MiB as it goes.
 # Smaller activations then leave holes in heaps that nobody takes back: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time.
@@ -94,12 +95,12 @@ def probe(output_folder: str | Path, device: str = "auto") -> Hardware:
         )
     memory, own = psutil.virtual_memory(), psutil.Process().memory_info()
     limit, room = cgroup_memory()
-    code_bytes = getattr(own, "shared", 0)  # page cache, which counts as available
-    most = own.rss - code_bytes + memory.available - SPARE_BYTES
+    code_bytes = getattr(own, "shared", 0)  # page cache, which counts as available; memory shared with other processes is in it, too
+    most = own.rss - code_bytes + memory.available - min(KERNEL_SPARE_BYTES, int(memory.total * KERNEL_SPARE_SHARE))
     return Hardware(
         gpu=gpu,
         host_total_bytes=memory.total if limit is None else min(memory.total, limit),
-        host_available_bytes=without_tables(most if room is None else min(most, own.rss + room), pinned=gpu is not None),
+        host_available_bytes=without_tables(max(0, most if room is None else min(most, own.rss + room)), pinned=gpu is not None),
         physical_cores=physical_cores(),
         disk_free_bytes=disk_free(Path(output_folder)),
         memlock_bytes=memlock_limit(),

@@ -40,9 +40,15 @@ def boundary_share(nbytes: int, far: int, layers: int) -> int:
     return nbytes - nbytes * (layers - far) // layers // PAGE * PAGE if far else 0
 
 
-def boundary_room(sizes: Iterable[int], far: int, layers: int) -> int:
-    """Bytes in files for the boundaries of micro-batches of these many bytes, each in whole pages."""
-    return layers * sum(-(-boundary_share(nbytes, far, layers) // PAGE) * PAGE for nbytes in sizes)
+def boundary_pages(nbytes: int, far: int, layers: int, varied: bool = False) -> int:
+    """The same in whole pages. varied: of any boundary of at most so many bytes, the share of which may begin a page earlier."""
+    return (-(-boundary_share(nbytes, far, layers) // PAGE) + varied) * PAGE if far else 0
+
+
+def boundary_room(sizes: Iterable[int], far: int, layers: int, varied: bool = False) -> int:
+    """Bytes in files for the boundaries of micro-batches of these many bytes. varied: of as many that have no more bytes together, however
+    they share them; each has two pages that are not full."""
+    return layers * sum(boundary_pages(nbytes, far, layers) + (2 * PAGE if varied and far else 0) for nbytes in sizes)
 
 
 def boundary_staging(micro_batch_bytes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, LARGE_BLOCK_BYTES, MIB, Hardware
-from megatrain.nvme_tier import blocks_on_nvme, boundary_room, boundary_staging, holds, stages
+from megatrain.nvme_tier import blocks_on_nvme, boundary_pages, boundary_room, boundary_staging, holds, stages
 from megatrain.planner_job import Choices, Job
 from megatrain.retention import graphs_of_layers, rings
 from megatrain.run_folder import SMALL_FILES_BYTES
@@ -317,7 +317,7 @@ def nvme_bytes(choices: Choices, job: Job, shape: ModelShape) -> dict[str, int]:
     """What lies on NVMe, by array."""
     row = boundary_row_bytes(job, shape)
     sizes = (tokens * row for tokens in choices.largest_group(job))
-    inputs = boundary_room(sizes, far_inputs(choices, shape), _recomputed(choices, shape))
+    inputs = boundary_room(sizes, far_inputs(choices, shape), _recomputed(choices, shape), job.lengths_vary)
     return _arrays_on_nvme(choices, job, shape) | ({"boundary activations": inputs} if inputs else {})
 
 
@@ -364,9 +364,8 @@ def _nvme_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
 
 def _input_staging(choices: Choices, job: Job, shape: ModelShape) -> int:
     """Bytes of host RAM through which layers' inputs pass on their way to NVMe and back."""
-    layers = far_inputs(choices, shape)
-    share = choices.micro_batch_tokens * boundary_row_bytes(job, shape) * layers // max(1, _recomputed(choices, shape))
-    pieces, nbytes = boundary_staging(share)
+    whole = choices.micro_batch_tokens * boundary_row_bytes(job, shape)
+    pieces, nbytes = boundary_staging(boundary_pages(whole, far_inputs(choices, shape), _recomputed(choices, shape), job.lengths_vary))
     return pieces * nbytes
 
 

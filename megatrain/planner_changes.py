@@ -68,12 +68,12 @@ def _more_tokens(job: Job) -> Settings:
 
 
 def _of_sizes(job: Job, sizes: list[int]) -> Settings:
-    """Steps of so many tokens, in the key that the user set."""
+    """Steps of so many tokens, in the key that the user set. What is known of rows is known of other steps."""
     sizes = [size for size in sizes if size != job.tokens_per_step]
     if job.rows_per_step is None:
-        return {f"train.tokens_per_step: {size}": {"tokens_per_step": size} for size in sizes}
+        return {f"train.tokens_per_step: {size}": {"tokens_per_step": size, "step_tokens": ()} for size in sizes}
     counts = [max(1, size // job.seq_len) for size in sizes]
-    return {f"train.rows_per_step: {n}": {"rows_per_step": n, "tokens_per_step": n * job.seq_len} for n in counts}
+    return {f"train.rows_per_step: {n}": {"rows_per_step": n, "tokens_per_step": n * job.seq_len, "step_tokens": ()} for n in counts}
 
 
 def _to_bfloat16(job: Job) -> Settings:

@@ -91,13 +91,21 @@ class Job:
 
     def most_micro_batches(self, micro_batch_tokens: int) -> int:
         """How many a step has at most. Rows seldom fill them."""
-        known, full = self._known(micro_batch_tokens), -(-self.padded_tokens(micro_batch_tokens) // micro_batch_tokens)
+        known, full = self._known(micro_batch_tokens), -(-self.padded_tokens(micro_batch_tokens) // self.filled(micro_batch_tokens))
         return max(1, full, known.most_micro_batches if known else 0)
 
     def mean_micro_batches(self, micro_batch_tokens: int) -> float:
         """And on average, in parts of full ones where rows are not known."""
-        known, full = self._known(micro_batch_tokens), self.computed_tokens(micro_batch_tokens) / micro_batch_tokens
+        known, full = self._known(micro_batch_tokens), self.computed_tokens(micro_batch_tokens) / self.filled(micro_batch_tokens)
         return max(full, known.mean_micro_batches if known else 0.0)
+
+    def filled(self, micro_batch_tokens: int) -> int:
+        """Tokens of a micro-batch that holds as many rows as it can: of full rows whole ones, of others so many at most."""
+        return micro_batch_tokens if self.lengths_vary else micro_batch_tokens // self.seq_len * self.seq_len or micro_batch_tokens
+
+    def trained_tokens(self, micro_batch_tokens: int) -> float:
+        """Tokens of a step without padding, as far as they are known: so many rows may be shorter than full ones."""
+        return min(self.tokens_per_step, self.computed_tokens(micro_batch_tokens))
 
     def _known(self, micro_batch_tokens: int) -> StepTokens | None:
         """Of micro-batches of this size, or of the next larger ones, which have more padding."""
@@ -141,17 +149,14 @@ class Choices:
 
     def micro_batches(self, job: Job) -> int:
         """Micro-batches of the largest group."""
-        return max(1, -(-self.micro_batches_of_step(job) // self.groups))
-
-    def micro_batches_of_step(self, job: Job) -> int:
-        return job.most_micro_batches(self.micro_batch_tokens)
+        return -(-job.most_micro_batches(self.micro_batch_tokens) // self.groups)
 
     def group_tokens(self, job: Job) -> int:
         """Tokens of the largest group."""
-        tokens = self.micro_batches(job) * self.micro_batch_tokens
+        tokens = self.micro_batches(job) * job.filled(self.micro_batch_tokens)
         return min(tokens, max(job.padded_tokens(self.micro_batch_tokens), self.micro_batch_tokens))
 
     def largest_group(self, job: Job) -> tuple[int, ...]:
-        """Tokens of each of its micro-batches."""
-        full, rest = divmod(self.group_tokens(job), self.micro_batch_tokens)
-        return (self.micro_batch_tokens,) * full + ((rest,) if rest else ())
+        """Tokens of each of its micro-batches: a full one, and the others alike."""
+        others, rest = self.micro_batches(job) - 1, max(0, self.group_tokens(job) - self.micro_batch_tokens)
+        return (self.micro_batch_tokens, *((rest + number) // others for number in range(others)))

@@ -176,7 +176,7 @@ class Search:
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
         if self.job.groups or self.job.second_backward:
             return [self.job.groups or 1]
-        most = max(1, -(-self.job.padded_tokens(micro_batch_tokens) // micro_batch_tokens))
+        most = self.job.most_micro_batches(micro_batch_tokens)
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def retained_counts(self) -> list[int]:

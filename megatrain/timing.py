@@ -6,6 +6,7 @@ tests/test_timing.py holds all of it to measurements.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
 # 0.29 s for the graphs of ten layers.
 BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two products a pair forward, five backward
+ROUNDING = 1e-9  # of a quotient that is whole but for floating point
 WORTH_NAMING = 0.05  # a phase is bound by what it waits for if it waits this share of its time
 
 
@@ -82,7 +84,7 @@ def predict(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfi
         phases=course.phases,
         waits={wait: sum(waits[wait] for waits in course.waits.values()) for wait in simulation.WAITS},
         bound_by={phase: _bound(course, phase) for phase in course.phases},
-        tflops=6 * shape.parameters * job.tokens_per_step / seconds / 1e12,
+        tflops=6 * shape.parameters * job.trained_tokens(choices.micro_batch_tokens) / seconds / 1e12,
     )
 
 
@@ -108,6 +110,12 @@ def _dials(choices: Choices, job: Job, shape: ModelShape) -> Dials:
 def micro_batches(choices: Choices, job: Job) -> float:
     """Micro-batches of a group, on average."""
     return job.mean_micro_batches(choices.micro_batch_tokens) / choices.groups
+
+
+def tokens_of_one(choices: Choices, job: Job) -> float:
+    """Tokens of a micro-batch, on average."""
+    most = choices.micro_batch_tokens
+    return min(most, job.computed_tokens(most) / job.mean_micro_batches(most))
 
 
 def _bound(course: Course, phase: str) -> str:
@@ -137,7 +145,7 @@ class _Costs:
         self.fp8_share = job.fp8_share if job.precision == "fp8" and machine.fp8 else 0.0
         self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
         self.micro_batches = micro_batches(choices, job)
-        self.tokens = job.computed_tokens(choices.micro_batch_tokens) / job.mean_micro_batches(choices.micro_batch_tokens)  # of one
+        self.tokens = tokens_of_one(choices, job)
         self.graphs = graphs_of_layers(len(shape.block_numel) - 2, choices.retained, choices.retained_on_host)
         self.kept_bytes = self._kept_bytes()
         self.far_share = far_inputs(choices, shape) / max(1, self.graphs.count("nowhere"))  # of a recomputed layer's input
@@ -158,7 +166,7 @@ class _Costs:
         if key not in self._known:  # layers are mostly of one kind
             numel, chunk = self.shape.block_numel[number], self.choices.layer_chunk_tokens or tokens
             rate, quantising = self._layer_rate(min(tokens, chunk)), self._quantising(numel)
-            adding = (-(-tokens // chunk) - 1) * self._adding(numel)
+            adding = (math.ceil(tokens / chunk - ROUNDING) - 1) * self._adding(numel)
             forward, backward = (seconds + quantising for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic))
             again = forward - work.skippable_flops * tokens / rate if graph == "nowhere" else self._again(work, tokens)
             gathering = 2 * kept / self.machine.memory if graph == "host" else 0.0
@@ -281,8 +289,9 @@ class _Costs:
         """What may be sent away of one micro-batch in each layer: its input, and what its graph saved."""
         tokens, job = self.tokens, self.job
         whole, coded = tokens * sent_row_bytes(self.choices, job, self.shape), tokens * boundary_row_bytes(job, self.shape)
+        full = tokens / self.choices.micro_batch_tokens
         sent = iter(graph_bytes(self.choices, job, self.shape) if self.choices.retained_on_host else ())
-        return [whole + next(sent) if graph == "host" else coded if graph == "nowhere" else 0.0 for graph in self.graphs]
+        return [whole + full * next(sent) if graph == "host" else coded if graph == "nowhere" else 0.0 for graph in self.graphs]
 
     # -- rates -----------------------------------------------------------------------------------------------------------------
 

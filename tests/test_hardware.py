@@ -147,6 +147,16 @@ def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(tmp_path
         assert found.resident_bytes == 3 * GIB
 
 
+@pytest.mark.parametrize(("total", "available", "most"), [(2 * GIB, GIB, GIB - 64 * MIB), (2 * GIB, 0, 0)])
+def test_a_small_machine_is_spared_a_share_and_nothing_is_less_than_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, available: int, most: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=16 * MIB, shared=16 * MIB))
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
+    assert probe(tmp_path, "cpu").host_available_bytes == most * 4096 // (4096 + 8)
+
+
 def with_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Hardware:
     monkeypatch.setattr(hardware, "visible_gpu", lambda: gpu)
     return probe(folder)

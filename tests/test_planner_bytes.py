@@ -206,6 +206,25 @@ def test_padding_is_that_of_the_rows_once_they_are_known() -> None:
     assert by_rows.pads and not replace(by_rows, step_tokens=()).pads, "so many full rows leave room for everything"
 
 
+def test_micro_batches_hold_whole_rows() -> None:
+    job = replace(TINY_JOB, tokens_per_step=96, seq_len=8)
+    assert [(job.most_micro_batches(size), job.mean_micro_batches(size)) for size in (8, 15, 16, 20)] == [
+        (12, 12),
+        (12, 12),
+        (6, 6),
+        (6, 6),
+    ]
+    choices = replace(ALL_STREAMED, micro_batch_tokens=20, groups=2)
+    assert (choices.micro_batches(job), choices.group_tokens(job), choices.largest_group(job)) == (3, 48, (20, 14, 14))
+    assert replace(job, lengths_vary=True, step_tokens=(StepTokens(20, 96, 90.0, 7, 6.5),)).most_micro_batches(20) == 7
+
+
+def test_so_many_rows_have_the_tokens_that_are_computed_at_most() -> None:
+    short = replace(TINY_JOB, lengths_vary=True, rows_per_step=8, step_tokens=(StepTokens(16, 30, 28.0, 3, 2.5),))
+    assert (short.tokens_per_step, short.trained_tokens(16)) == (64, 28.0)
+    assert replace(short, step_tokens=()).trained_tokens(16) == TINY_JOB.trained_tokens(16) == 64
+
+
 def test_padding_is_part_of_the_boundaries() -> None:
     assert (
         device(ALL_STREAMED, job=replace(TINY_JOB, lengths_vary=True))["boundary activations"] == 88 * 10 * 2 * 3

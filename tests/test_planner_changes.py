@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from megatrain.planner_changes import CUTTING, DIALS, EXACT, PLACING, Dial, faster_jobs, smaller_jobs
-from megatrain.planner_job import Job
+from megatrain.planner_job import Job, StepTokens
 from tests.planned import JOB_7B
 
 JOBS = {
@@ -34,6 +34,18 @@ def test_each_change_is_another_job_named_once(job: Job) -> None:
     for changes in (list(smaller_jobs(job)), list(faster_jobs(job, on_gpu=True))):
         assert len({change.words for change in changes}) == len(changes)
         assert all(change.job != job for change in changes)
+
+
+def test_what_is_known_of_a_steps_rows_is_not_of_another_steps() -> None:
+    known = replace(JOB_7B, lengths_vary=True, step_tokens=(StepTokens(2048, 70_000, 68_000.0, 40, 38.5),))
+    for job in (known, replace(known, rows_per_step=64)):
+        others = [
+            change.job
+            for change in (*smaller_jobs(job), *faster_jobs(job, on_gpu=True))
+            if change.job.tokens_per_step != job.tokens_per_step
+        ]
+        assert others
+        assert all(other.step_tokens == () for other in others)
 
 
 def test_what_costs_least_comes_first() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
 from megatrain import planner_bytes, timing
+from megatrain.data.loader import cuts
 from megatrain.engine.boundaries import Offload
 from megatrain.engine.streams import Compute, Lane
 from megatrain.hardware import GIB, MIB, Hardware
@@ -20,8 +23,9 @@ from megatrain.memory import slab, swap_files
 from megatrain.nvme_tier import BOUNDARY_PIECE_BYTES, BOUNDARY_PIECES
 from megatrain.planner import Job, Plan, lay_out, make_plan
 from megatrain.planner_bytes import host_bytes, nvme_bytes, nvme_traffic
-from megatrain.planner_job import Choices, WholeUpdate
+from megatrain.planner_job import Choices, StepTokens, WholeUpdate
 from megatrain.planner_view import on_nvme
+from tests.drives import rooms_for_inputs
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_gpu
 
 # A million tokens at once: 196 GiB of boundaries
@@ -204,3 +208,26 @@ def test_a_crawling_drive_takes_what_it_moves_at_its_rates(again: bool) -> None:
     read, written = ((1 + again) * 28 * LAYER_BYTES, 28 * LAYER_BYTES)
     expected = 100 * (read / machine.disk_read + written / machine.disk_write)
     assert predicted(28, 1, 0.01, second_backward=again).seconds == pytest.approx(expected, rel=0.05)
+
+
+def test_rows_of_many_lengths_find_their_files_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches are seldom full, and each share of each is rounded by itself."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
+    made = rooms_for_inputs(monkeypatch)
+    draws, size = random.Random(0), 64
+    steps = [sorted((draws.randint(2, 33) for _ in range(40)), reverse=True) for _ in range(30)]
+    cut = [[(stop - start) * rows[start] for start, stop in cuts(rows, size)] for rows in steps]
+    tokens, counts = [sum(sizes) for sizes in cut], [len(sizes) for sizes in cut]
+    known = StepTokens(size, max(tokens), fmean(tokens), max(counts), fmean(counts))
+    shape, job = replace(TINY, hidden_size=4096), replace(TINY_JOB, lengths_vary=True, step_tokens=(known,))
+    choices = Choices(size, 1, 0, 0, 0, False, True, 8, 1, nvme_activations=1)
+    lanes, row = (Lane("download"), Lane("fetch")), planner_bytes.boundary_row_bytes(job, shape)
+    largest = choices.largest_group(job)
+    assert (len(largest), sum(largest), largest[0]) == (max(counts), max(tokens), size)
+    keeper = Offload(row, Compute(torch.device("cpu")), *lanes, None, 1, [tmp_path], largest, varied=True)
+    for sizes in cut:
+        keeper.begin_group(sizes, 2)
+    assert made == [nvme_bytes(choices, job, shape)["boundary activations"]]
+    for lane in lanes:
+        lane.close()
+    keeper.close()

@@ -10,7 +10,7 @@ import pytest
 from megatrain.machine import MachineProfile, typical
 from megatrain.models.shape import ModelShape
 from megatrain.planner_bytes import graph_bytes
-from megatrain.planner_job import Choices, Job
+from megatrain.planner_job import Choices, Job, StepTokens
 from megatrain.timing import block_tasks, predict
 from tests.planned import H200, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
 
@@ -180,6 +180,26 @@ def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it() -> None:
     }
     assert seconds[True, 16_384] > 1.2 * seconds[False, 16_384]
     assert seconds[True, 2048] < seconds[True, 16_384]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_micro_batches_that_are_not_full_move_the_same_bytes_in_more_kernels(offload: bool) -> None:
+    full = replace(JOB_7B, tokens_per_step=32_768, lengths_vary=True, step_tokens=(StepTokens(4096, 32_768, 32_768.0, 8, 8.0),))
+    parts = replace(full, step_tokens=(StepTokens(4096, 32_768, 32_768.0, 10, 10.0),))
+    choices = replace(STREAMED, micro_batch_tokens=4096, offload=offload, retained_on_host=14 if offload else 0)
+    blocks = [block_tasks(choices, job, QWEN_7B, typical(H200))[1] for job in (full, parts)]
+    assert blocks[1].boundary_up == pytest.approx(blocks[0].boundary_up)
+    launching = replace(typical(H200), launch=1.0)
+    assert predict(choices, parts, QWEN_7B, launching).seconds == pytest.approx(
+        1.25 * predict(choices, full, QWEN_7B, launching).seconds, rel=0.01
+    )
+
+
+def test_chunks_of_a_layer_are_counted_whole_whatever_the_step() -> None:
+    choices = replace(STREAMED, micro_batch_tokens=2640, layer_chunk_tokens=1320)
+    jobs = [replace(JOB_7B, seq_len=1320, tokens_per_step=tokens) for tokens in (100_000, 100_320)]
+    layers = [block_tasks(choices, job, QWEN_7B, typical(H200))[1].backward / job.tokens_per_step for job in jobs]
+    assert layers[0] == pytest.approx(layers[1], rel=1e-6)
 
 
 def test_moments_of_8_bits_are_updated_faster_where_memory_bounds_the_update_but_no_faster_than_threads_can() -> None:

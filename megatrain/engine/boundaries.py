@@ -235,6 +235,7 @@ class Offload:
         codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
         far_layers: as much as the boundaries of so many recomputed layers are, of all of them, waits on the drives of `folders`.
         planned: tokens of each micro-batch of the largest group that is to come; empty where nobody knows.
+        varied: as many with as many tokens together may have others each.
     """
 
     _down: Ring
@@ -252,12 +253,13 @@ class Offload:
         far_layers: int = 0,
         folders: Sequence[Path] = (),
         planned: Sequence[int] = (),
+        varied: bool = False,
     ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
-        far = folders, [tokens * row for tokens in planned], compute.is_cuda, download, fetch
+        far = folders, [tokens * row for tokens in planned], varied, compute.is_cuda, download, fetch
         self._far = FarBoundaries(far_layers, *far) if far_layers else None
         self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
         self._largest = 0  # piece that the rings were made for

@@ -144,7 +144,7 @@ class Engine:
         if not settings.offload:
             return OnDevice(codec)
         row = kept_row_bytes(settings.activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
-        far = settings.nvme_activations, settings.nvme_folders, settings.largest_group
+        far = settings.nvme_activations, settings.nvme_folders, settings.largest_group, settings.lengths_vary
         return Offload(row, self._compute, self._download, self._fetch, codec, *far)
 
     # -- making one -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from megatrain.errors import StorageError
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
 from megatrain.memory.swap_files import SwapFiles
-from megatrain.nvme_tier import PAGE, boundary_room, boundary_share, boundary_staging
+from megatrain.nvme_tier import PAGE, boundary_pages, boundary_room, boundary_share, boundary_staging
 
 TOUCHING_THREADS = 8
 
@@ -51,14 +51,17 @@ class FarBoundaries:
         layers: as much as the inputs of so many recomputed layers are is kept here.
         folders: on one or several drives.
         planned: bytes of each micro-batch of the largest group that is to come; room for it is made at once. Empty: for those that come.
+        varied: as many with as many bytes together may have others each.
         pinned: pin the staging pieces for CUDA.
 
     Raises:
         StorageError: from `begin`, if a folder lacks the space; from it and in the jobs of both lanes, once a transfer failed.
     """
 
-    def __init__(self, layers: int, folders: Sequence[Path], planned: Sequence[int], pinned: bool, download: Lane, fetch: Lane) -> None:
-        self.layers, self.folders, self.planned, self.pinned = layers, folders, planned, pinned
+    def __init__(
+        self, layers: int, folders: Sequence[Path], planned: Sequence[int], varied: bool, pinned: bool, download: Lane, fetch: Lane
+    ) -> None:
+        self.layers, self.folders, self.planned, self.varied, self.pinned = layers, folders, planned, varied, pinned
         self.download, self.fetch = download, fetch
         self._behind = Lane("nvme")  # waits for copies to and from the device, and says what may follow
         self._changed = threading.Condition()
@@ -89,15 +92,15 @@ class FarBoundaries:
             self._ahead.clear()
             self._without_piece = 0
         self._end, self._far, self._of = 0, min(self.layers, layers), max(1, layers)
-        needs = [self._need(group, layers) for group in (sizes, self.planned) if group]
+        needs = [self._need(group, varied) for group, varied in ((sizes, False), (self.planned, self.varied)) if group]
         nbytes, piece = (max(need) for need in zip(*needs, strict=True))
         if nbytes > self._reserved or piece > self._piece_bytes:
             self._renew(max(nbytes, self._reserved), max(piece, self._piece_bytes))
 
-    def _need(self, sizes: Sequence[int], layers: int) -> tuple[int, int]:
+    def _need(self, sizes: Sequence[int], varied: bool) -> tuple[int, int]:
         """Bytes in files, and of a staging piece."""
-        largest = round_up(max(map(self.share, sizes)), PAGE)
-        return boundary_room(sizes, self._far, layers), boundary_staging(largest)[1]
+        room, piece = boundary_room(sizes, self._far, self._of, varied), boundary_pages(max(sizes), self._far, self._of, varied)
+        return room, boundary_staging(piece)[1]
 
     def _renew(self, nbytes: int, piece: int) -> None:
         self._behind.submit(lambda _: None).wait_host()  # wait: the device may still read a piece

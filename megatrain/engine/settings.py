@@ -49,8 +49,8 @@ class Settings:
         nvme_activations: of the recomputed layers' boundary activations an equal share goes on from host RAM to there, as much as those of
             so many layers are.
         lengths_vary: micro-batches have ever new shapes, so that kernels which are planned for a shape are left alone.
-        largest_group: tokens of each micro-batch of the largest group that is to come: files and staging for it are made at once; without
-            it, and for a larger one, these are made anew when it comes.
+        largest_group: tokens of each micro-batch of the largest group that is to come, or where lengths vary, of one with as many of both:
+            files and staging for it are made at once; without it, and for a larger one, these are made anew when it comes.
 
     Raises ConfigError for a number out of range, for an unknown codec, for cheap retention of layers that are not compiled, for graphs in
     host RAM or boundaries on NVMe without `offload`, and for a second backward of several groups or of graphs, which the first one spends.
