@@ -41,7 +41,7 @@ def boundary_share(nbytes: int, far: int, layers: int) -> int:
 
 
 def boundary_pages(nbytes: int, far: int, layers: int, varied: bool = False) -> int:
-    """The same in whole pages. varied: of any boundary of at most so many bytes, the share of which may begin a page earlier."""
+    """`boundary_share` in whole pages. varied: of any boundary of at most so many bytes, whose share may begin a page earlier."""
     return (-(-boundary_share(nbytes, far, layers) // PAGE) + varied) * PAGE if far else 0
 
 

@@ -68,7 +68,7 @@ def _more_tokens(job: Job) -> Settings:
 
 
 def _of_sizes(job: Job, sizes: list[int]) -> Settings:
-    """Steps of so many tokens, in the key that the user set. What is known of rows is known of other steps."""
+    """Steps of so many tokens, in the key that the user set. Of their rows nothing is known."""
     sizes = [size for size in sizes if size != job.tokens_per_step]
     if job.rows_per_step is None:
         return {f"train.tokens_per_step: {size}": {"tokens_per_step": size, "step_tokens": ()} for size in sizes}

@@ -157,6 +157,8 @@ class Choices:
         return min(tokens, max(job.padded_tokens(self.micro_batch_tokens), self.micro_batch_tokens))
 
     def largest_group(self, job: Job) -> tuple[int, ...]:
-        """Tokens of each of its micro-batches: a full one, and the others alike."""
-        others, rest = self.micro_batches(job) - 1, max(0, self.group_tokens(job) - self.micro_batch_tokens)
-        return (self.micro_batch_tokens, *((rest + number) // others for number in range(others)))
+        """Tokens of each of its micro-batches. Where lengths vary, of a full one, and of the others alike."""
+        full, tokens, count = job.filled(self.micro_batch_tokens), self.group_tokens(job), self.micro_batches(job)
+        if job.lengths_vary:
+            return (full, *((max(0, tokens - full) + number) // (count - 1) for number in range(count - 1)))
+        return tuple(min(full, tokens - start) for start in range(0, tokens, full))

@@ -215,7 +215,7 @@ def test_micro_batches_hold_whole_rows() -> None:
         (6, 6),
     ]
     choices = replace(ALL_STREAMED, micro_batch_tokens=20, groups=2)
-    assert (choices.micro_batches(job), choices.group_tokens(job), choices.largest_group(job)) == (3, 48, (20, 14, 14))
+    assert (choices.micro_batches(job), choices.group_tokens(job), choices.largest_group(job)) == (3, 48, (16, 16, 16))
     assert replace(job, lengths_vary=True, step_tokens=(StepTokens(20, 96, 90.0, 7, 6.5),)).most_micro_batches(20) == 7
 
 
