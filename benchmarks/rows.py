@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatrain.losses import next_token
 from megatrain.meters import GpuMeter, host_bytes
 from megatrain.recipes.bench import prepare_shape
 from megatrain.recipes.describe import choices_in_words
+from megatrain.recipes.run import knowing_rows
 from megatrain.recipes.setup import make_engine, make_run_plan, packed_to
 from megatrain.recipes.shapes import bench_config
 
@@ -77,15 +79,14 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     sizes = (f"train.tokens_per_step={args.tokens}", f"train.seq_len={args.seq_len}", f"train.max_steps={args.warmup + args.steps}")
     config = bench_config(args.model, ["method=sft", *sizes, *VARIANTS[name], *args.overrides])
     parts = prepare_shape(config, args.layers)
-    plan = make_run_plan(config, parts, checkpoints_written=0)
-    plan.check()
-    pack_to = packed_to(config, parts.skeleton, parts.machine)
     rows = rows_of(args.tokens * (args.warmup + args.steps + 1), args.seq_len, parts.skeleton.anatomy.vocab_size)
-    size = plan.choices.micro_batch_tokens
+    packed = packed_to(config, parts.skeleton, parts.machine)
+    loader_of = partial(Loader, rows, pad_id=0, pack_to=packed, seed=0, tokens_per_step=args.tokens, epochs=1)
+    plan = make_run_plan(config, knowing_rows(config, parts, loader_of(micro_batch_tokens=args.seq_len)), checkpoints_written=0)
+    plan.check()
     steps, computed = [], []
     with make_engine(config, parts, plan) as engine, GpuMeter(engine.device) as meter:
-        loader = Loader(rows, micro_batch_tokens=size, pad_id=0, pack_to=pack_to, seed=0, tokens_per_step=args.tokens, epochs=1)
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)):
             if number == args.warmup + args.steps:
                 break
             started = time.perf_counter()

@@ -148,12 +148,17 @@ def plan_and_loader(config: Config, parts: Parts, rows: Rows) -> tuple[Plan, Loa
     """The plan, now that it is known how many checkpoints there are and how much padding, and the loader with its micro-batch."""
     loader_of = partial(make_loader, config, parts.model, rows, pack_to=packed_to(config, parts.skeleton, parts.machine))
     loader = loader_of(micro_batch_tokens=config.train.seq_len)  # no row is longer; micro-batches are the plan's
-    if loader.pack_to is not None or lengths_vary(config, parts.skeleton, parts.machine):
-        sizes = sorted({*parts.shape.layer.sizes, micro_batch_tokens(config) or config.train.seq_len})
-        parts = replace(parts, step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))))
     steps, every = loader.steps_total(), config.checkpoint.every
-    plan = make_run_plan(config, parts, 1 if every is None else -(-steps // every), steps)
+    plan = make_run_plan(config, knowing_rows(config, parts, loader), 1 if every is None else -(-steps // every), steps)
     return plan, loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
+
+
+def knowing_rows(config: Config, parts: Parts, loader: Loader) -> Parts:
+    """The same with what the lengths of the loader's rows say, where these do not all fill their sequences."""
+    if loader.pack_to is None and not lengths_vary(config, parts.skeleton, parts.machine):
+        return parts
+    sizes = sorted({*parts.shape.layer.sizes, micro_batch_tokens(config) or config.train.seq_len})
+    return replace(parts, step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))))
 
 
 def _run(ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None) -> RunSummary:
