@@ -133,16 +133,11 @@ def row_lengths(case: Case, number: int) -> list[int]:
 
 def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     """What a run learns from the lengths of its rows, here of so many steps."""
-    from megatrain.data.loader import padded
+    from megatrain.data.loader import counted
     from megatrain.planner_job import StepTokens
 
     steps = [row_lengths(case, number) for number in range(STEPS_LOOKED_AT)]
-
-    def of(size: int) -> StepTokens:
-        tokens, parts = zip(*(padded(lengths, size) for lengths in steps), strict=True)
-        return StepTokens(size, max(tokens), statistics.fmean(tokens), max(parts), statistics.fmean(parts))
-
-    return tuple(map(of, sizes))
+    return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
 
 
 def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, torch.Tensor]]:

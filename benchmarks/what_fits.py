@@ -59,8 +59,7 @@ def row(model: str, gpu: str) -> Sequence[str]:
                 plan.check()
             except PlanError:
                 continue
-            rate = plan.job.tokens_per_step / plan.timing.seconds
-            cells.append(f"{rate:,.0f}{words}")
+            cells.append(f"{plan.timing.tokens_per_s:,.0f}{words}")
             break
         else:
             cells.append("-")

@@ -114,10 +114,10 @@ def faster(plan: Plan, search: Search) -> tuple[Suggestion, ...]:
         candidates = changed.coarse() if change.cost == EXACT else changed.about(plan.choices)
         timed = _fastest(changed, candidates)
         if timed is not None:
-            rate = change.job.tokens_per_step / timed.seconds
-            speedup = rate * plan.timing.seconds / plan.job.tokens_per_step
+            speedup = timed.tokens_per_s / plan.timing.tokens_per_s
             if speedup >= WORTH_SAYING:
-                found.setdefault(change.cost, []).append(Suggestion(change.words, change.cost, speedup, rate, _why(plan.timing, timed)))
+                suggestion = Suggestion(change.words, change.cost, speedup, timed.tokens_per_s, _why(plan.timing, timed))
+                found.setdefault(change.cost, []).append(suggestion)
     suggestions = [_mildest_of_the_best(of_a_kind) for of_a_kind in found.values()]
     best = sorted(suggestions, key=lambda suggestion: -suggestion.speedup)[:MOST_SUGGESTIONS]
     return tuple(suggestion for suggestion in suggestions if suggestion in best)

@@ -77,8 +77,7 @@ def _retained(choices: Choices) -> str:
 
 def _step(plan: Plan) -> Table:
     timing = plan.timing
-    tokens = plan.job.tokens_per_step / timing.seconds
-    table = Table(title=f"a step, predicted: {timing.seconds:.3g} s, {tokens:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s")
+    table = Table(title=f"a step, predicted: {timing.seconds:.3g} s, {timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s")
     table.add_column("phase")
     for heading in ("seconds", "share"):
         table.add_column(heading, justify="right")

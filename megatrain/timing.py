@@ -66,7 +66,8 @@ class Timing:
     phases: dict[str, float]  # update (resident blocks, on the device), forward, head, backward, second backward; they add up to the step
     waits: dict[str, float]  # of the computation, by what it waits for: upload, update, download, nvme
     bound_by: dict[str, str]  # what each phase spends its time on: compute, upload, update, download or nvme
-    tflops: float  # 6 x all parameters x tokens / seconds, in TFLOP/s
+    tokens_per_s: float  # of the data, without padding
+    tflops: float  # 6 x all parameters x these, in TFLOP/s
 
     @property
     def busy(self) -> float:
@@ -79,12 +80,14 @@ def predict(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfi
     blocks, dials = block_tasks(choices, job, shape, machine), _dials(choices, job, shape)
     course = (simulation.overlapped if machine.upload else simulation.in_turn)(blocks, dials)
     seconds = course.seconds
+    tokens_per_s = job.trained_tokens(choices.micro_batch_tokens) / seconds
     return Timing(
         seconds=seconds,
         phases=course.phases,
         waits={wait: sum(waits[wait] for waits in course.waits.values()) for wait in simulation.WAITS},
         bound_by={phase: _bound(course, phase) for phase in course.phases},
-        tflops=6 * shape.parameters * job.trained_tokens(choices.micro_batch_tokens) / seconds / 1e12,
+        tokens_per_s=tokens_per_s,
+        tflops=6 * shape.parameters * tokens_per_s / 1e12,
     )
 
 

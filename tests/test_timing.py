@@ -195,6 +195,17 @@ def test_micro_batches_that_are_not_full_move_the_same_bytes_in_more_kernels(off
     )
 
 
+def test_padding_and_what_short_rows_lack_are_no_tokens_of_the_data() -> None:
+    known = StepTokens(4096, 32_768, 24_000.0, 8, 6.0)
+    for job, tokens in (
+        (replace(JOB_7B, tokens_per_step=20_000, lengths_vary=True, step_tokens=(known,)), 20_000),
+        (replace(JOB_7B, tokens_per_step=65_536, rows_per_step=64, lengths_vary=True, step_tokens=(known,)), 24_000),
+    ):
+        found = predict(replace(STREAMED, micro_batch_tokens=4096), job, QWEN_7B, typical(H200))
+        assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
+        assert found.tflops == pytest.approx(6 * QWEN_7B.parameters * tokens / found.seconds / 1e12)
+
+
 def test_chunks_of_a_layer_are_counted_whole_whatever_the_step() -> None:
     choices = replace(STREAMED, micro_batch_tokens=2640, layer_chunk_tokens=1320)
     jobs = [replace(JOB_7B, seq_len=1320, tokens_per_step=tokens) for tokens in (100_000, 100_320)]

@@ -136,19 +136,11 @@ class Loader:
         return position.step
 
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
-        """For micro-batches of every size: the size; the tokens of a step's sequences, padding included, at most, and of a full step on
-        average; and so its micro-batches. Of the run's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
+        """`counted`, for micro-batches of every size: the run's first STEPS_LOOKED_AT steps, from the lengths of their rows alone."""
         steps, full = self._first_steps()
         if self.pack_to is not None:
             steps = [[self.pack_to] * len(best_fit(lengths, self.pack_to)) for lengths in steps]
-
-        def of(size: int) -> tuple[int, int, float, int, float]:
-            found = [padded(lengths, size) for lengths in steps]
-            whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
-            (tokens, most), (mean_tokens, mean) = (map(max, zip(*found, strict=True)), map(fmean, zip(*whole, strict=True)))
-            return size, tokens, mean_tokens, most, mean
-
-        return [of(size) for size in sizes]
+        return [counted(steps, full, size) for size in sizes]
 
     def _first_steps(self) -> tuple[list[list[int]], list[bool]]:
         """The lengths of the rows of each, longest first, and whether it is a full one: an epoch's last step is what is left."""
@@ -286,6 +278,15 @@ def padded(lengths: Sequence[int], micro_batch_tokens: int) -> tuple[int, int]:
     """Tokens of those micro-batches, padding included, and how many there are."""
     sizes = [(stop - start) * lengths[start] for start, stop in cuts(lengths, micro_batch_tokens)]
     return sum(sizes), len(sizes)
+
+
+def counted(steps: Iterable[Sequence[int]], full: Iterable[bool], micro_batch_tokens: int) -> tuple[int, int, float, int, float]:
+    """Steps of rows or sequences of these lengths, longest first, in micro-batches of so many tokens: that number; a step's tokens, padding
+    included, at most, and of the full steps on average; and so a step's micro-batches."""
+    found = [padded(lengths, micro_batch_tokens) for lengths in steps]
+    whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
+    (tokens, parts), (mean_tokens, mean_parts) = map(max, zip(*found, strict=True)), map(fmean, zip(*whole, strict=True))
+    return micro_batch_tokens, tokens, mean_tokens, parts, mean_parts
 
 
 def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:

@@ -209,8 +209,8 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
     options, count = config.economy, steps or 1
     board_w = None if hardware.gpu is None else board_power_w(hardware.gpu.name)
     power = predicted_power(plan.timing.busy, board_w, options.gpu_power_w if hardware.gpu else None, options.host_power_w)
-    tokens = round(plan.job.trained_tokens(plan.choices.micro_batch_tokens))
-    return predicted(count * tokens, count * plan.timing.seconds, power, prices_of(config))
+    seconds = count * plan.timing.seconds
+    return predicted(round(seconds * plan.timing.tokens_per_s), seconds, power, prices_of(config))
 
 
 def prices_of(config: Config) -> Prices:
