@@ -45,12 +45,15 @@ STEPS_LOOKED_AT = 64  # to see how much is padded
 # -- one case, in a process of its own ----------------------------------------------------------------------------------------------
 
 
-def plan_case(case: Case, device: str) -> Plan:
-    """The plan of a case, made as a run makes it: from a skeleton and the machine, before anything is allocated."""
-    # what a run has in memory by now, too
+def imported() -> None:
+    """What a run has in memory by the time that it plans."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
 
     import megatrain.recipes.run  # noqa: F401
+
+
+def plan_case(case: Case, device: str) -> Plan:
+    """The plan of a case, made as a run makes it: from a skeleton and the machine, before anything is allocated."""
     from megatrain.engine.settings import PRECISIONS
     from megatrain.hardware import GIB, keep_heap_small, probe
     from megatrain.models.shape import shape_of
@@ -216,13 +219,18 @@ def measure_rates(device: str) -> None:
     )
 
 
-def run_case(case: Case, device: str, steps: int) -> dict[str, Any]:
-    """`measure` in a fresh interpreter, so that the peaks are its own."""
-    command = [sys.executable, __file__, "--device", device, "--steps", str(steps), "--one", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{case} failed:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def interpreter(device: str, steps: int) -> subprocess.Popen[str]:
+    """A fresh one for one case, so that the peaks are its own. It imports, and waits to be told which."""
+    command = [sys.executable, __file__, "--device", device, "--steps", str(steps), "--one"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_case(case: Case, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """`measure` in that interpreter; of a case that fails, its last words."""
+    out, words = process.communicate(json.dumps(asdict(case)))
+    if process.returncode != 0:
+        return {"case": asdict(case), "failed": "failed: " + "".join(words.strip().splitlines()[-1:])}
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 
@@ -233,6 +241,8 @@ def errors(result: dict[str, Any]) -> dict[str, float]:
 
 def broken(result: dict[str, Any], times: bool) -> list[str]:
     """The promises that a result does not keep. A peak under the prediction breaks none where rows vary: how long they are is chance."""
+    if "failed" in result:
+        return ["failed"]
     edge = result["case"]["edge"]
     wrong = [] if result["refused"] == (edge is not None and edge[1] < 1) else ["refused" if result["refused"] else "accepted"]
     tolerance = {"allocated": GPU_TOLERANCE, "driver": GPU_TOLERANCE, "host": HOST_TOLERANCE} | (
@@ -255,8 +265,8 @@ def row(name: str, result: dict[str, Any]) -> str:
         value = result[kind].get(what)
         return f"{value / MIB:>9,.0f}" if value is not None else f"{'-':>9}"
 
-    if result["refused"]:
-        return f"{name:38}  refused"
+    if "failed" in result or result["refused"]:
+        return f"{name:38}  {result.get('failed', 'refused')}"
     cells = [
         figure("predicted", "allocated"),
         figure("measured", "allocated"),
@@ -278,10 +288,11 @@ def main() -> None:
         "--times", action="store_true", help="hold the seconds of a step to the plan, too: on a machine with nothing else to do"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(Case(**json.loads(args.one)), args.device, args.steps)))
+        imported()
+        print(json.dumps(measure(Case(**json.loads(sys.stdin.read())), args.device, args.steps)))
         return
     import torch
 
@@ -293,18 +304,22 @@ def main() -> None:
     print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
     results: dict[str, Any] = {}
     measure_rates(device)
-    started = time.monotonic()
+    started, following = time.monotonic(), None
     for name, case in cases.items():
         if time.monotonic() - started > args.budget:
             print(f"{name:38}  not run: the time was up")
             continue
         if args.times and device == "cpu" and results:
             measure_rates(device)  # what other machines on the same host leave to this one changes with the minutes
-        results[name] = run_case(case, device, args.steps)
+        process = following or interpreter(device, args.steps)
+        following = interpreter(device, args.steps) if device == "cuda" else None  # it imports while this one plans
+        results[name] = run_case(case, process)
         print(row(name, results[name]), flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"torch": torch.__version__, "device": device, "cases": results}, indent=1) + "\n")
+    if following is not None:
+        following.kill()
     failures = [f"{name}: {', '.join(wrong)}" for name, result in results.items() if (wrong := broken(result, args.times))]
     print(f"{len(results)} of {len(cases)} cases run, {len(results) - len(failures)} as promised")
     if failures:
