@@ -100,6 +100,7 @@ CUDA_CASES = {
     "rows of many lengths": replace(GPU_2048, seq_len=1024, varied=True),
     "rows of many lengths, all retained": replace(GPU_2048, seq_len=1024, varied=True, retained=8),
     "rows of many lengths, planned freely": free(replace(GPU_2048, seq_len=1024, varied=True)),
+    "rows of many lengths, small": Case(1024, 8, 32_768, 4096, seq_len=1024, retained=8, varied=True),
     **edges("edge", replace(GPU_2048, layers=16), ("gpu", "host")),
     **edges("edge, qwen-7b, 14 layers", replace(GPU_7B, layers=14), ("gpu", "host")),
 }

@@ -212,11 +212,11 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
 # -- all cases ----------------------------------------------------------------------------------------------------------------------
 
 
-def measure_rates(device: str) -> None:
+def measure_rates(device: str) -> dict[str, Any]:
     """On CUDA as a run does before its first plan, but in a process that ends before any peak is taken."""
-    subprocess.run(
-        [sys.executable, "-m", "megatrain", "doctor", *(["--quick"] if device == "cuda" else [])], capture_output=True, check=True
-    )
+    command = [sys.executable, "-m", "megatrain", "doctor", "--json", *(["--quick"] if device == "cuda" else [])]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["profile"]
+    return found
 
 
 def interpreter(device: str, steps: int) -> subprocess.Popen[str]:
@@ -280,7 +280,7 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these, in this order")
     parser.add_argument("--device", default="auto", help="cpu or cuda: whose cases")
     parser.add_argument("--steps", type=int, default=6, help="of each case; two warm it up")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further case begins")
@@ -297,23 +297,22 @@ def main() -> None:
     import torch
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    cases = {
-        name: case for name, case in (CUDA_CASES if device == "cuda" else CPU_CASES).items() if any(part in name for part in args.only)
-    }
+    known = CUDA_CASES if device == "cuda" else CPU_CASES
+    cases = {name: case for part in args.only for name, case in known.items() if part in name}
     columns = ("allocated", "measured", "reserved", "driver", "measured", "host", "measured", "other", "seconds", "measured")
     print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
     results: dict[str, Any] = {}
-    measure_rates(device)
+    machine = measure_rates(device)
     started, following = time.monotonic(), None
     for name, case in cases.items():
         if time.monotonic() - started > args.budget:
             print(f"{name:38}  not run: the time was up")
             continue
         if args.times and device == "cpu" and results:
-            measure_rates(device)  # what other machines on the same host leave to this one changes with the minutes
+            machine = measure_rates(device)  # what other machines on the same host leave to this one changes with the minutes
         process = following or interpreter(device, args.steps)
         following = interpreter(device, args.steps) if device == "cuda" else None  # it imports while this one plans
-        results[name] = run_case(case, process)
+        results[name] = run_case(case, process) | {"machine": machine}
         print(row(name, results[name]), flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,16 @@ def test_padding_is_that_of_the_rows_once_they_are_known() -> None:
     assert by_rows.pads and not replace(by_rows, step_tokens=()).pads, "so many full rows leave room for everything"
 
 
+def test_blocks_that_serve_ever_new_shapes_lose_half_a_mebibyte_each() -> None:
+    """Of blocks of 40 MiB; of small ones no more than was seen."""
+    varied = replace(TINY_JOB, lengths_vary=True)
+    for hidden, share in ((10, 0.1), (MIB * 5 // 4, 0.5 / 40)):
+        shape = replace(TINY, hidden_size=hidden)
+        table = device_bytes(ALL_STREAMED, varied, shape, H200)
+        full = device_bytes(ALL_STREAMED, TINY_JOB, shape, H200)["allocator slack"]
+        assert table["allocator slack"] - full == int(share * (table["boundary activations"] + table["working set"]))
+
+
 def test_micro_batches_hold_whole_rows() -> None:
     job = replace(TINY_JOB, tokens_per_step=96, seq_len=8)
     assert [(job.most_micro_batches(size), job.mean_micro_batches(size)) for size in (8, 15, 16, 20)] == [
