@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capacity, compare, roofline, targets
+from benchmarks import capacity, compare, plan_table, roofline, targets
 from benchmarks.cases import CASES, TARGETS, Case, sweep_case
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.records import RESULTS, ROOT, Record, latest, load
@@ -69,7 +69,7 @@ def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
     return page
 
 
-def tables(records: Sequence[Record]) -> dict[str, list[str]]:
+def tables(records: Sequence[Record]) -> dict[str, Sequence[str]]:
     """Every generated part of the page, by the name of its marker."""
     return {
         "targets": targets.table(TARGETS, records),
@@ -77,6 +77,7 @@ def tables(records: Sequence[Record]) -> dict[str, list[str]]:
         "scripts": scripts(RESULTS),
         "peers": peers(records),
         "ceilings": ceilings(),
+        **plan_table.section(RESULTS),
     }
 
 

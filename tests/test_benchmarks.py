@@ -6,13 +6,14 @@ import argparse
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import capacity, compare, peak, records, roofline, rows, systems, targets, what_fits, write_page
+from benchmarks import capacity, compare, peak, plan_table, records, roofline, rows, systems, targets, what_fits, write_page
 from benchmarks.cases import CASES, LEARNT, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.plot import Axes, Series, chart
@@ -197,6 +198,46 @@ def test_a_chart_puts_points_where_the_axes_say():
     assert first == (axes.x(1024), axes.y(0))
     assert second[1] < left[1] == right[1] < first[1]  # up is smaller
     assert second[0] - left[0] == pytest.approx(right[0] - second[0])  # equal ratios, equal distances
+
+
+# -- plans against runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path: Path) -> None:
+    def result(seconds: float, edge: object = None, refused: bool = False) -> dict[str, Any]:
+        figures = {"host": 2**30, "seconds": 1.0}
+        case = {"edge": edge, "varied": False}
+        shown = {"case": case, "parameters": 5 * 10**7, "refused": refused, "limits": {"host": 2**30}}
+        return shown if refused else shown | {"predicted": {**figures, "seconds": seconds}, "measured": figures}
+
+    untimed = {**result(1.0), "predicted": {"host": 1}}
+    days = {
+        "2026-01-01-cpu": {"small": result(1.5), "unclipped": result(0.5), "no case now": result(1.0)},
+        "2026-01-02-cpu": {"edge, 0.95x host": result(1.0, ["host", 0.95], refused=True), "small": result(1.05), "unclipped": untimed},
+        "2026-01-03-gpu": {"edge, 1.05x host": result(1.0, ["host", 1.05], refused=True), "small": {"failed": "of something"}},
+    }
+    for day, cases in days.items():
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "plan_check.json").write_text(json.dumps({"device": "cpu", "cases": cases}))
+    checked = plan_table.newest(tmp_path, "cpu")
+    assert {name: one.day for name, one in checked.items()} == {
+        "small": "2026-01-02",
+        "unclipped": "2026-01-01",
+        "edge, 0.95x host": "2026-01-02",
+        "edge, 1.05x host": "2026-01-03",
+    }
+    assert plan_table.table(checked, "cpu") == [
+        "- host GiB: 2 of 2 within 2%, all within +0.0% and +0.0%",
+        "- s/step: 1 of 2 within 10%, all within -50.0% and +5.0%",
+        "- 1 of 2 edges right: refused just below what is needed, accepted and kept just above",
+        "",
+        "| configuration | parameters | host GiB | plan | s/step | plan | run on |",
+        "|---|---|---|---|---|---|---|",
+        "| small | 0.05B | 1.00 | +0.0% | 1 | +5.0% | 2026-01-02 |",
+        "| unclipped | 0.05B | 1.00 | +0.0% | 1 | -50.0% | 2026-01-01 |",
+        "| edge, 0.95x host | 0.05B | refused |  | refused |  | 2026-01-02 |",
+        "| edge, 1.05x host | 0.05B | refused |  | refused |  | 2026-01-03 |",
+    ]
 
 
 # -- a GPU's memory -----------------------------------------------------------------------------------------------------------------

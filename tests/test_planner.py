@@ -18,6 +18,7 @@ from megatrain.hardware import COMPILER_BYTES, GIB, Hardware
 from megatrain.machine import typical
 from megatrain.models.shape import ModelShape
 from megatrain.planner import Choices, Job, Plan, make_plan
+from megatrain.planner_bytes import GPU_RECORDS_SHARE
 from megatrain.planner_search import most
 from tests.planned import H200, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_1B8, QWEN_7B, TINY, TINY_JOB, with_depth, with_gpu
 
@@ -36,7 +37,8 @@ def test_a_small_model_on_a_large_gpu_stays_there_whole() -> None:
     plan = plan_of(replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8)
     assert (plan.choices.resident, plan.choices.retained, plan.choices.groups) == (30, 28, 1)
     assert sum(plan.timing.waits.values()) == 0
-    assert plan.host_bytes == 2 * GIB + COMPILER_BYTES  # nothing but the process and its libraries
+    records = int(GPU_RECORDS_SHARE * plan.gpu_bytes)
+    assert plan.host_bytes == 2 * GIB + COMPILER_BYTES + records  # nothing but the process, its libraries, and what they keep
 
 
 def test_a_large_one_shares_the_gpu_among_states_sums_and_graphs() -> None:

@@ -206,14 +206,22 @@ def test_padding_is_that_of_the_rows_once_they_are_known() -> None:
     assert by_rows.pads and not replace(by_rows, step_tokens=()).pads, "so many full rows leave room for everything"
 
 
-def test_blocks_that_serve_ever_new_shapes_lose_half_a_mebibyte_each() -> None:
-    """Of blocks of 40 MiB; of small ones no more than was seen."""
-    varied = replace(TINY_JOB, lengths_vary=True)
-    for hidden, share in ((10, 0.1), (MIB * 5 // 4, 0.5 / 40)):
+def test_ever_new_shapes_leave_holes_between_them() -> None:
+    """Of what comes and goes a tenth, of graphs a quarter of a mebibyte for each that hidden states take, and no more than a tenth."""
+    keeping, varied = replace(ALL_STREAMED, retained=1), replace(TINY_JOB, lengths_vary=True)
+    for hidden, share in ((10, 0.1), (MIB * 5 // 4, 0.25 / 40)):
         shape = replace(TINY, hidden_size=hidden)
-        table = device_bytes(ALL_STREAMED, varied, shape, H200)
-        full = device_bytes(ALL_STREAMED, TINY_JOB, shape, H200)["allocator slack"]
-        assert table["allocator slack"] - full == int(share * (table["boundary activations"] + table["working set"]))
+        table = device_bytes(keeping, varied, shape, H200)
+        passing, full = table["boundary activations"] + table["working set"], device_bytes(keeping, TINY_JOB, shape, H200)
+        assert table["allocator slack"] - full["allocator slack"] == int(0.1 * passing + share * table["retained activations"])
+
+
+def test_the_host_keeps_records_of_the_gpu_s_memory() -> None:
+    """0.4 MiB a GiB."""
+    for choices in (ALL_STREAMED, replace(ALL_STREAMED, retained=2)):
+        used = sum(device_bytes(choices, TINY_JOB, TINY, H200).values())
+        libraries = host_bytes(choices, TINY_JOB, TINY, H200)["libraries at work"]
+        assert libraries == H200.library_bytes + int(0.4 / 1024 * used)
 
 
 def test_micro_batches_hold_whole_rows() -> None:

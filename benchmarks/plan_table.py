@@ -1,0 +1,83 @@
+"""The plan against reality as a table: of every configuration of benchmarks/plan_cases.py its newest run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_cases import CPU_CASES, CUDA_CASES
+from benchmarks.plan_check import GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE, broken, errors
+from megatrain.hardware import GIB
+
+Figures = tuple[tuple[str, str, float], ...]  # what is measured, in words, and the promise
+ON_GPU: Figures = (("allocated", "GPU GiB, allocated", GPU_TOLERANCE), ("driver", "GPU GiB, as the driver counts", GPU_TOLERANCE))
+EVERYWHERE: Figures = (("host", "host GiB", HOST_TOLERANCE), ("seconds", "s/step", TIME_TOLERANCE))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One configuration, as `plan_check` reports it, and the day of its run."""
+
+    result: Mapping[str, Any]
+    day: str
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.result["refused"])
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return errors(dict(self.result))
+
+
+def newest(folder: Path, device: str) -> dict[str, Checked]:
+    """By name, in the order of the cases. Of runs of one day the last file counts; what was not timed, or failed, does not."""
+    found: dict[str, Checked] = {}
+    for path in sorted(folder.glob("*/plan_check*.json")):
+        report = json.loads(path.read_text())
+        if report["device"] == device:
+            complete = {name: result for name, result in report["cases"].items() if _is_complete(result)}
+            found |= {name: Checked(result, path.parent.name[: len("2026-01-01")]) for name, result in complete.items()}
+    return {name: found[name] for name in (CUDA_CASES if device == "cuda" else CPU_CASES) if name in found}
+
+
+def _is_complete(result: Mapping[str, Any]) -> bool:
+    return "refused" in result and (result["refused"] or "seconds" in result["predicted"])
+
+
+def table(checked: Mapping[str, Checked], device: str) -> list[str]:
+    """What is kept of the plan's promises, then a row for each configuration."""
+    figures = (*ON_GPU, *EVERYWHERE) if device == "cuda" else EVERYWHERE
+    headings = ["configuration", "parameters", *(cell for _, words, _ in figures for cell in (words, "plan")), "run on"]
+    rows = [_row(name, one, figures) for name, one in checked.items()]
+    return [*_summary(checked, figures), "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *rows]
+
+
+def _summary(checked: Mapping[str, Checked], figures: Figures) -> Iterator[str]:
+    runs = [one for one in checked.values() if not one.refused]
+    for figure, words, tolerance in figures:
+        apart = sorted(one.errors[figure] for one in runs)
+        kept = sum(abs(error) <= tolerance for error in apart)
+        yield f"- {words}: {kept} of {len(runs)} within {tolerance:.0%}, all within {apart[0]:+.1%} and {apart[-1]:+.1%}"
+    edges = [dict(one.result) for one in checked.values() if one.result["case"]["edge"]]
+    right = sum(not any(word in ("refused", "accepted") or "limit" in word for word in broken(edge, times=False)) for edge in edges)
+    yield f"- {right} of {len(edges)} edges right: refused just below what is needed, accepted and kept just above"
+
+
+def _row(name: str, one: Checked, figures: Figures) -> str:
+    cells = [name, f"{one.result['parameters'] / 1e9:.2f}B"]
+    for figure, _, _ in figures:
+        cells += ["refused", ""] if one.refused else [_shown(figure, one.result["measured"][figure]), f"{one.errors[figure]:+.1%}"]
+    return f"| {' | '.join([*cells, one.day])} |"
+
+
+def _shown(figure: str, value: float) -> str:
+    return f"{value:.3g}" if figure == "seconds" else f"{value / GIB:.2f}"
+
+
+def section(folder: Path) -> dict[str, Sequence[str]]:
+    """The page's tables, by the names of their markers."""
+    return {f"plans-{device}": table(newest(folder, device), device) for device in ("cuda", "cpu")}
