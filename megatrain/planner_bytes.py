@@ -37,9 +37,8 @@ ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
 COMPILED_SLACK_BYTES, COMPILED_SLACK_SHARE = 64 * MIB, 0.2
 OFFLOAD_SLACK_BYTES = 64 * MIB
 # And of activations where micro-batches have ever new shapes, whose holes nothing else fills. Host: malloc's heap, 24 steps of a 135M
-# model with all layers retained. GPU: 2 GiB that came and went had 0.26 of holes after 20 steps. Graphs that are retained lie in blocks of
-# which torch splits nothing off below 1 MiB, so that half of it is lost in each on average, and whose size is mostly twice that of a
-# micro-batch's hidden states: a bound, for of hidden states of 8 and 16 MiB 0.9% were lost, the same after 20 steps and after 60.
+# model with all layers retained. GPU: 2 GiB that came and went had 0.26 of holes after 20 steps. Of retained graphs' blocks, mostly twice
+# as large as a micro-batch's hidden states, torch splits nothing off below 1 MiB: half of that at most is lost, 0.9% of graphs in two runs.
 VARIED_ROWS_SLACK = {"gpu": 0.1, "host": 0.4}
 UNSPLIT_BYTES = MIB // 4  # for each that hidden states take
 # On a CPU, of retained activations: graphs of many layers make holes in malloc's heap, where most of their tensors are if hidden states are
@@ -81,9 +80,16 @@ def _layer_working_set(choices: Choices, job: Job, shape: ModelShape) -> int:
     if sets is None:
         graph = retained_bytes(choices, job, shape) // choices.retained if choices.retained and not chunk else 0
         return shape.layer_bytes(tokens, chunk) + decoded - graph
-    recomputed = sets.recomputed.at(tokens) + decoded - _retained_here(choices, job, shape)
+    recomputed = max(sets.last.at(tokens), sets.recomputed.at(tokens) - _last_input(choices, job, shape))
+    recomputed += decoded - _retained_here(choices, job, shape)
     beyond = (sets.beyond_cheap_graph if choices.cheap_retention else sets.beyond_graph).at(tokens)
     return max(recomputed if _recomputed(choices, shape) else 0, beyond if choices.retained else 0)
+
+
+def _last_input(choices: Choices, job: Job, shape: ModelShape) -> int:
+    """Bytes of the last layer's input, if it is on the device while that layer is recomputed, and gone when others are."""
+    stays_or_leaves = choices.offload or choices.second_backward or choices.retained or choices.retained_on_host
+    return 0 if stays_or_leaves else choices.group_tokens(job) * boundary_row_bytes(job, shape)
 
 
 def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:
@@ -127,20 +133,18 @@ def device_bytes(choices: Choices, job: Job, shape: ModelShape, hardware: Hardwa
     working_set = max(sets.values())
     table = block_bytes(choices, job, shape, hardware) | activation_bytes(choices, job, shape) | {"working set": working_set}
     retained, passing = table["retained activations"], table["boundary activations"] + working_set
+    hidden_states = choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision]
     if hardware.gpu:
-        share = VARIED_ROWS_SLACK["gpu"]
-        of_graphs = min(share, UNSPLIT_BYTES / (choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision]))
-        varied = int(share * passing + of_graphs * retained) if job.pads else 0
+        varied = int(VARIED_ROWS_SLACK["gpu"] * passing + min(VARIED_ROWS_SLACK["gpu"], UNSPLIT_BYTES / hidden_states) * retained)
         table |= {
             "cuBLAS workspaces": hardware.workspace_bytes,
-            "allocator slack": _allocator_slack(sets, choices, job, shape) + varied,
+            "allocator slack": _allocator_slack(sets, choices, job, shape) + (varied if job.pads else 0),
             "CUDA context": hardware.context_bytes,
         }
     elif job.pads:
         table["allocator slack"] = int(VARIED_ROWS_SLACK["host"] * (passing + retained))
     elif choices.retained:
-        small = choices.micro_batch_tokens * shape.hidden_size * WEIGHT_BYTES[job.precision] < LARGE_BLOCK_BYTES
-        table["allocator slack"] = int((HEAP_HOLES_SHARE if small else MAPPED_HOLES_SHARE) * retained)
+        table["allocator slack"] = int((HEAP_HOLES_SHARE if hidden_states < LARGE_BLOCK_BYTES else MAPPED_HOLES_SHARE) * retained)
     return table
 
 

@@ -340,10 +340,24 @@ def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware: Hardware)
     assert len(rest) == 1
 
 
+def test_the_last_layer_alone_computes_beside_its_own_input() -> None:
+    """A group's: 64 tokens of 10 numbers in bf16. What leaves, stays, or belongs to a retained layer makes no difference."""
+    hungry, job = line(100), replace(TINY_JOB, compiled=True)
+
+    def needed(last: WorkingSet, choices: Choices = ALL_STREAMED) -> int:
+        shape = replace(TINY, compiled=CompiledSets(hungry, last, hungry, hungry))
+        return working_sets(choices, job, shape, H200)["layer, one micro-batch"]
+
+    assert needed(line(50)) == hungry.at(16) - 64 * 10 * 2
+    assert needed(hungry) == hungry.at(16)
+    assert needed(line(50), replace(ALL_STREAMED, offload=True)) == hungry.at(16)
+    assert needed(line(50), replace(ALL_STREAMED, second_backward=True)) == hungry.at(16)
+
+
 def test_what_compiled_layers_need_counts_only_in_the_precision_that_was_traced() -> None:
     """A bf16 run asks what fp8 would do, whose operands its traces do not know: then the eager working set holds."""
     small = line(1)
-    in_bf16, in_fp8 = (replace(TINY, compiled=CompiledSets(small, small, small, fp8=fp8)) for fp8 in (False, True))
+    in_bf16, in_fp8 = (replace(TINY, compiled=CompiledSets(small, small, small, small, fp8=fp8)) for fp8 in (False, True))
     bf16, fp8 = (replace(TINY_JOB, compiled=True, precision=precision) for precision in ("bfloat16", "fp8"))
 
     def layers(shape: ModelShape, job: Job) -> int:

@@ -36,6 +36,7 @@ class MicroBatchBytes:
     kept_compiled: tuple[int, ...]
     kept_cheap: tuple[int, ...]
     layer_compiled: int  # as `layer`; where it was not compiled, the same
+    last_compiled: int  # the same of the last layer
     beyond_graph: int  # of the hungriest compiled layer, what its backward takes beyond what its graph holds
     beyond_cheap_graph: int
 
@@ -80,8 +81,7 @@ class DryRun:
         def hungriest(of_compiled: Callable[[CompiledLayer], Alive], of_eager: dict[int, int]) -> int:
             return max(of_compiled(self.traced[kind]).peak(rows) if kind in self.traced else eager for kind, eager in of_eager.items())
 
-        again = hungriest(lambda layer: layer.again, peak)
-
+        again = min(hungriest(lambda layer: layer.again, peak), max(peak.values()))  # either is a bound
         return MicroBatchBytes(
             layer=max(peak.values()),
             embed=call_peak_bytes(lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding").peak_bytes,
@@ -89,7 +89,8 @@ class DryRun:
             kept=kept,
             kept_compiled=compiled(lambda layer: layer.saved_bytes),
             kept_cheap=compiled(lambda layer: layer.cheap_saved_bytes),
-            layer_compiled=min(again, max(peak.values())),  # either is a bound
+            layer_compiled=again,
+            last_compiled=again if self.traced_last is None else min(again, self.traced_last.again.peak(rows)),
             beyond_graph=hungriest(lambda layer: layer.beyond, beyond),
             beyond_cheap_graph=hungriest(lambda layer: layer.cheap_beyond, beyond),
         )
@@ -176,6 +177,15 @@ class DryRun:
             return self.traced_plainly
         with self._products():
             return self._traces()
+
+    @cached_property
+    def traced_last(self) -> CompiledLayer | None:
+        """The last layer with the products that it computes: of those in fp8 fewer than any other's."""
+        if not self.fp8 or self.kinds[-1] not in self.traced:
+            return self.traced.get(self.kinds[-1])
+        index = len(self.kinds) - 1
+        with fp8_products(self.skeleton.layers, Fp8Policy().of_layer(index, len(self.kinds))):
+            return self._trace(index)
 
     @cached_property
     def traced_plainly(self) -> dict[int, CompiledLayer]:

@@ -61,6 +61,7 @@ class CompiledSets:
     """Working sets of the hungriest layer where layers are compiled, by tokens of a micro-batch."""
 
     recomputed: WorkingSet  # as ModelShape's `layer`
+    last: WorkingSet  # of the last layer, which may need less
     beyond_graph: WorkingSet  # of a retained one's backward, what it takes beyond what its graph holds
     beyond_cheap_graph: WorkingSet
     fp8: bool = False  # of layers whose products take fp8 operands
@@ -164,6 +165,7 @@ def shape_of(
 def _compiled_sets(by_tokens: Callable[[Callable[[MicroBatchBytes], int]], WorkingSet], fp8: bool) -> CompiledSets:
     return CompiledSets(
         recomputed=by_tokens(lambda run: run.layer_compiled),
+        last=by_tokens(lambda run: run.last_compiled),
         beyond_graph=by_tokens(lambda run: run.beyond_graph),
         beyond_cheap_graph=by_tokens(lambda run: run.beyond_cheap_graph),
         fp8=fp8,
