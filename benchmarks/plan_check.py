@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,30 +234,37 @@ def run_case(case: Case, process: subprocess.Popen[str]) -> dict[str, Any]:
     return result
 
 
-def errors(result: dict[str, Any]) -> dict[str, float]:
+def errors(result: Mapping[str, Any]) -> dict[str, float]:
     """Predicted over measured, less one, for every figure that was measured."""
     return {name: value / result["measured"][name] - 1 for name, value in result.get("predicted", {}).items() if value is not None}
 
 
-def broken(result: dict[str, Any], times: bool) -> list[str]:
+def misjudged(result: Mapping[str, Any]) -> list[str]:
+    """A wrong refusal, or a wrong acceptance."""
+    edge = result["case"]["edge"]
+    return [] if result["refused"] == (edge is not None and edge[1] < 1) else ["refused" if result["refused"] else "accepted"]
+
+
+def over_limits(result: Mapping[str, Any]) -> list[str]:
+    """Limits that were passed."""
+    peaks = {name: (result.get("measured", {}).get(name, 0), limit) for name, limit in result["limits"].items() if limit is not None}
+    return [f"{name} {peak / limit:.1%} of its limit" for name, (peak, limit) in peaks.items() if peak > limit]
+
+
+def broken(result: Mapping[str, Any], times: bool) -> list[str]:
     """The promises that a result does not keep. A peak under the prediction breaks none where rows vary: how long they are is chance."""
     if "failed" in result:
         return ["failed"]
-    edge = result["case"]["edge"]
-    wrong = [] if result["refused"] == (edge is not None and edge[1] < 1) else ["refused" if result["refused"] else "accepted"]
     tolerance = {"allocated": GPU_TOLERANCE, "driver": GPU_TOLERANCE, "host": HOST_TOLERANCE} | (
         {"seconds": TIME_TOLERANCE} if times else {}
     )
     exact = not result["case"]["varied"]
-    wrong += [
+    apart = [
         f"{name} {error:+.1%}"
         for name, error in errors(result).items()
         if error < -tolerance.get(name, 1e9) or (exact and error > tolerance.get(name, 1e9))
     ]
-    for name, limit in result["limits"].items():
-        if limit is not None and result.get("measured", {}).get(name, 0) > limit:
-            wrong.append(f"{name} {result['measured'][name] / limit:.1%} of its limit")
-    return wrong
+    return [*misjudged(result), *apart, *over_limits(result)]
 
 
 def row(name: str, result: dict[str, Any]) -> str:

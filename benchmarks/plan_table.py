@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_cases import CPU_CASES, CUDA_CASES
-from benchmarks.plan_check import GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE, broken, errors
+from benchmarks.plan_check import GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE, errors, misjudged, over_limits
 from megatrain.hardware import GIB
 
 Figures = tuple[tuple[str, str, float], ...]  # what is measured, in words, and the promise
@@ -30,7 +30,7 @@ class Checked:
 
     @property
     def errors(self) -> dict[str, float]:
-        return errors(dict(self.result))
+        return errors(self.result)
 
 
 def newest(folder: Path, device: str) -> dict[str, Checked]:
@@ -62,8 +62,8 @@ def _summary(checked: Mapping[str, Checked], figures: Figures) -> Iterator[str]:
         apart = sorted(one.errors[figure] for one in runs)
         kept = sum(abs(error) <= tolerance for error in apart)
         yield f"- {words}: {kept} of {len(runs)} within {tolerance:.0%}, all within {apart[0]:+.1%} and {apart[-1]:+.1%}"
-    edges = [dict(one.result) for one in checked.values() if one.result["case"]["edge"]]
-    right = sum(not any(word in ("refused", "accepted") or "limit" in word for word in broken(edge, times=False)) for edge in edges)
+    edges = [one.result for one in checked.values() if one.result["case"]["edge"]]
+    right = sum(not (misjudged(edge) or over_limits(edge)) for edge in edges)
     yield f"- {right} of {len(edges)} edges right: refused just below what is needed, accepted and kept just above"
 
 
