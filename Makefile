@@ -1,3 +1,4 @@
+# `make goldens`: the working tree against the commit named in benchmarks/goldens.py, bit for bit.
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
 # `make test`: lint, types and the whole test suite.   `make lint`: the first two.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
@@ -13,7 +14,7 @@ DEMO_RUN ?= runs/demo
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format goldens clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -39,6 +40,9 @@ demo: $(STAMP)
 	rm -rf $(DEMO_RUN)
 	$(BIN)/megatrain train examples/demo/config.yaml output=$(DEMO_RUN)
 	$(BIN)/python examples/demo/check.py $(DEMO_RUN)
+
+goldens: $(STAMP)
+	$(BIN)/python -m benchmarks.goldens
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

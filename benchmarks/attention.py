@@ -19,10 +19,33 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatrain.hardware import MIB
-from megatrain.meters import host_bytes
+from megatrain.machine.hardware import MIB
+from megatrain.reporting.meters import peak_host_bytes
 
-LENGTHS = (2000, 1777, 1501, 1333, 1111, 1001, 899, 777, 702, 650, 555, 505, 444, 411, 377, 333, 301, 222, 190, 150, 111, 80)
+LENGTHS = (
+    2000,
+    1777,
+    1501,
+    1333,
+    1111,
+    1001,
+    899,
+    777,
+    702,
+    650,
+    555,
+    505,
+    444,
+    411,
+    377,
+    333,
+    301,
+    222,
+    190,
+    150,
+    111,
+    80,
+)
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 AGAIN = 4  # times; the best counts
 
@@ -30,7 +53,10 @@ AGAIN = 4  # times; the best counts
 def random_inputs(rows: int, length: int, heads: tuple[int, int, int], size: int) -> list[Tensor]:
     """Query, key and value [rows, heads, length, size], laid out as a layer's products leave them."""
     sizes = ((rows, length, count, size) for count in heads)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in sizes]
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for shape in sizes
+    ]
 
 
 def seconds(inputs: list[Tensor], shared: bool) -> float:
@@ -42,15 +68,18 @@ def seconds(inputs: list[Tensor], shared: bool) -> float:
 
 
 def measure(kernel: SDPBackend, args: argparse.Namespace) -> dict[str, Any]:
-    heads, shared = (args.heads, args.shared_heads, args.shared_heads), args.shared_heads != args.heads
+    heads, shared = (
+        (args.heads, args.shared_heads, args.shared_heads),
+        args.shared_heads != args.heads,
+    )
     with sdpa_kernel(kernel):
         seconds(random_inputs(2, 128, heads, args.head_size), shared)  # its library
-        before, first, again = host_bytes(), [], {}
+        before, first, again = peak_host_bytes(), [], {}
         for length in args.lengths:
             inputs = random_inputs(max(1, args.tokens // length), length, heads, args.head_size)
             first.append(seconds(inputs, shared))
             again[length] = min(seconds(inputs, shared) for _ in range(AGAIN))
-        grown = host_bytes() - before
+        grown = peak_host_bytes() - before
     return {
         "first_s": statistics.fmean(first),
         "again_s": statistics.fmean(again.values()),
@@ -60,7 +89,9 @@ def measure(kernel: SDPBackend, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--heads", type=int, default=28)
     parser.add_argument("--shared-heads", type=int, default=4, help="of keys and values")
     parser.add_argument("--head-size", type=int, default=128)
@@ -78,8 +109,14 @@ def main() -> None:
         )
     if args.json:
         given = {name: value for name, value in vars(args).items() if name != "json"}
-        versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "gpu": torch.cuda.get_device_name()}
-        args.json.write_text(json.dumps({"arguments": given, **versions, "results": results}, indent=1) + "\n")
+        versions = {
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "gpu": torch.cuda.get_device_name(),
+        }
+        args.json.write_text(
+            json.dumps({"arguments": given, **versions, "results": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from benchmarks.cases import CAPACITY_CASES, SAME_BATCH
 from benchmarks.compare import arguments, measure
 from benchmarks.records import Record, latest
 from benchmarks.systems import OURS
-from megatrain.flops import peak_tflops
-from megatrain.hardware import GIB
+from megatrain.machine.datasheets import peak_tflops
+from megatrain.machine.hardware import GIB
 
 HEADINGS = ("case", "parameters", "tokens/step", "context", "TFLOP/s", "with attention", "tokens/s", "s/step", "planned", "GPU GiB",
             "planned", "host GiB", "planned", "disk GiB", "bound by", "loss", "measured on")  # fmt: skip
@@ -22,7 +22,9 @@ HEADINGS = ("case", "parameters", "tokens/step", "context", "TFLOP/s", "with att
 
 def main() -> None:
     parser = arguments(__doc__, [OURS])
-    parser.add_argument("--only", nargs="+", choices=CAPACITY_CASES, default=list(CAPACITY_CASES), help="cases")
+    parser.add_argument(
+        "--only", nargs="+", choices=CAPACITY_CASES, default=list(CAPACITY_CASES), help="cases"
+    )
     args = parser.parse_args()
     records = measure([CAPACITY_CASES[name] for name in args.only], args)
     print("\n" + "\n".join(table(records)))
@@ -39,7 +41,12 @@ def cells(name: str, record: Record) -> list[str]:
     """One case's figures, or why there are none."""
     where = f"{record.date}, {record.machine}"
     if record.error:
-        return [name, f"failed: {record.error.replace('|', '/')}", *[""] * (len(HEADINGS) - 3), where]
+        return [
+            name,
+            f"failed: {record.error.replace('|', '/')}",
+            *[""] * (len(HEADINGS) - 3),
+            where,
+        ]
     result, predicted = record.result, record.result["predicted"]
     phases = result["plan"]["timing"]["phases"]
     longest = max(phases, key=lambda phase: phases[phase])
@@ -55,13 +62,17 @@ def cells(name: str, record: Record) -> list[str]:
         f"{result['tokens_per_s']:,.0f}",
         f"{result['step_s']:.1f}",
         f"{predicted['step_s']:.1f}",
-        _gib(max(result["gpu_peak_bytes"] or 0, result["gpu_peak_reserved_bytes"] or 0)),  # what is given back soon, the meter may miss
+        _gib(
+            max(result["gpu_peak_bytes"] or 0, result["gpu_peak_reserved_bytes"] or 0)
+        ),  # what is given back soon, the meter may miss
         _gib(predicted["gpu_peak_bytes"]),
         _gib(result["host_bytes"]),
         _gib(predicted["host_bytes"]),
         _gib(on_disk),
         f"{longest}: {result['plan']['timing']['bound_by'][longest]}",
-        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}" if SAME_BATCH in record.command and len(steps) > 1 else "-",
+        f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}"
+        if SAME_BATCH in record.command and len(steps) > 1
+        else "-",
         where,
     ]
 

@@ -31,7 +31,12 @@ class Target:
     share: str | None = None  # a share of the step in `megatrain bench --json`
 
 
-STREAMED_ONLY = ("memory.resident=0", "train.retained=0", "memory.offload_activations=true", "memory.retained_on_host=0")
+STREAMED_ONLY = (
+    "memory.resident=0",
+    "train.retained=0",
+    "memory.offload_activations=true",
+    "memory.retained_on_host=0",
+)
 
 CASES: Mapping[str, Case] = {
     case.name: case
@@ -44,15 +49,24 @@ CASES: Mapping[str, Case] = {
         Case("14.8b-65k", "qwen2.5-14b", 65536),
         Case("7.6b-131k", "qwen2.5-7b", 131072),
         Case("7.6b-131k-fp8", "qwen2.5-7b", 131072, overrides=("precision=fp8",)),
-        Case("28-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=28, overrides=STREAMED_ONLY),
-        Case("84-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=84, overrides=STREAMED_ONLY),
+        Case(
+            "28-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=28, overrides=STREAMED_ONLY
+        ),
+        Case(
+            "84-layers", "benchmarks/models/qwen2.5-3b", 65536, layers=84, overrides=STREAMED_ONLY
+        ),
         Case("tiny", "tiny", 512, seq_len=64),  # to try the scripts out, on any machine
     )
 }
 
 # Five bytes a parameter: 43B in 251 GiB of RAM. The embedding is tied, since one that is only looked up counts in 6 x parameters x tokens
 # and takes no time: of few layers that would be 7% of the rate.
-DEPTH = (*STREAMED_ONLY, "optimizer.name=lion", "optimizer.moments=int8", "memory.second_backward=true")
+DEPTH = (
+    *STREAMED_ONLY,
+    "optimizer.name=lion",
+    "optimizer.moments=int8",
+    "memory.second_backward=true",
+)
 SAME_BATCH = "--same-batch"
 LEARNT = (SAME_BATCH,)  # all steps on one batch, whose loss must fall
 LION_INT8 = ("optimizer.name=lion", "optimizer.moments=int8", "memory.activations=int4")
@@ -61,9 +75,30 @@ THREE_TIERS = (*LION_INT8, "memory.host=243GiB", "memory.nvme=runs/nvme")
 CAPACITY_CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
-        Case("101b-16k", "llama-3-70b", 16384, layers=116, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
-        Case("120b-16k", "llama-3-70b", 16384, layers=138, overrides=(*LION_INT8, "train.learning_rate=3e-5"), flags=LEARNT),
-        Case("100b-16k-251gib", "benchmarks/models/llama-2-70b", 16384, layers=117, overrides=THREE_TIERS, flags=LEARNT),
+        Case(
+            "101b-16k",
+            "llama-3-70b",
+            16384,
+            layers=116,
+            overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"),
+            flags=LEARNT,
+        ),
+        Case(
+            "120b-16k",
+            "llama-3-70b",
+            16384,
+            layers=138,
+            overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+            flags=LEARNT,
+        ),
+        Case(
+            "100b-16k-251gib",
+            "benchmarks/models/llama-2-70b",
+            16384,
+            layers=117,
+            overrides=THREE_TIERS,
+            flags=LEARNT,
+        ),
         Case(
             "40b-16k-126gib",
             "llama-3-70b",
@@ -72,17 +107,55 @@ CAPACITY_CASES: Mapping[str, Case] = {
             overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"),
             flags=LEARNT,
         ),
-        Case("49b-16k-126gib", "llama-3-70b", 16384, layers=55, overrides=(*LION_INT8, "train.learning_rate=3e-5"), flags=LEARNT),
-        Case("20b-16k", "llama-3-70b", 16384, layers=21, overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"), flags=LEARNT),
+        Case(
+            "49b-16k-126gib",
+            "llama-3-70b",
+            16384,
+            layers=55,
+            overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+            flags=LEARNT,
+        ),
+        Case(
+            "20b-16k",
+            "llama-3-70b",
+            16384,
+            layers=21,
+            overrides=("optimizer.moments=int8", "train.learning_rate=1e-4"),
+            flags=LEARNT,
+        ),
         Case("32b-65k", "qwen2.5-32b", 65536, flags=LEARNT),
-        Case("14.8b-32k-24gib", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB",), flags=LEARNT),
-        Case("14.8b-32k-24gib-int8", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB", "optimizer.moments=int8"), flags=LEARNT),
-        Case("32b-32k-24gib", "qwen2.5-32b", 32768, overrides=("memory.gpu=24GiB", "optimizer.moments=int8"), flags=LEARNT),
+        Case(
+            "14.8b-32k-24gib", "qwen2.5-14b", 32768, overrides=("memory.gpu=24GiB",), flags=LEARNT
+        ),
+        Case(
+            "14.8b-32k-24gib-int8",
+            "qwen2.5-14b",
+            32768,
+            overrides=("memory.gpu=24GiB", "optimizer.moments=int8"),
+            flags=LEARNT,
+        ),
+        Case(
+            "32b-32k-24gib",
+            "qwen2.5-32b",
+            32768,
+            overrides=("memory.gpu=24GiB", "optimizer.moments=int8"),
+            flags=LEARNT,
+        ),
         *(
-            Case(f"depth-{layers}", "benchmarks/models/qwen2.5-7b-tied", 16384, layers=layers, overrides=DEPTH, flags=LEARNT)
+            Case(
+                f"depth-{layers}",
+                "benchmarks/models/qwen2.5-7b-tied",
+                16384,
+                layers=layers,
+                overrides=DEPTH,
+                flags=LEARNT,
+            )
             for layers in (28, 90, 180)
         ),
-        *(Case(f"7.6b-context-{n >> 10}k", "qwen2.5-7b", n, seq_len=n, flags=LEARNT) for n in (32768, 131072, 524288)),
+        *(
+            Case(f"7.6b-context-{n >> 10}k", "qwen2.5-7b", n, seq_len=n, flags=LEARNT)
+            for n in (32768, 131072, 524288)
+        ),
     )
 }
 
@@ -93,8 +166,15 @@ TARGETS = (
     Target("1.8b-16k-12gib", "1.8B, 16k tokens, 12 GiB of GPU memory", 300),
     Target("7.6b-32k-long", "7.6B, 32k tokens, sequence 8192", 500),
     Target("14.8b-65k", "14.8B, 65k tokens, 512 GiB host", 530),
-    Target("7.6b-131k-fp8", "7.6B, 131k tokens, fp8 products against bf16", 1.3, against="7.6b-131k"),
-    Target("84-layers", "84 layers against 28 (hidden size 2048), all recomputed, activations on the host", 0.97, against="28-layers"),
+    Target(
+        "7.6b-131k-fp8", "7.6B, 131k tokens, fp8 matmuls against bf16", 1.3, against="7.6b-131k"
+    ),
+    Target(
+        "84-layers",
+        "84 layers against 28 (hidden size 2048), all recomputed, activations on the host",
+        0.97,
+        against="28-layers",
+    ),
     Target("84-layers", "the same: GPU memory", 1.0, against="28-layers", figure="gpu_peak_bytes"),
     Target("7.6b-65k", "share of the 65k step in which the GPU computes", 0.97, share="gpu_busy"),
 )

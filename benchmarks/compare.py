@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.cases import CASES, Case
 from benchmarks.records import Record, execute, latest, new_folder
 from benchmarks.systems import OURS, PEERS, TITLES, runs_of
-from megatrain.hardware import GIB
+from megatrain.machine.hardware import GIB
 
 
 def main() -> None:
@@ -29,13 +29,28 @@ def main() -> None:
 
 def arguments(description: str | None, systems: list[str]) -> argparse.ArgumentParser:
     """The arguments of every script that starts systems."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--systems", nargs="+", choices=(OURS, *PEERS), default=systems)
-    parser.add_argument("--micro-batch-tokens", nargs="+", type=int, default=[16384, 65536], help="what each peer is tried with")
+    parser.add_argument(
+        "--micro-batch-tokens",
+        nargs="+",
+        type=int,
+        default=[16384, 65536],
+        help="what each peer is tried with",
+    )
     parser.add_argument("--steps", type=int, default=4, help="measured")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
-    parser.add_argument("--output", type=Path, default=None, help="folder of the JSON files; default: a new one under benchmarks/results")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds that one process may take"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="folder of the JSON files; default: a new one under benchmarks/results",
+    )
     return parser
 
 
@@ -48,13 +63,19 @@ def measure(cases: Sequence[Case], args: argparse.Namespace) -> list[Record]:
             for run in runs_of(case, system, args.micro_batch_tokens, args.steps, args.warmup):
                 record = execute(run, args.limit, folder)
                 records.append(record)
-                print(f"{run.name}: {record.error or f'{record.tflops:.4g} TFLOP/s'} ({record.wall_s:.0f} s in all)", flush=True)
+                print(
+                    f"{run.name}: {record.error or f'{record.tflops:.4g} TFLOP/s'} ({record.wall_s:.0f} s in all)",
+                    flush=True,
+                )
     return records
 
 
 def table(records: Sequence[Record], case: str, systems: Sequence[str]) -> list[str]:
     """Markdown rows: the fastest variant of each system on a case."""
-    rows = ["| system | s/step | TFLOP/s | tokens/s | GPU GiB | host GiB |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| system | s/step | TFLOP/s | tokens/s | GPU GiB | host GiB |",
+        "|---|---|---|---|---|---|",
+    ]
     for system in systems:
         record = latest(records, case, system)
         if record is not None:

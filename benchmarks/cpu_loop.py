@@ -25,29 +25,42 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.engine.build import choose_device, choose_precision, from_pretrained
+from megatrain.engine.build import choose_device, choose_precision
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import PRECISIONS, Settings
+from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.streams import Lane
 from megatrain.models.anatomy import decays
-from megatrain.models.skeleton import choose_attention
+from megatrain.models.family import choose_attention
 from megatrain.optim import AdamW
 from megatrain.optim.split import join_master
+from megatrain.settings import Settings
 
 Batch = dict[str, Tensor]
 LR, WEIGHT_DECAY, MAX_NORM = 1e-5, 0.1, 1.0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=".cache/demo/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--precision", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=2048, help="per optimizer step")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--micro-batch-rows", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side; one more warms up")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=NUMBER", help="fields of megatrain.engine.settings.Settings")
-    parser.add_argument("--parts", action="store_true", help="one more step of the engine, its CPU seconds by part")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measured steps of each side; one more warms up"
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="*",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="fields of megatrain.settings.Settings",
+    )
+    parser.add_argument(
+        "--parts", action="store_true", help="one more step of the engine, its CPU seconds by part"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -67,7 +80,11 @@ class PlainLoop:
         named = list(self.model.named_parameters())
         weights = masters_of(engine)
         self.parameters = [p for _, p in named]
-        self.masters = [nn.Parameter(weights[name].clone()) for name, _ in named] if dtype == torch.bfloat16 else self.parameters
+        self.masters = (
+            [nn.Parameter(weights[name].clone()) for name, _ in named]
+            if dtype == torch.bfloat16
+            else self.parameters
+        )
         with torch.no_grad():
             for name, parameter in named:
                 parameter.copy_(weights[name])
@@ -75,7 +92,12 @@ class PlainLoop:
         for (name, parameter), master in zip(named, self.masters, strict=True):
             groups[decays(name, tuple(parameter.shape))].append(master)
         self.optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": WEIGHT_DECAY * decay} for decay, group in groups.items()], lr=LR, fused=True
+            [
+                {"params": group, "weight_decay": WEIGHT_DECAY * decay}
+                for decay, group in groups.items()
+            ],
+            lr=LR,
+            fused=True,
         )
 
     def train_step(self, batches: list[Batch]) -> float:
@@ -115,14 +137,20 @@ def masters_of(engine: Engine) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for block in engine.anatomy.blocks:
         weight = engine.store.array("weight", block.index)
-        master = join_master(weight, engine.store.array("remainder", block.index)) if engine.precision == "bfloat16" else weight
+        master = (
+            join_master(weight, engine.store.array("remainder", block.index))
+            if engine.precision == "bfloat16"
+            else weight
+        )
         named |= block.layout.views(master)
     return named
 
 
 def micro_batches(args: argparse.Namespace, vocabulary: int, step: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, vocabulary, (args.tokens // args.seq_len, args.seq_len), generator=generator)
+    ids = torch.randint(
+        0, vocabulary, (args.tokens // args.seq_len, args.seq_len), generator=generator
+    )
     return [{"input_ids": rows, "labels": rows} for rows in ids.split(args.micro_batch_rows)]
 
 
@@ -184,7 +212,7 @@ class Parts:
 
 def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     """CPU seconds of one step by part. Leaves the engine instrumented."""
-    parts, passes = Parts(), engine._passes
+    parts, passes = Parts(), engine.parts.passes
     skeleton_layer = engine.skeleton.layer
     for name, part in {
         "_forward": "forward: embedding and the rest",
@@ -194,21 +222,29 @@ def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     }.items():
         parts.wrap(passes, name, part)
     for name in ("open", "add", "close"):
-        parts.wrap(engine._gradients, name, f"gradient sums: {name}")
+        parts.wrap(engine.parts.gradients, name, f"gradient sums: {name}")
 
     def layer(*args: Any) -> Tensor:
-        with parts.open("layers with graphs: recomputed or retained" if torch.is_grad_enabled() else "layers without graphs"):
+        with parts.open(
+            "layers with graphs: recomputed or retained"
+            if torch.is_grad_enabled()
+            else "layers without graphs"
+        ):
             return skeleton_layer(*args)
 
     engine.skeleton.layer = layer  # type: ignore[method-assign]
-    for lane in (engine._upload, engine._download, engine._updater.lane):
+    for lane in (
+        engine.parts.lanes["upload"],
+        engine.parts.lanes["download"],
+        engine.parts.updater.lane,
+    ):
         parts.lane(lane)
-    parts.wrap(engine._updater, "wait_ready", "waiting for updates")
+    parts.wrap(engine.parts.updater, "wait_ready", "waiting for updates")
     with parts.open("step: the rest"):
         engine.train_step(batches)
     with parts.open("update, after the step"):
         for block in engine.anatomy.blocks:
-            engine._updater.wait_ready(block.index)
+            engine.parts.updater.wait_ready(block.index)
     return dict(sorted(parts.seconds.items(), key=lambda item: -item[1]))
 
 
@@ -218,31 +254,54 @@ def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
 def summary(records: list[dict[str, float]], tokens: int) -> dict[str, Any]:
     """The best step: whatever else the machine does makes a step slower, in CPU seconds too, since cores share caches and memory."""
     cpu, wall = (min(record[clock] for record in records) for clock in ("cpu_s", "wall_s"))
-    return {"cpu_s": cpu, "wall_s": wall, "tokens_per_s": tokens / wall, "tokens_per_cpu_s": tokens / cpu, "steps": records}
+    return {
+        "cpu_s": cpu,
+        "wall_s": wall,
+        "tokens_per_s": tokens / wall,
+        "tokens_per_cpu_s": tokens / cpu,
+        "steps": records,
+    }
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {"update_threads": torch.get_num_threads(), **{name: int(value) for name, value in (s.split("=") for s in args.settings)}}
+    chosen = {
+        "update_threads": torch.get_num_threads(),
+        **{name: int(value) for name, value in (s.split("=") for s in args.settings)},
+    }
     precision = choose_precision(args.precision, choose_device("cpu"))
     optimizer = AdamW(lr=LR, weight_decay=WEIGHT_DECAY)
     settings = Settings(**chosen)
-    with from_pretrained(
-        args.model, optimizer=optimizer, precision=precision, max_grad_norm=MAX_NORM, device="cpu", settings=settings
+    with Engine.from_pretrained(
+        args.model,
+        optimizer=optimizer,
+        precision=precision,
+        max_grad_norm=MAX_NORM,
+        device="cpu",
+        settings=settings,
     ) as engine:
-        plain = PlainLoop(engine, PRECISIONS[precision], settings.head_chunk)
+        plain = PlainLoop(engine, PRECISIONS[precision], settings.head_chunk_tokens)
         records: dict[str, list[dict[str, float]]] = {"plain": [], "engine": []}
         for step in range(args.rounds + 1):
             batches = micro_batches(args, engine.anatomy.vocab_size, step)
             records["plain"].append(timed(lambda: plain.train_step(batches)))  # noqa: B023  (called at once)
             records["engine"].append(timed(lambda: engine_step(engine, batches)))  # noqa: B023
-            print(step, {side: {k: round(v, 4) for k, v in steps[-1].items()} for side, steps in records.items()}, flush=True)
+            print(
+                step,
+                {
+                    side: {k: round(v, 4) for k, v in steps[-1].items()}
+                    for side, steps in records.items()
+                },
+                flush=True,
+            )
         sides = {side: summary(steps[1:], args.tokens) for side, steps in records.items()}
         parts = parts_of(engine, batches) if args.parts else {}
     return {
         "precision": precision,
         "settings": chosen,
         **sides,
-        "engine_over_plain": {key: sides["engine"][key] / sides["plain"][key] for key in ("cpu_s", "wall_s")},
+        "engine_over_plain": {
+            key: sides["engine"][key] / sides["plain"][key] for key in ("cpu_s", "wall_s")
+        },
         "parts_cpu_s": parts,
     }
 
@@ -253,7 +312,9 @@ def main() -> None:
         "hardware": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"},
+        "arguments": {
+            k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"
+        },
         **compare(args),
     }
     if args.json:
@@ -261,8 +322,13 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     for side in ("plain", "engine"):
         figures = report[side]
-        print(f"{side:7} {figures['cpu_s']:8.2f} CPU s  {figures['wall_s']:8.2f} s  {figures['tokens_per_s']:8.1f} tokens/s")
-    print("engine / plain: " + ", ".join(f"{key} {value:.3f}" for key, value in report["engine_over_plain"].items()))
+        print(
+            f"{side:7} {figures['cpu_s']:8.2f} CPU s  {figures['wall_s']:8.2f} s  {figures['tokens_per_s']:8.1f} tokens/s"
+        )
+    print(
+        "engine / plain: "
+        + ", ".join(f"{key} {value:.3f}" for key, value in report["engine_over_plain"].items())
+    )
     for part, seconds in report["parts_cpu_s"].items():
         print(f"  {part:44} {seconds:8.3f} CPU s")
 

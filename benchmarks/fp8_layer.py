@@ -29,11 +29,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 import megatrain
-from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8, multiply, quantize
+from megatrain.models.transforms.fp8 import (
+    ATTENTION,
+    ROUTERS,
+    Fp8Policy,
+    apply_fp8,
+    multiply,
+    quantize,
+)
 
 REPEATS, WARMUPS = 20, 3
 CHECKED_ROWS = 2
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 POLICIES: dict[str, Fp8Policy | None] = {
     "bfloat16": None,
     "fp8": Fp8Policy(),
@@ -49,12 +61,20 @@ Records = list[dict[str, Any]]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[16], help="micro-batches of so many rows; the first for the small tables too"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="micro-batches of so many rows; the first for the small tables too",
     )
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=3584, help="other sizes stay in Qwen2.5-7B's proportion")
+    parser.add_argument(
+        "--hidden", type=int, default=3584, help="other sizes stay in Qwen2.5-7B's proportion"
+    )
     parser.add_argument("--variants", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--eager", action="store_true", help="do not compile the layer")
     parser.add_argument("--device", default="cuda")
@@ -97,7 +117,11 @@ def show(title: str, records: Iterator[dict[str, Any]]) -> Records:
     kept = []
     for record in records:
         print(
-            "  " + ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in record.items()),
+            "  "
+            + ", ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in record.items()
+            ),
             flush=True,
         )
         kept.append(record)
@@ -109,7 +133,9 @@ def show(title: str, records: Iterator[dict[str, Any]]) -> Records:
 
 def products(layer: nn.Module, tokens: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Each distinct product of the layer, bare: operands are quantised before the clock runs."""
-    shapes = {tuple(module.weight.shape) for module in layer.modules() if isinstance(module, nn.Linear)}
+    shapes = {
+        tuple(module.weight.shape) for module in layer.modules() if isinstance(module, nn.Linear)
+    }
     for out, into in sorted(shapes):
         for what, (m, n, k) in {
             "output": (tokens, out, into),
@@ -118,17 +144,32 @@ def products(layer: nn.Module, tokens: int, device: torch.device) -> Iterator[di
         }.items():
             a, b = (torch.randn(size, k, device=device).bfloat16() for size in (m, n))
             (a8, a_scales), (b8, b_scales) = quantize(a), quantize(b)
-            scaled = partial(torch._scaled_mm, a8, b8.t(), scale_a=a_scales, scale_b=b_scales.t(), out_dtype=torch.bfloat16)
+            scaled = partial(
+                torch._scaled_mm,
+                a8,
+                b8.t(),
+                scale_a=a_scales,
+                scale_b=b_scales.t(),
+                out_dtype=torch.bfloat16,
+            )
             ms = {
                 "bfloat16": milliseconds(partial(multiply, a, b, "bfloat16"), device),
                 "fp8": milliseconds(partial(scaled, use_fast_accum=False), device),
                 "fp8_fast": milliseconds(partial(scaled, use_fast_accum=True), device),
             }
             tflops = {f"{mode}_tflops": 2 * m * n * k / t / 1e9 for mode, t in ms.items()}
-            yield {"product": what, "out": out, "in": into, **{f"{mode}_ms": t for mode, t in ms.items()}, **tflops}
+            yield {
+                "product": what,
+                "out": out,
+                "in": into,
+                **{f"{mode}_ms": t for mode, t in ms.items()},
+                **tflops,
+            }
 
 
-def quantising(config: Any, tokens: int, device: torch.device, compiled: bool) -> Iterator[dict[str, Any]]:
+def quantising(
+    config: Any, tokens: int, device: torch.device, compiled: bool
+) -> Iterator[dict[str, Any]]:
     """Quantising activations and weights by rows and, transposed, by columns; GB/s counts one read in bf16 and one write in fp8."""
     run = torch.compile(quantize) if compiled else quantize
     hidden, wide = config.hidden_size, config.intermediate_size
@@ -136,7 +177,13 @@ def quantising(config: Any, tokens: int, device: torch.device, compiled: bool) -
         x = torch.randn(rows, columns, device=device).bfloat16()
         for along, operand in {"rows": x, "columns": x.t()}.items():
             ms = milliseconds(partial(run, operand), device)
-            yield {"rows": rows, "columns": columns, "along": along, "ms": ms, "gb_per_s": 3 * x.numel() / ms / 1e6}
+            yield {
+                "rows": rows,
+                "columns": columns,
+                "along": along,
+                "ms": ms,
+                "gb_per_s": 3 * x.numel() / ms / 1e6,
+            }
 
 
 # -- the layer ----------------------------------------------------------------------------------------------------------------------
@@ -145,12 +192,16 @@ def quantising(config: Any, tokens: int, device: torch.device, compiled: bool) -
 class Case:
     """A layer and its input, to be run forward, and forward and backward."""
 
-    def __init__(self, layer: nn.Module, config: Any, rows: int, seq_len: int, device: torch.device) -> None:
+    def __init__(
+        self, layer: nn.Module, config: Any, rows: int, seq_len: int, device: torch.device
+    ) -> None:
         self.layer = layer
         dtype = next(layer.parameters()).dtype
         generator = torch.Generator().manual_seed(0)
         shape = (rows, seq_len, config.hidden_size)
-        self.hidden, self.dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+        self.hidden, self.dy = (
+            torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)
+        )
         positions = torch.arange(seq_len, device=device).expand(rows, -1)
         self.positions = Qwen2RotaryEmbedding(config).to(device)(self.hidden, positions)
         self.saved_bytes = 0
@@ -167,25 +218,37 @@ class Case:
         before = torch.cuda.memory_allocated() if cuda else 0
         output = self.layer(hidden, position_embeddings=self.positions)
         self.saved_bytes = torch.cuda.memory_allocated() - before if cuda else 0
-        return (output.detach(), *torch.autograd.grad(output, [hidden, *self.layer.parameters()], self.dy))
+        return (
+            output.detach(),
+            *torch.autograd.grad(output, [hidden, *self.layer.parameters()], self.dy),
+        )
 
 
-def whole_layers(args: argparse.Namespace, config: Any, layer: nn.Module, device: torch.device) -> Iterator[dict[str, Any]]:
+def whole_layers(
+    args: argparse.Namespace, config: Any, layer: nn.Module, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Every variant at every size."""
     parameters = sum(p.numel() for p in layer.parameters())
-    exact = Case(copy.deepcopy(layer).float(), config, CHECKED_ROWS, args.seq_len, device).forward_backward()
+    exact = Case(
+        copy.deepcopy(layer).float(), config, CHECKED_ROWS, args.seq_len, device
+    ).forward_backward()
     for name in args.variants:
         torch._dynamo.reset()  # it keeps eight graphs of a function and then runs it eagerly
         variant, policy = copy.deepcopy(layer), POLICIES[name]
         if policy is not None:
             apply_fp8(variant, policy)
         ours = Case(variant, config, CHECKED_ROWS, args.seq_len, device).forward_backward()
-        errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
+        errors = [
+            float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)
+        ]
         if not args.eager:
             variant.compile(dynamic=False)
         for rows in args.rows:
             case, tokens = Case(variant, config, rows, args.seq_len, device), rows * args.seq_len
-            forward_ms, both_ms = milliseconds(case.forward, device), milliseconds(case.forward_backward, device)
+            forward_ms, both_ms = (
+                milliseconds(case.forward, device),
+                milliseconds(case.forward_backward, device),
+            )
             yield {
                 "variant": name, "tokens": tokens, "forward_ms": forward_ms, "forward_backward_ms": both_ms,
                 "tflops": 6 * parameters * tokens / both_ms / 1e9,
@@ -210,9 +273,18 @@ def main() -> None:
         }
     report = {
         "date": date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "versions": {"megatrain": megatrain.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "hardware": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else platform.processor() or platform.machine(),
+        "versions": {
+            "megatrain": megatrain.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "arguments": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+        },
         "policies": {name: policy and asdict(policy) for name, policy in POLICIES.items()},
         **tables,
     }

@@ -37,7 +37,10 @@ class Problem:
         weight = (torch.randn(args.vocabulary, args.hidden, device=device) * 0.02).to(dtype)
         self.parameters = [norm.requires_grad_(), weight.requires_grad_()]
         self.sums = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
-        self.targets = Targets(torch.arange(args.tokens, device=device), torch.randint(args.vocabulary, (args.tokens,), device=device))
+        self.targets = Targets(
+            torch.arange(args.tokens, device=device),
+            torch.randint(args.vocabulary, (args.tokens,), device=device),
+        )
 
     def project(self, x: Tensor) -> Tensor:
         norm, weight = self.parameters
@@ -53,7 +56,15 @@ class Problem:
 
     def run(self, chunk: int, **options: Any) -> None:
         head.loss_and_gradients(
-            self.project, self.hidden, self.targets, next_token, 1 / len(self.hidden), chunk, self.parameters, self.add, **options
+            self.project,
+            self.hidden,
+            self.targets,
+            next_token,
+            1 / len(self.hidden),
+            chunk,
+            self.parameters,
+            self.add,
+            **options,
         )
 
 
@@ -77,7 +88,11 @@ class FirstLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, labels)
         result = torch.empty(len(labels), device=logits.device)
         for rows in first_pieces(logits):
-            result[rows] = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32).gather(1, labels[rows, None]).squeeze(1)
+            result[rows] = (
+                torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
+                .gather(1, labels[rows, None])
+                .squeeze(1)
+            )
         return result
 
     @staticmethod
@@ -161,7 +176,11 @@ def rows_of(args: argparse.Namespace, problem: Problem) -> Iterator[dict[str, An
                 torch.cuda.reset_peak_memory_stats(device)
                 before_bytes = torch.cuda.memory_allocated(device)
             taken = seconds(lambda: VARIANTS[name](problem, chunk), device, args.repeats)  # noqa: B023  (called at once)
-            peak = torch.cuda.max_memory_allocated(device) - before_bytes if device.type == "cuda" else 0
+            peak = (
+                torch.cuda.max_memory_allocated(device) - before_bytes
+                if device.type == "cuda"
+                else 0
+            )
             for total in problem.sums:
                 total.zero_()
             VARIANTS[name](problem, chunk)
@@ -169,7 +188,14 @@ def rows_of(args: argparse.Namespace, problem: Problem) -> Iterator[dict[str, An
             if name != "products":
                 reference = problem.sums[1].clone() if reference is None else reference
                 error = float((problem.sums[1] - reference).norm() / reference.norm())
-            yield {"variant": name, "chunk": chunk, "s": taken, "tflops": flops / taken / 1e12, "peak_bytes": peak, "error": error}
+            yield {
+                "variant": name,
+                "chunk": chunk,
+                "s": taken,
+                "tflops": flops / taken / 1e12,
+                "peak_bytes": peak,
+                "error": error,
+            }
 
 
 def embedding_rows_of(args: argparse.Namespace, problem: Problem) -> Iterator[dict[str, Any]]:
@@ -182,11 +208,17 @@ def embedding_rows_of(args: argparse.Namespace, problem: Problem) -> Iterator[di
                 for part, grad in zip(ids.split(size), problem.hidden.split(size), strict=True):
                     work(problem.sums[1], part, grad)
 
-            yield {"variant": name, "chunk": size, "s": seconds(step, problem.hidden.device, args.repeats)}
+            yield {
+                "variant": name,
+                "chunk": size,
+                "s": seconds(step, problem.hidden.device, args.repeats),
+            }
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--hidden", type=int, default=3584)
     parser.add_argument("--vocabulary", type=int, default=152064)
@@ -205,11 +237,25 @@ def main() -> None:
     table = []
     for row in chain(rows_of(args, problem), embedding_rows_of(args, problem)):
         table.append(row)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            "  ".join(
+                f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+            ),
+            flush=True,
+        )
     if args.json:
         hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"}
-        report = {"hardware": hardware, "torch": torch.__version__, "arguments": options, "rows": table}
+        options = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key != "json"
+        }
+        report = {
+            "hardware": hardware,
+            "torch": torch.__version__,
+            "arguments": options,
+            "rows": table,
+        }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -18,25 +18,34 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import checkpoint_bytes, save_checkpoint
 from megatrain.engine.engine import Engine
-from megatrain.export import save_pretrained
-from megatrain.hardware import GIB
+from megatrain.machine.hardware import GIB
 from megatrain.measure.disk import disk_rates
-from megatrain.meters import host_bytes
 from megatrain.models.pretrained import resolve_source
-from megatrain.models.weights import load_weights
 from megatrain.recipes.bench import prepare_shape
 from megatrain.recipes.setup import make_engine, make_run_plan, quiet_libraries
 from megatrain.recipes.shapes import bench_config
-from megatrain.restore import load_checkpoint
+from megatrain.reporting.meters import peak_host_bytes
+from megatrain.storage.checkpoint import checkpoint_bytes, save_checkpoint
+from megatrain.storage.export import save_pretrained
+from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.weights import load_weights
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-1.5b", help="a shape of `megatrain bench`, or a model folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen2.5-1.5b", help="a shape of `megatrain bench`, or a model folder"
+    )
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured; what is written there is removed again")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="on the disk to be measured; what is written there is removed again",
+    )
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="keys of the config")
     args = parser.parse_args()
@@ -58,25 +67,43 @@ def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) 
     run, exported = folder / "run", folder / "exported"
     try:
         with make_engine(config, parts, plan) as engine:
-            weights = sum(block.layout.parameters for block in engine.anatomy.blocks) * engine.store.arrays["weight"].dtype.itemsize
+            weights = (
+                sum(block.layout.parameters for block in engine.anatomy.blocks)
+                * engine.store.arrays["weight"].dtype.itemsize
+            )
             ways = ways_of(engine, run, exported, checkpoint_bytes(engine), weights)
-            before = host_bytes()
+            before = peak_host_bytes()
             results = [timed(name, nbytes, way, folder) for name, nbytes, way in ways]
     finally:
         for made in (run, exported):
             shutil.rmtree(made, ignore_errors=True)
     disk = {"write_bytes_per_s": write, "read_bytes_per_s": read}
-    about = {"date": date.today().isoformat(), "model": model, "parameters": parts.shape.parameters, "host_bytes_before": before}
+    about = {
+        "date": date.today().isoformat(),
+        "model": model,
+        "parameters": parts.shape.parameters,
+        "host_bytes_before": before,
+    }
     return {**about, "disk": disk, "ways": results}
 
 
-def ways_of(engine: Engine, run: Path, exported: Path, everything: int, weights: int) -> list[tuple[str, int, Callable[[], object]]]:
+def ways_of(
+    engine: Engine, run: Path, exported: Path, everything: int, weights: int
+) -> list[tuple[str, int, Callable[[], object]]]:
     """(what, bytes, how), in an order in which each finds what it needs."""
     return [
         ("save a checkpoint", everything, lambda: save_checkpoint(run, 1, engine, None, {})),
-        ("resume from it, its hashes checked", everything, lambda: load_checkpoint(run / "checkpoint-1", engine)),
+        (
+            "resume from it, its hashes checked",
+            everything,
+            lambda: load_checkpoint(run / "checkpoint-1", engine),
+        ),
         ("export the weights", weights, lambda: save_pretrained(engine, exported)),
-        ("load the weights", weights, lambda: load_weights(engine.anatomy, engine.store, resolve_source(exported))),
+        (
+            "load the weights",
+            weights,
+            lambda: load_weights(engine.anatomy, engine.store, resolve_source(exported)),
+        ),
     ]
 
 
@@ -86,7 +113,13 @@ def timed(name: str, nbytes: int, way: Callable[[], object], folder: Path) -> di
     started = time.perf_counter()
     way()
     seconds = time.perf_counter() - started
-    return {"name": name, "bytes": nbytes, "seconds": seconds, "bytes_per_s": nbytes / seconds, "host_bytes": host_bytes()}
+    return {
+        "name": name,
+        "bytes": nbytes,
+        "seconds": seconds,
+        "bytes_per_s": nbytes / seconds,
+        "host_bytes": peak_host_bytes(),
+    }
 
 
 def forget(folder: Path) -> None:

@@ -18,23 +18,31 @@ from typing import Any
 from megatrain.engine.engine import Engine
 from megatrain.losses import next_token
 from megatrain.measure.disk import disk_rates
-from megatrain.meters import host_bytes
-from megatrain.metrics import StepTime
-from megatrain.planner_bytes import nvme_traffic
+from megatrain.planner.memory import Layout
 from megatrain.recipes.bench import Batches, prepare_shape, random_batches
 from megatrain.recipes.setup import make_engine, make_run_plan, quiet_libraries
 from megatrain.recipes.shapes import bench_config
-from megatrain.report import time_in_words
+from megatrain.reporting.meters import peak_host_bytes
+from megatrain.reporting.metrics import StepTime
+from megatrain.reporting.words import time_in_words
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape of `megatrain bench`, or a model folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen2.5-0.5b", help="a shape of `megatrain bench`, or a model folder"
+    )
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, required=True, help="on the drive")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("overrides", nargs="*", help="keys of the config, such as memory.nvme_blocks=8 memory.nvme_arrays=state")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="keys of the config, such as memory.nvme_blocks=8 memory.nvme_arrays=state",
+    )
     args = parser.parse_args()
     report = measure(args.model, args.layers, args.folder, args.steps, args.overrides)
     print("\n".join(table(report)))
@@ -42,7 +50,9 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(model: str, layers: int | None, folder: Path, steps: int, overrides: list[str]) -> dict[str, Any]:
+def measure(
+    model: str, layers: int | None, folder: Path, steps: int, overrides: list[str]
+) -> dict[str, Any]:
     """Rates of the drive alone, of an update that nothing runs beside, and of whole steps; stalls of those."""
     quiet_libraries()
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,10 +61,14 @@ def measure(model: str, layers: int | None, folder: Path, steps: int, overrides:
     parts = prepare_shape(config, layers)
     plan = make_run_plan(config, parts, checkpoints_written=0)
     plan.check()
-    bytes_read, bytes_written = nvme_traffic(plan.choices, plan.job, parts.shape)
+    bytes_read, bytes_written = Layout.of(
+        plan.choices, plan.job, parts.shape, parts.machine.hardware
+    ).nvme_traffic
     with make_engine(config, parts, plan) as engine:
         batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
-        engine.train_step(batches, next_token, config.train.learning_rate)  # compiles, and touches memory and files first
+        engine.train_step(
+            batches, next_token, config.train.learning_rate
+        )  # compiles, and touches memory and files first
         wait_for_updates(engine)
         update_s = update_alone(engine, batches) if config.train.max_grad_norm else None
         measured = [step(engine, batches, config.train.learning_rate) for _ in range(steps)]
@@ -63,15 +77,18 @@ def measure(model: str, layers: int | None, folder: Path, steps: int, overrides:
         "date": date.today().isoformat(),
         "model": model,
         "parameters": parts.shape.parameters,
-        "choices": {name: getattr(plan.choices, name) for name in ("nvme_blocks", "nvme_arrays", "nvme_activations", "resident")},
+        "choices": {
+            name: getattr(plan.choices, name) for name in ("nvme_blocks", "nvme_arrays", "resident")
+        },
         "disk": {"write_bytes_per_s": write, "read_bytes_per_s": read},
         "bytes_read": bytes_read,
         "bytes_written": bytes_written,
-        "drive_s": bytes_read / read + bytes_written / write,  # one after the other, at the measured rates
+        "drive_s": bytes_read / read
+        + bytes_written / write,  # one after the other, at the measured rates
         "update_alone_s": update_s,
         "predicted_step_s": plan.timing.seconds,
         "steps": measured,
-        "host_bytes": {"peak": host_bytes(), "planned": plan.host_bytes},
+        "host_bytes": {"peak": peak_host_bytes(), "planned": plan.host_bytes},
     }
 
 
@@ -93,7 +110,11 @@ def step(engine: Engine, batches: Batches, lr: float) -> dict[str, Any]:
     started = time.perf_counter()
     result = engine.train_step(batches, next_token, lr)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "loss": result.loss, "time": vars(StepTime.of(seconds, result.stalls_s))}
+    return {
+        "seconds": seconds,
+        "loss": result.loss,
+        "time": vars(StepTime.of(seconds, result.stalls_s)),
+    }
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -106,11 +127,15 @@ def table(report: dict[str, Any]) -> list[str]:
         f"{report['bytes_read'] / 1e9:.2f} GB and writes {report['bytes_written'] / 1e9:.2f}: {report['drive_s']:.2f} s at these rates",
     ]
     if alone is not None:
-        rows.append(f"an update alone: {alone:.2f} s, {moved / alone / 1e9:.2f} GB/s, {report['drive_s'] / alone:.0%} of the drive's limit")
+        rows.append(
+            f"an update alone: {alone:.2f} s, {moved / alone / 1e9:.2f} GB/s, {report['drive_s'] / alone:.0%} of the drive's limit"
+        )
     rows.append(f"a step: predicted {report['predicted_step_s']:.2f} s")
     for number, one in enumerate(report["steps"]):
         busy = f"{moved / one['seconds'] / 1e9:.2f} GB/s"
-        rows.append(f"step {number + 1}: {one['seconds']:.2f} s, {busy}, {time_in_words(StepTime(**one['time']))}")
+        rows.append(
+            f"step {number + 1}: {one['seconds']:.2f} s, {busy}, {time_in_words(StepTime(**one['time']))}"
+        )
     return rows
 
 

@@ -30,7 +30,9 @@ MOST_EVENTS = 500_000
 def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
-        raise SystemExit("error: this machine has no CUDA device, whose allocator keeps the record that this script reads")
+        raise SystemExit(
+            "error: this machine has no CUDA device, whose allocator keeps the record that this script reads"
+        )
     report = measure(args.model, args.layers, args.overrides, args.steps)
     print("\n".join(table(report)))
     if args.json:
@@ -38,9 +40,13 @@ def main() -> None:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a shape of `megatrain bench`, or a model folder")
-    parser.add_argument("--layers", type=int, default=None, help="another depth than the model's own; few suffice")
+    parser.add_argument(
+        "--layers", type=int, default=None, help="another depth than the model's own; few suffice"
+    )
     parser.add_argument("--steps", type=int, default=3, help="of which the last is watched")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="keys of the config")
@@ -72,9 +78,16 @@ def measure(model: str, layers: int | None, overrides: list[str], steps: int) ->
     return {
         "model": model,
         "overrides": overrides,
-        "planned": {"allocated": plan.allocated_bytes, "working_sets": plan.working_sets, "device": plan.device},
+        "planned": {
+            "allocated": plan.allocated_bytes,
+            "working_sets": plan.working_sets,
+            "device": plan.device,
+        },
         "steps": peaks,
-        "alive": [{"where": where, "bytes": size, "count": count} for where, (size, count) in alive.items()],
+        "alive": [
+            {"where": where, "bytes": size, "count": count}
+            for where, (size, count) in alive.items()
+        ],
     }
 
 
@@ -101,7 +114,9 @@ def alive_at_the_peak(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[in
 
 def place(frames: Iterable[Mapping[str, Any]]) -> str:
     """The innermost lines of our files and of compiled ones; of others, if there are none."""
-    lines = [(frame["filename"], f"{Path(frame['filename']).name}:{frame['line']}") for frame in frames]
+    lines = [
+        (frame["filename"], f"{Path(frame['filename']).name}:{frame['line']}") for frame in frames
+    ]
     ours = [line for name, line in lines if any(folder in name for folder in OURS)]
     return " < ".join((ours or [line for _, line in lines])[:SHOWN_FRAMES])
 
@@ -113,7 +128,11 @@ def table(report: Mapping[str, Any]) -> list[str]:
     return [
         f"allocated at the peak: {last['peak'] / MIB:,.0f} MiB, planned {planned['allocated'] / MIB:,.0f} (working sets: {sets})",
         f"there before the step: {last['before'] / MIB:,.0f} MiB; then, at the peak:",
-        *(f"{row['bytes'] / MIB:10,.1f} MiB in {row['count']:4}  {row['where']}" for row in report["alive"] if row["bytes"] >= MIB),
+        *(
+            f"{row['bytes'] / MIB:10,.1f} MiB in {row['count']:4}  {row['where']}"
+            for row in report["alive"]
+            if row["bytes"] >= MIB
+        ),
     ]
 
 

@@ -29,11 +29,15 @@ class Case:
     precision: str = "bfloat16"
     moments: str = "float32"
     family: str = "qwen2"
-    varied: bool = False  # rows of many lengths, padded: fine-tuning; else full rows, as in pre-training
+    varied: bool = (
+        False  # rows of many lengths, padded: fine-tuning; else full rows, as in pre-training
+    )
     head_chunk: int | None = None
     gpu_cap: float | None = None  # GiB
     host_cap: float | None = None  # GiB
-    edge: tuple[str, float] | None = None  # a tier, and its limit as a share of the least that the planner could make do with
+    edge: tuple[str, float] | None = (
+        None  # a tier, and its limit as a share of the least that the planner could make do with
+    )
 
     def config(self) -> Any:
         from transformers import AutoConfig
@@ -61,7 +65,11 @@ def free(case: Case) -> Case:
 
 def edges(name: str, case: Case, tiers: tuple[str, ...]) -> dict[str, Case]:
     """Runs just below and just above the least that the planner could make do with."""
-    return {f"{name}, {share:.2f}x {tier}": replace(free(case), edge=(tier, share)) for tier in tiers for share in (0.95, 1.05)}
+    return {
+        f"{name}, {share:.2f}x {tier}": replace(free(case), edge=(tier, share))
+        for tier in tiers
+        for share in (0.95, 1.05)
+    }
 
 
 GPU_7B = Case(3584, 4, 65_536, 16_384, vocab=152_064, seq_len=1024, head_chunk=4096)
@@ -75,9 +83,13 @@ CUDA_CASES = {
     "groups, sums on the host": replace(GPU_2048, groups=2),
     "half resident": replace(GPU_2048, micro_batch=8192, resident=5),
     "all resident, all retained": replace(GPU_2048, groups=4, resident=10, sums=10, retained=8),
-    "half retained, sums here and there": replace(GPU_2048, groups=2, resident=3, sums=6, retained=4),
+    "half retained, sums here and there": replace(
+        GPU_2048, groups=2, resident=3, sums=6, retained=4
+    ),
     "compiled, retained": replace(GPU_2048, groups=2, sums=10, retained=8, compiled=True),
-    "compiled, cheaply retained": replace(GPU_2048, groups=2, sums=10, retained=8, compiled=True, cheap=True),
+    "compiled, cheaply retained": replace(
+        GPU_2048, groups=2, sums=10, retained=8, compiled=True, cheap=True
+    ),
     "offloaded": replace(GPU_2048, tokens=65_536, resident=3, offload=True),
     "graphs in host RAM": replace(GPU_2048, tokens=65_536, offload=True, on_host=4),
     "qwen-7b, 4 layers": GPU_7B,
@@ -86,12 +98,18 @@ CUDA_CASES = {
     "qwen-7b, 4 layers, sequences of 4,096": replace(GPU_7B, seq_len=4096),
     "qwen-7b, 14 layers, compiled": free(replace(GPU_7B, layers=14, compiled=True)),
     "qwen-7b, 28 layers, compiled": free(replace(GPU_7B, layers=28, compiled=True)),
-    "qwen-7b, 28 layers, compiled, 24 GiB": free(replace(GPU_7B, layers=28, compiled=True, gpu_cap=24)),
+    "qwen-7b, 28 layers, compiled, 24 GiB": free(
+        replace(GPU_7B, layers=28, compiled=True, gpu_cap=24)
+    ),
     "qwen-7b, 14 layers, 16 GiB": free(replace(GPU_7B, layers=14, tokens=32_768, gpu_cap=16)),
-    "qwen-7b, 14 layers, 48 GiB of RAM": free(replace(GPU_7B, layers=14, compiled=True, host_cap=48)),
+    "qwen-7b, 14 layers, 48 GiB of RAM": free(
+        replace(GPU_7B, layers=14, compiled=True, host_cap=48)
+    ),
     "llama": replace(GPU_2048, family="llama"),
     "llama, bf16 moments": replace(GPU_2048, family="llama", moments="bfloat16"),
-    "llama, bf16 moments, unclipped": replace(GPU_2048, family="llama", moments="bfloat16", clipping=False),
+    "llama, bf16 moments, unclipped": replace(
+        GPU_2048, family="llama", moments="bfloat16", clipping=False
+    ),
     "llama, planned freely": free(replace(GPU_2048, family="llama", layers=16)),
     "qwen3": replace(GPU_2048, family="qwen3"),
     "mistral, compiled": replace(GPU_2048, family="mistral", compiled=True),
@@ -100,7 +118,9 @@ CUDA_CASES = {
     "rows of many lengths": replace(GPU_2048, seq_len=1024, varied=True),
     "rows of many lengths, all retained": replace(GPU_2048, seq_len=1024, varied=True, retained=8),
     "rows of many lengths, planned freely": free(replace(GPU_2048, seq_len=1024, varied=True)),
-    "rows of many lengths, small": Case(1024, 8, 32_768, 4096, seq_len=1024, retained=8, varied=True),
+    "rows of many lengths, small": Case(
+        1024, 8, 32_768, 4096, seq_len=1024, retained=8, varied=True
+    ),
     **edges("edge", replace(GPU_2048, layers=16), ("gpu", "host")),
     **edges("edge, qwen-7b, 14 layers", replace(GPU_7B, layers=14), ("gpu", "host")),
 }
@@ -109,11 +129,17 @@ CPU_CASES = {
     "small": replace(CPU_512, micro_batch=512, seq_len=128),
     "tied, large vocabulary": replace(CPU_512, vocab=49_152, tied=True),
     "float32": replace(CPU_512, precision="float32"),
-    "float32, tied": Case(512, 4, 1024, 512, vocab=49_152, seq_len=256, precision="float32", tied=True),
+    "float32, tied": Case(
+        512, 4, 1024, 512, vocab=49_152, seq_len=256, precision="float32", tied=True
+    ),
     "unclipped": replace(CPU_512, clipping=False),
     "groups": replace(CPU_512, micro_batch=512, seq_len=128, groups=2, sums=10),
-    "all resident, all retained": replace(CPU_512, micro_batch=512, seq_len=128, groups=4, resident=10, sums=10, retained=8),
-    "half retained, sums here and there": replace(CPU_512, micro_batch=512, seq_len=128, groups=2, resident=3, sums=6, retained=4),
+    "all resident, all retained": replace(
+        CPU_512, micro_batch=512, seq_len=128, groups=4, resident=10, sums=10, retained=8
+    ),
+    "half retained, sums here and there": replace(
+        CPU_512, micro_batch=512, seq_len=128, groups=2, resident=3, sums=6, retained=4
+    ),
     "middle": Case(1024, 8, 2048, 1024, vocab=16_384, seq_len=256),
     "llama, bf16 moments": replace(CPU_512, family="llama", moments="bfloat16"),
     "qwen3, long rows": replace(CPU_512, family="qwen3", seq_len=1024),

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.optim import Optimizer
-    from megatrain.planner import Plan
-    from megatrain.planner_job import StepTokens
-    from megatrain.planner_search import Search
+    from megatrain.planner.job import StepTokens
+    from megatrain.planner.plan import Plan
+    from megatrain.planner.search import Search
 
 GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE = 0.03, 0.02, 0.10
 MIB = 2**20
@@ -54,23 +54,36 @@ def imported() -> None:
 
 def plan_case(case: Case, device: str) -> Plan:
     """The plan of a case, made as a run makes it: from a skeleton and the machine, before anything is allocated."""
-    from megatrain.engine.settings import PRECISIONS
-    from megatrain.hardware import GIB, keep_heap_small, probe
-    from megatrain.models.shape import shape_of
+    from megatrain.engine.placement import PRECISIONS
+    from megatrain.engine.resolved import next_token_on_meta, state_bytes
+    from megatrain.machine.hardware import GIB, keep_heap_small, read_hardware
     from megatrain.models.skeleton import Skeleton
-    from megatrain.planner import Job, lay_out, make_plan
-    from megatrain.planner_search import AUTO_MICRO_BATCH_TOKENS, Room, Search
+    from megatrain.planner.cost.shape import shape_of
+    from megatrain.planner.job import Job
+    from megatrain.planner.memory import Layout
+    from megatrain.planner.plan import lay_out, make_plan
+    from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS, Room, Search
     from megatrain.recipes.doctor import measured_or_typical
-    from megatrain.recipes.optimizers import state_bytes
-    from megatrain.recipes.setup import next_token_on_meta
 
     keep_heap_small()
-    hardware = probe(".", device)
+    hardware = read_hardware(".", device)
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     most = min(case.tokens, AUTO_MICRO_BATCH_TOKENS[device])
-    sizes = [case.micro_batch] if case.micro_batch else [case.seq_len << n for n in range(16) if case.seq_len << n <= most]
+    sizes = (
+        [case.micro_batch]
+        if case.micro_batch
+        else [case.seq_len << n for n in range(16) if case.seq_len << n <= most]
+    )
     fp8 = case.precision == "fp8"
-    shape = shape_of(skeleton, case.seq_len, sizes, head_loss=next_token_on_meta, runs_on=device, compiled=case.compiled, fp8=fp8)
+    shape = shape_of(
+        skeleton,
+        case.seq_len,
+        sizes,
+        head_loss=next_token_on_meta,
+        runs_on=device,
+        compiled=case.compiled,
+        fp8=fp8,
+    )
     job = Job(
         case.precision,
         case.tokens,
@@ -83,7 +96,7 @@ def plan_case(case: Case, device: str) -> Plan:
         resident=case.resident,
         retained=case.retained,
         cheap_retention=case.cheap,
-        offload=case.offload,
+        offload_activations=case.offload,
         retained_on_host=case.on_host,
         draws_weights=True,
         lengths_vary=case.varied,
@@ -91,16 +104,25 @@ def plan_case(case: Case, device: str) -> Plan:
         checkpoints_written=0,
     )
     machine = measured_or_typical(hardware, torch_device(device))
-    limits = {tier: None if cap is None else int(cap * GIB) for tier, cap in (("gpu", case.gpu_cap), ("host", case.host_cap))}
+    limits = {
+        tier: None if cap is None else int(cap * GIB)
+        for tier, cap in (("gpu", case.gpu_cap), ("host", case.host_cap))
+    }
     if case.edge is not None:
         tier, share = case.edge
-        room = Room(None if hardware.gpu is None else hardware.gpu.free_bytes, hardware.host_available_bytes)
+        room = Room(
+            None if hardware.gpu is None else hardware.gpu.free_bytes, hardware.host_available_bytes
+        )
         limits[tier] = int(share * least(Search(job, shape, hardware, machine, room), tier))
-    plan = make_plan(job, shape, hardware, machine, gpu_limit=limits["gpu"], host_limit=limits["host"])
-    choices = replace(plan.choices, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens)
+    plan = make_plan(
+        job, shape, hardware, machine, gpu_limit=limits["gpu"], host_limit=limits["host"]
+    )
+    choices = replace(
+        plan.choices, head_chunk_tokens=case.head_chunk or plan.choices.head_chunk_tokens
+    )
     if case.sums is not None:
         choices = replace(choices, sums_on_device=case.sums)
-    return lay_out(choices, job, shape, hardware, machine, plan.budget)
+    return lay_out(Layout.of(choices, job, shape, hardware), machine, plan.budget)
 
 
 def least(search: Search, tier: str) -> int:
@@ -108,7 +130,11 @@ def least(search: Search, tier: str) -> int:
     low, high = 0, search.room.host if tier == "host" else search.room.device or 0
     while high - low > high // 1000:
         middle = (low + high) // 2
-        room = replace(search.room, host=middle) if tier == "host" else replace(search.room, device=middle)
+        room = (
+            replace(search.room, host=middle)
+            if tier == "host"
+            else replace(search.room, device=middle)
+        )
         low, high = (low, middle) if replace(search, room=room).fits_somehow() else (middle, high)
     return high
 
@@ -137,7 +163,7 @@ def row_lengths(case: Case, number: int) -> list[int]:
 def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     """What a run learns from the lengths of its rows, here of so many steps."""
     from megatrain.data.loader import counted
-    from megatrain.planner_job import StepTokens
+    from megatrain.planner.job import StepTokens
 
     steps = [row_lengths(case, number) for number in range(STEPS_LOOKED_AT)]
     return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
@@ -151,14 +177,25 @@ def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, 
 
     draws = torch.Generator().manual_seed(number)
     if not case.varied:
-        ids = torch.randint(case.vocab, (case.tokens // case.seq_len, case.seq_len), generator=draws)
-        return [{"input_ids": rows, "labels": rows} for rows in ids.split(max(1, micro_batch_tokens // case.seq_len))]
+        ids = torch.randint(
+            case.vocab, (case.tokens // case.seq_len, case.seq_len), generator=draws
+        )
+        return [
+            {"input_ids": rows, "labels": rows}
+            for rows in ids.split(max(1, micro_batch_tokens // case.seq_len))
+        ]
     made, lengths = [], row_lengths(case, number)
     for start, stop in cuts(lengths, micro_batch_tokens):
         rows = lengths[start:stop]
         ids = torch.randint(case.vocab, (len(rows), rows[0]), generator=draws)
         real = torch.arange(rows[0])[None] < torch.tensor(rows)[:, None]
-        made.append({"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()})
+        made.append(
+            {
+                "input_ids": ids,
+                "labels": ids.masked_fill(~real, -100),
+                "attention_mask": real.long(),
+            }
+        )
     return made
 
 
@@ -166,21 +203,36 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     """Plan, train, and report predicted and measured bytes and seconds; of a plan that is refused, that it was."""
     import torch
 
-    from megatrain.engine.build import choose_device, from_config
-    from megatrain.meters import GpuMeter, host_bytes
-    from megatrain.recipes.setup import settings_of
+    from megatrain.engine.build import choose_device
+    from megatrain.engine.engine import Engine
+    from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 
     where = choose_device(device)
     plan = plan_case(case, where.type)
     choices, cuda = plan.choices, where.type == "cuda"
     limits = {"driver": plan.budget.gpu, "host": plan.budget.host}
-    result = {"case": asdict(case), "parameters": plan.parameters, "refused": not plan.fits, "limits": limits, "choices": asdict(choices)}
+    result = {
+        "case": asdict(case),
+        "parameters": plan.parameters,
+        "refused": not plan.fits,
+        "limits": limits,
+        "choices": asdict(choices),
+    }
     if not plan.fits:
         return result
-    options = {"precision": case.precision, "max_grad_norm": 1.0 if case.clipping else None, "device": str(where)}
+    options = {
+        "precision": case.precision,
+        "max_grad_norm": 1.0 if case.clipping else None,
+        "device": str(where),
+    }
     seconds = []
     with (
-        from_config(case.config(), optimizer=optimizer_of(case), settings=settings_of(plan), **options) as engine,
+        Engine.from_config(
+            case.config(),
+            optimizer=optimizer_of(case),
+            settings=plan.choices.settings(plan.job),
+            **options,
+        ) as engine,
         GpuMeter(where) as meter,
     ):
         for number in range(steps):
@@ -194,15 +246,24 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
             "allocated": torch.cuda.max_memory_allocated() if cuda else None,
             "reserved": torch.cuda.max_memory_reserved() if cuda else None,
             "driver": meter.peak_bytes(),
-            "host": host_bytes(),
+            "host": peak_host_bytes(),
             "seconds": statistics.median(seconds[2:] or seconds),
         }
-    predicted = {"allocated": plan.allocated_bytes if cuda else None, "driver": plan.gpu_bytes if cuda else None, "host": plan.host_bytes}
+    predicted = {
+        "allocated": plan.allocated_bytes if cuda else None,
+        "driver": plan.gpu_bytes if cuda else None,
+        "host": plan.host_bytes,
+    }
     return result | {
         "predicted": predicted | {"seconds": plan.timing.seconds},
         "measured": peak,
         "steps_s": seconds,
-        "other": peak["host"] - (plan.host_bytes - plan.host["libraries at work"] - plan.host.get("the libraries' forms of the head", 0)),
+        "other": peak["host"]
+        - (
+            plan.host_bytes
+            - plan.host["libraries at work"]
+            - plan.host.get("the libraries' forms of the head", 0)
+        ),
         "device": plan.device,
         "host": plan.host,
         "working_sets": plan.working_sets,
@@ -214,41 +275,71 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
 
 def measure_rates(device: str) -> dict[str, Any]:
     """On CUDA as a run does before its first plan, but in a process that ends before any peak is taken."""
-    command = [sys.executable, "-m", "megatrain", "doctor", "--json", *(["--quick"] if device == "cuda" else [])]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["profile"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatrain",
+        "doctor",
+        "--json",
+        *(["--quick"] if device == "cuda" else []),
+    ]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, check=True).stdout
+    )["profile"]
     return found
 
 
 def interpreter(device: str, steps: int) -> subprocess.Popen[str]:
     """A fresh one for one case, so that the peaks are its own. It imports, and waits to be told which."""
     command = [sys.executable, __file__, "--device", device, "--steps", str(steps), "--one"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def run_case(case: Case, process: subprocess.Popen[str]) -> dict[str, Any]:
     """`measure` in that interpreter; of a case that fails, its last words."""
     out, words = process.communicate(json.dumps(asdict(case)))
     if process.returncode != 0:
-        return {"case": asdict(case), "failed": "failed: " + "".join(words.strip().splitlines()[-1:])}
+        return {
+            "case": asdict(case),
+            "failed": "failed: " + "".join(words.strip().splitlines()[-1:]),
+        }
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 
 def errors(result: Mapping[str, Any]) -> dict[str, float]:
     """Predicted over measured, less one, for every figure that was measured."""
-    return {name: value / result["measured"][name] - 1 for name, value in result.get("predicted", {}).items() if value is not None}
+    return {
+        name: value / result["measured"][name] - 1
+        for name, value in result.get("predicted", {}).items()
+        if value is not None
+    }
 
 
 def misjudged(result: Mapping[str, Any]) -> list[str]:
     """A wrong refusal, or a wrong acceptance."""
     edge = result["case"]["edge"]
-    return [] if result["refused"] == (edge is not None and edge[1] < 1) else ["refused" if result["refused"] else "accepted"]
+    return (
+        []
+        if result["refused"] == (edge is not None and edge[1] < 1)
+        else ["refused" if result["refused"] else "accepted"]
+    )
 
 
 def over_limits(result: Mapping[str, Any]) -> list[str]:
     """Limits that were passed."""
-    peaks = {name: (result.get("measured", {}).get(name, 0), limit) for name, limit in result["limits"].items() if limit is not None}
-    return [f"{name} {peak / limit:.1%} of its limit" for name, (peak, limit) in peaks.items() if peak > limit]
+    peaks = {
+        name: (result.get("measured", {}).get(name, 0), limit)
+        for name, limit in result["limits"].items()
+        if limit is not None
+    }
+    return [
+        f"{name} {peak / limit:.1%} of its limit"
+        for name, (peak, limit) in peaks.items()
+        if peak > limit
+    ]
 
 
 def broken(result: Mapping[str, Any], times: bool) -> list[str]:
@@ -280,19 +371,43 @@ def row(name: str, result: dict[str, Any]) -> str:
         figure("measured", "reserved"),
         figure("predicted", "driver"),
     ]
-    cells += [figure("measured", "driver"), figure("predicted", "host"), figure("measured", "host"), f"{result['other'] / MIB:>9,.0f}"]
+    cells += [
+        figure("measured", "driver"),
+        figure("predicted", "host"),
+        figure("measured", "host"),
+        f"{result['other'] / MIB:>9,.0f}",
+    ]
     cells += [f"{result[kind]['seconds']:>9.3g}" for kind in ("predicted", "measured")]
-    return f"{name:38}" + "".join(cells) + "  " + "  ".join(f"{what} {error:+.1%}" for what, error in errors(result).items())
+    return (
+        f"{name:38}"
+        + "".join(cells)
+        + "  "
+        + "  ".join(f"{what} {error:+.1%}" for what, error in errors(result).items())
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these, in this order")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="cases whose name contains one of these, in this order",
+    )
     parser.add_argument("--device", default="auto", help="cpu or cuda: whose cases")
     parser.add_argument("--steps", type=int, default=6, help="of each case; two warm it up")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further case begins")
     parser.add_argument(
-        "--times", action="store_true", help="hold the seconds of a step to the plan, too: on a machine with nothing else to do"
+        "--budget",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no further case begins",
+    )
+    parser.add_argument(
+        "--times",
+        action="store_true",
+        help="hold the seconds of a step to the plan, too: on a machine with nothing else to do",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -303,11 +418,27 @@ def main() -> None:
         return
     import torch
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    device = (
+        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    )
     known = CUDA_CASES if device == "cuda" else CPU_CASES
     cases = {name: case for part in args.only for name, case in known.items() if part in name}
-    columns = ("allocated", "measured", "reserved", "driver", "measured", "host", "measured", "other", "seconds", "measured")
-    print(f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured", flush=True)
+    columns = (
+        "allocated",
+        "measured",
+        "reserved",
+        "driver",
+        "measured",
+        "host",
+        "measured",
+        "other",
+        "seconds",
+        "measured",
+    )
+    print(
+        f"{'MiB':38}" + "".join(f"{column:>9}" for column in columns) + "  predicted over measured",
+        flush=True,
+    )
     results: dict[str, Any] = {}
     machine = measure_rates(device)
     started, following = time.monotonic(), None
@@ -316,17 +447,30 @@ def main() -> None:
             print(f"{name:38}  not run: the time was up")
             continue
         if args.times and device == "cpu" and results:
-            machine = measure_rates(device)  # what other machines on the same host leave to this one changes with the minutes
+            machine = measure_rates(
+                device
+            )  # what other machines on the same host leave to this one changes with the minutes
         process = following or interpreter(device, args.steps)
-        following = interpreter(device, args.steps) if device == "cuda" else None  # it imports while this one plans
+        following = (
+            interpreter(device, args.steps) if device == "cuda" else None
+        )  # it imports while this one plans
         results[name] = run_case(case, process) | {"machine": machine}
         print(row(name, results[name]), flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({"torch": torch.__version__, "device": device, "cases": results}, indent=1) + "\n")
+            args.json.write_text(
+                json.dumps(
+                    {"torch": torch.__version__, "device": device, "cases": results}, indent=1
+                )
+                + "\n"
+            )
     if following is not None:
         following.kill()
-    failures = [f"{name}: {', '.join(wrong)}" for name, result in results.items() if (wrong := broken(result, args.times))]
+    failures = [
+        f"{name}: {', '.join(wrong)}"
+        for name, result in results.items()
+        if (wrong := broken(result, args.times))
+    ]
     print(f"{len(results)} of {len(cases)} cases run, {len(results) - len(failures)} as promised")
     if failures:
         raise SystemExit("beyond tolerance: " + "; ".join(failures))

@@ -68,7 +68,9 @@ def _axes(axes: Axes, x_title: str, y_title: str) -> list[str]:
         y = axes.y(tick)
         parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
         parts.append(_text(left - 8, y + 4, f"{tick}", "faint", "end"))
-    parts += [_text(axes.x(tick), bottom + 20, _short(tick), "faint", "middle") for tick in axes.across]
+    parts += [
+        _text(axes.x(tick), bottom + 20, _short(tick), "faint", "middle") for tick in axes.across
+    ]
     parts.append(_text((left + right) / 2, HEIGHT - 12, x_title, "faint", "middle"))
     parts.append(_text(left - 8, TOP - 16, y_title, "faint", "end"))
     return parts
@@ -80,7 +82,13 @@ def _line(axes: Axes, series: Series) -> list[str]:
     line = f'<polyline class="line{" limit" if series.limit else ""}" points="{path}"/>'
     if series.limit:
         return [line]
-    return [line, *(_dot(axes.x(x), axes.y(y), f"{series.name}: {y:.0f} at {_short(x)}") for x, y in series.points)]
+    return [
+        line,
+        *(
+            _dot(axes.x(x), axes.y(y), f"{series.name}: {y:.0f} at {_short(x)}")
+            for x, y in series.points
+        ),
+    ]
 
 
 def _dot(x: float, y: float, label: str) -> str:

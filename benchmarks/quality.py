@@ -25,19 +25,19 @@ import torch
 import transformers
 
 import megatrain
-from megatrain.activations import UNCHANGED, kept_row_bytes
 from megatrain.config import Config, load_config
 from megatrain.data import held_out_batches
 from megatrain.data.dataset import Rows
+from megatrain.engine.activations.codecs import CODECS, Codec
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
-from megatrain.hardware import update_threads
-from megatrain.memory.codecs import CODECS, Codec
-from megatrain.models.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
+from megatrain.machine.hardware import update_threads
+from megatrain.models.transforms.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import rows as rows_of
 from megatrain.recipes import setup
 from megatrain.recipes.optimizers import make_optimizer
+from megatrain.schedule import UNCHANGED, kept_row_bytes
+from megatrain.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ VARIANTS = {
     "bf16-moments": Variant({"optimizer.moments": "bfloat16"}),
     "int8-moments": Variant({"optimizer.moments": "int8"}),
     "lion": Variant({"optimizer.name": "lion", "train.learning_rate": 1e-5}),
-    "lion-int8": Variant({"optimizer.name": "lion", "optimizer.moments": "int8", "train.learning_rate": 1e-5}),
-    "adafactor": Variant({"optimizer.name": "adafactor", "train.learning_rate": 2e-4}),
+    "lion-int8": Variant(
+        {"optimizer.name": "lion", "optimizer.moments": "int8", "train.learning_rate": 1e-5}
+    ),
     "muon": Variant({"optimizer.name": "muon"}),
     "fp8": Variant(policy=Fp8Policy()),
     "fp8-attention-in-bf16": Variant(policy=Fp8Policy(keep=(*ROUTERS, *ATTENTION))),
@@ -88,9 +89,17 @@ class Watched:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=Path("examples/demo/config.yaml"))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bfloat16", "fp8"], help="the first is compared with")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=["bfloat16", "fp8"],
+        help="the first is compared with",
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     parser.add_argument("--json", type=Path)
@@ -98,12 +107,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def make_engine(config: Config, model: setup.Model, variant: Variant, compile_layers: bool) -> Engine:
+def make_engine(
+    config: Config, model: setup.Model, variant: Variant, compile_layers: bool
+) -> Engine:
     machine, policy = setup.find_machine(config), variant.policy
     skeleton = setup.make_skeleton(config, model, machine)
     if policy is not None:
         count = len(skeleton.layers)
-        taken = sum(apply_fp8(layer, policy.of_layer(index, count)) for index, layer in enumerate(skeleton.layers))
+        taken = sum(
+            apply_fp8(layer, policy.of_layer(index, count))
+            for index, layer in enumerate(skeleton.layers)
+        )
         print(f"{taken} linear modules of {count} layers in fp8")
     engine = Engine(
         skeleton,
@@ -111,14 +125,23 @@ def make_engine(config: Config, model: setup.Model, variant: Variant, compile_la
         precision=machine.precision,
         max_grad_norm=config.train.max_grad_norm,
         device=machine.device,
-        settings=Settings(update_threads=update_threads(), compile=compile_layers, activations=variant.activations),
+        settings=Settings(
+            update_threads=update_threads(), compile=compile_layers, activations=variant.activations
+        ),
         seed=config.train.seed,
     )
     setup.fill(engine, config)
     return engine
 
 
-def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows, held_out: Rows, name: str) -> dict[str, Any]:
+def train(
+    args: argparse.Namespace,
+    config: Config,
+    model: setup.Model,
+    rows: Rows,
+    held_out: Rows,
+    name: str,
+) -> dict[str, Any]:
     """Losses of all steps and of the held-out rows before and after, of one variant."""
     variant = VARIANTS[name]
     config = config.with_values(variant.overrides)
@@ -127,24 +150,33 @@ def train(args: argparse.Namespace, config: Config, model: setup.Model, rows: Ro
     warmup = warmup_steps(config.train.warmup, steps)
     losses, norms, seconds = [], [], []
     with make_engine(config, model, variant, args.compile) as engine:
-        boundaries, watched = engine._boundaries, None
+        boundaries, watched = engine.parts.boundaries, None
         if boundaries.codec is not None:
             boundaries.codec = watched = Watched(boundaries.codec)
 
         def evaluate() -> float:
-            return engine.evaluate(list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))).loss
+            return engine.evaluate(
+                list(held_out_batches(held_out, args.micro_batch_tokens, model.pad_id))
+            ).loss
 
         before = evaluate()
-        for step, batch in enumerate(rows_of.make_loader(config, model, rows, args.micro_batch_tokens)):
+        for step, batch in enumerate(
+            rows_of.make_loader(config, model, rows, args.micro_batch_tokens)
+        ):
             started = time.perf_counter()
-            rate = SCHEDULES[config.train.schedule](step, base=config.train.learning_rate, total_steps=steps, warmup_steps=warmup)
+            rate = SCHEDULES[config.train.schedule](
+                step, base=config.train.learning_rate, total_steps=steps, warmup_steps=warmup
+            )
             result = engine.train_step(batch.micro_batches, lr=rate)
             losses.append(result.loss)
             norms.append(result.grad_norm)
             seconds.append(time.perf_counter() - started)
             if watched is not None:
                 boundaries.codec = watched.codec  # one step has shown enough
-            print(f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s", flush=True)
+            print(
+                f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s",
+                flush=True,
+            )
         after = evaluate()
         width = engine.anatomy.hidden_size
     return {
@@ -168,15 +200,21 @@ def compare(results: dict[str, dict[str, Any]]) -> None:
     print("\n" + " " * 24 + "".join(f"{column:>20}" for column in (*columns, "largest_of_a_step")))
     for name, result in results.items():
         apart = {column: 100 * (result[column] / reference[column] - 1) for column in columns}
-        of_steps = (100 * abs(a / b - 1) for a, b in zip(result["losses"], reference["losses"], strict=True))
+        of_steps = (
+            100 * abs(a / b - 1) for a, b in zip(result["losses"], reference["losses"], strict=True)
+        )
         result["percent_apart"] = {**apart, "largest_of_a_step": max(of_steps)}
         cells = [f"{result[column]:11.4f} {apart[column]:+7.2f}%" for column in columns]
-        print(f"{name:24}" + "".join(cells) + f"{result['percent_apart']['largest_of_a_step']:19.2f}%")
+        print(
+            f"{name:24}" + "".join(cells) + f"{result['percent_apart']['largest_of_a_step']:19.2f}%"
+        )
 
 
 def main() -> None:
     args = arguments()
-    config = load_config(args.config, ["precision=bfloat16", "train.max_steps=100", *args.overrides])
+    config = load_config(
+        args.config, ["precision=bfloat16", "train.max_steps=100", *args.overrides]
+    )
     setup.quiet_libraries()
     model = setup.read_model(config)
     rows, held_out = rows_of.read_rows(config, model)
@@ -186,9 +224,19 @@ def main() -> None:
     device = setup.find_machine(config).device
     report = {
         "date": date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "versions": {"megatrain": megatrain.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "arguments": {"variants": args.variants, "micro_batch_tokens": args.micro_batch_tokens, "compile": args.compile},
+        "hardware": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else platform.processor() or platform.machine(),
+        "versions": {
+            "megatrain": megatrain.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "arguments": {
+            "variants": args.variants,
+            "micro_batch_tokens": args.micro_batch_tokens,
+            "compile": args.compile,
+        },
         "overrides": args.overrides,
         "results": results,
     }

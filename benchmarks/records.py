@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.systems import OURS, Run
-from megatrain.hardware import GIB, probe
+from megatrain.machine.hardware import GIB, read_hardware
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,7 +55,17 @@ def execute(run: Run, limit_s: float, folder: Path) -> Record:
     if error is None:
         log.unlink()
     words = ("python", *run.arguments)
-    record = Record(run.case.name, run.system, run.variant, date.today().isoformat(), machine(), words, wall_s, error, result)
+    record = Record(
+        run.case.name,
+        run.system,
+        run.variant,
+        date.today().isoformat(),
+        machine(),
+        words,
+        wall_s,
+        error,
+        result,
+    )
     (folder / f"{run.name}.json").write_text(json.dumps(asdict(record), indent=1) + "\n")
     return record
 
@@ -67,7 +77,9 @@ def _wait(run: Run, limit_s: float, figures: Path, log: Path) -> int | None:
         command += ["--json", str(figures.absolute())]
     with log.open("w") as said, figures.open("w") as printed:
         output = printed if run.system == OURS else said
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True
+        )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -81,29 +93,39 @@ def _reason(code: int | None, limit_s: float, log: Path) -> str:
     if code is None:
         return f"not done after {limit_s:.0f} s"
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (": out of host memory, most likely" if code == -signal.SIGKILL else "")
+        return f"killed by {signal.Signals(-code).name}" + (
+            ": out of host memory, most likely" if code == -signal.SIGKILL else ""
+        )
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?([\w.]*(Error|Exception|OutOfMemory)\b|error:)", line)]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?([\w.]*(Error|Exception|OutOfMemory)\b|error:)", line)
+    ]
     return (errors or lines or [f"exit code {code}"])[-1][:300]
 
 
 def machine() -> str:
     """This machine in words."""
-    hardware = probe(ROOT)
+    hardware = read_hardware(ROOT)
     where = hardware.gpu.name if hardware.gpu else "CPU"
     return f"{where}, {hardware.physical_cores} cores, {hardware.host_total_bytes / GIB:.0f} GiB of RAM"
 
 
 def new_folder() -> Path:
     """Where this machine's results of today belong: benchmarks/results/<date>-<GPU>."""
-    gpu = probe(ROOT).gpu
+    gpu = read_hardware(ROOT).gpu
     return RESULTS / f"{date.today().isoformat()}-{gpu.name.split()[-1].lower() if gpu else 'cpu'}"
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
     """All records under `folder`, oldest first. Other JSON files there, of scripts with figures of their own, are passed over."""
     found = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
-    ours = [data for data in found if isinstance(data, dict) and data.keys() == Record.__dataclass_fields__.keys()]
+    ours = [
+        data
+        for data in found
+        if isinstance(data, dict) and data.keys() == Record.__dataclass_fields__.keys()
+    ]
     records = [Record(**{**data, "command": tuple(data["command"])}) for data in ours]
     return sorted(records, key=lambda record: record.date)
 
@@ -111,4 +133,6 @@ def load(folder: Path = RESULTS) -> list[Record]:
 def latest(records: Iterable[Record], case: str, system: str) -> Record | None:
     """The fastest variant of the newest day on which the system succeeded at the case; else its newest failure; None if never tried."""
     tried = [record for record in records if (record.case, record.system) == (case, system)]
-    return max(tried, key=lambda record: (record.error is None, record.date, record.tflops), default=None)
+    return max(
+        tried, key=lambda record: (record.error is None, record.date, record.tflops), default=None
+    )

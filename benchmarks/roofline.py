@@ -26,7 +26,9 @@ def step_s(parameters: int, tokens: int, limits: Limits, recomputed: float = 0.0
     weights = WEIGHT_BYTES * parameters / limits.pcie
     update = UPDATE_BYTES * parameters / limits.dram
     forward = max(FORWARD_FLOPS * parameters * tokens / limits.flops, weights, update)
-    backward = max((BACKWARD_FLOPS + FORWARD_FLOPS * recomputed) * parameters * tokens / limits.flops, weights)
+    backward = max(
+        (BACKWARD_FLOPS + FORWARD_FLOPS * recomputed) * parameters * tokens / limits.flops, weights
+    )
     return forward + backward
 
 

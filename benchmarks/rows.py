@@ -25,14 +25,14 @@ import torch
 
 from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
 from megatrain.data.loader import Loader
-from megatrain.hardware import GIB
 from megatrain.losses import next_token
-from megatrain.meters import GpuMeter, host_bytes
+from megatrain.machine.hardware import GIB
 from megatrain.recipes.bench import prepare_shape
 from megatrain.recipes.describe import choices_in_words
 from megatrain.recipes.run import knowing_rows
-from megatrain.recipes.setup import make_engine, make_run_plan, packed_to
+from megatrain.recipes.setup import make_engine, make_run_plan
 from megatrain.recipes.shapes import bench_config
+from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 
 VARIANTS = {
     "padded": ("data.packing=false", "compile=false"),
@@ -76,37 +76,80 @@ def rows_of(tokens: int, seq_len: int, vocabulary: int) -> RandomRows:
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Steps of one variant."""
-    sizes = (f"train.tokens_per_step={args.tokens}", f"train.seq_len={args.seq_len}", f"train.max_steps={args.warmup + args.steps}")
+    sizes = (
+        f"train.tokens_per_step={args.tokens}",
+        f"train.seq_len={args.seq_len}",
+        f"train.max_steps={args.warmup + args.steps}",
+    )
     config = bench_config(args.model, ["method=sft", *sizes, *VARIANTS[name], *args.overrides])
     parts = prepare_shape(config, args.layers)
-    rows = rows_of(args.tokens * (args.warmup + args.steps + 1), args.seq_len, parts.skeleton.anatomy.vocab_size)
-    packed = packed_to(config, parts.skeleton, parts.machine)
-    loader_of = partial(Loader, rows, pad_id=0, pack_to=packed, seed=0, tokens_per_step=args.tokens, epochs=1)
-    plan = make_run_plan(config, knowing_rows(config, parts, loader_of(micro_batch_tokens=args.seq_len)), checkpoints_written=0)
+    rows = rows_of(
+        args.tokens * (args.warmup + args.steps + 1),
+        args.seq_len,
+        parts.skeleton.anatomy.vocab_size,
+    )
+    packed = parts.resolved.packed_to
+    loader_of = partial(
+        Loader, rows, pad_id=0, pack_to=packed, seed=0, tokens_per_step=args.tokens, epochs=1
+    )
+    plan = make_run_plan(
+        config,
+        knowing_rows(config, parts, loader_of(micro_batch_tokens=args.seq_len)),
+        checkpoints_written=0,
+    )
     plan.check()
     steps, computed = [], []
     with make_engine(config, parts, plan) as engine, GpuMeter(engine.device) as meter:
-        for number, batch in enumerate(loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)):
+        for number, batch in enumerate(
+            loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
+        ):
             if number == args.warmup + args.steps:
                 break
             started = time.perf_counter()
             result = engine.train_step(batch.micro_batches, next_token, config.train.learning_rate)
-            steps.append({"seconds": time.perf_counter() - started, "tokens": batch.tokens, "loss": result.loss})
-            computed.append(sum(micro["input_ids"].numel() for micro in batch.micro_batches) / batch.tokens)
-            print(f"{name} step {number}: {steps[-1]['seconds']:.3f} s, {len(batch.micro_batches)} micro-batches", flush=True)
-        memory = {"gpu_peak_bytes": meter.peak_bytes(), "host_bytes": host_bytes()}
+            steps.append(
+                {
+                    "seconds": time.perf_counter() - started,
+                    "tokens": batch.tokens,
+                    "loss": result.loss,
+                }
+            )
+            computed.append(
+                sum(micro["input_ids"].numel() for micro in batch.micro_batches) / batch.tokens
+            )
+            print(
+                f"{name} step {number}: {steps[-1]['seconds']:.3f} s, {len(batch.micro_batches)} micro-batches",
+                flush=True,
+            )
+        memory = {"gpu_peak_bytes": meter.peak_bytes(), "host_bytes": peak_host_bytes()}
         parameters = engine.anatomy.parameters
     rate = statistics.median(step["tokens"] / step["seconds"] for step in steps[args.warmup :])
-    figures = {"tokens_per_s": rate, "tflops": 6 * parameters * rate / 1e12, "computed_per_token": statistics.fmean(computed)}
-    return {**figures, "choices": choices_in_words(plan, parts), "plan": plan.to_dict(), "steps": steps, **memory}
+    figures = {
+        "tokens_per_s": rate,
+        "tflops": 6 * parameters * rate / 1e12,
+        "computed_per_token": statistics.fmean(computed),
+    }
+    return {
+        **figures,
+        "choices": choices_in_words(plan, parts),
+        "plan": plan.to_dict(),
+        "steps": steps,
+        **memory,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder"
+    )
     parser.add_argument("--layers", type=int, help="another depth than the model's own")
     parser.add_argument("--tokens", type=int, default=65536, help="real ones, per step")
-    parser.add_argument("--seq-len", type=int, default=2048, help="longest row, and what rows share")
+    parser.add_argument(
+        "--seq-len", type=int, default=2048, help="longest row, and what rows share"
+    )
     parser.add_argument("--steps", type=int, default=6, help="measured")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -122,12 +165,22 @@ def main() -> None:
     print(f"\n{'':18}{'tokens/s':>10}{'TFLOP/s':>9}{'computed':>10}{'GPU GiB':>9}{'host GiB':>9}")
     for name, result in results.items():
         gpu = result["gpu_peak_bytes"]
-        memory = f"{'-' if gpu is None else f'{gpu / GIB:.1f}':>9}{result['host_bytes'] / GIB:>9.1f}"
-        print(f"{name:18}{result['tokens_per_s']:>10,.0f}{result['tflops']:>9.3g}{result['computed_per_token']:>10.2f}{memory}")
+        memory = (
+            f"{'-' if gpu is None else f'{gpu / GIB:.1f}':>9}{result['host_bytes'] / GIB:>9.1f}"
+        )
+        print(
+            f"{name:18}{result['tokens_per_s']:>10,.0f}{result['tflops']:>9.3g}{result['computed_per_token']:>10.2f}{memory}"
+        )
     if args.json:
         arguments = {key: value for key, value in vars(args).items() if key != "json"}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"date": date.today().isoformat(), "arguments": arguments, "results": results}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(
+                {"date": date.today().isoformat(), "arguments": arguments, "results": results},
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

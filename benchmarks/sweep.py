@@ -14,7 +14,9 @@ TOKENS = [4096, 8192, 16384, 32768, 65536, 131072]
 
 def main() -> None:
     parser = arguments(__doc__, [OURS, "bound"])
-    parser.add_argument("--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder")
+    parser.add_argument(
+        "--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="per step")
     args = parser.parse_args()
     measure([sweep_case(args.model, tokens) for tokens in args.tokens], args)

@@ -19,21 +19,36 @@ NOT_YET = "not measured yet"
 
 def main() -> None:
     parser = arguments(__doc__, [OURS])
-    parser.add_argument("--only", nargs="+", choices=CASES, default=needed(), help="cases; default: all that the targets need")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CASES,
+        default=needed(),
+        help="cases; default: all that the targets need",
+    )
     args = parser.parse_args()
     records = measure([CASES[name] for name in args.only], args)
-    print("\n" + "\n".join(table([target for target in TARGETS if target.case in args.only], records)))
+    print(
+        "\n" + "\n".join(table([target for target in TARGETS if target.case in args.only], records))
+    )
 
 
 def needed() -> list[str]:
     """Every case that a target is about or compares with, each once."""
-    return list(dict.fromkeys(name for target in TARGETS for name in (target.against, target.case) if name))
+    return list(
+        dict.fromkeys(name for target in TARGETS for name in (target.against, target.case) if name)
+    )
 
 
 def table(targets: Sequence[Target], records: Sequence[Record]) -> list[str]:
     """Markdown rows: each target, what was measured, and what the plan had said of that step's time."""
-    rows = ["| case | wanted | measured | s/step | predicted | measured on |", "|---|---|---|---|---|---|"]
-    return rows + [f"| {target.words} | {wanted(target)} | {measured(target, records)} |" for target in targets]
+    rows = [
+        "| case | wanted | measured | s/step | predicted | measured on |",
+        "|---|---|---|---|---|---|",
+    ]
+    return rows + [
+        f"| {target.words} | {wanted(target)} | {measured(target, records)} |" for target in targets
+    ]
 
 
 def wanted(target: Target) -> str:
@@ -61,7 +76,11 @@ def reached(target: Target, record: Record, records: Sequence[Record]) -> float 
     if target.against is None:
         return record.tflops
     other = latest(records, target.against, OURS)
-    return float(record.result[target.figure] / other.result[target.figure]) if other and not other.error else None
+    return (
+        float(record.result[target.figure] / other.result[target.figure])
+        if other and not other.error
+        else None
+    )
 
 
 def _in_words(target: Target, value: float) -> str:

@@ -1,6 +1,7 @@
 """MegaTrain: full-precision training of large language models on one GPU, streamed from host RAM.
 
-The names below load what they need on first use, so that `import megatrain` and the command line's `--help` stay instant.
+The names below load what they need on first use, so that `import megatrain` and the command line's
+`--help` stay instant.
 """
 
 from __future__ import annotations
@@ -9,31 +10,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatrain import errors as errors
     from megatrain import losses as losses
+    from megatrain.config import Config as Config
+    from megatrain.config import load_config as load_config
     from megatrain.engine.engine import Engine as Engine
-    from megatrain.engine.settings import Settings as Settings
-    from megatrain.optim import Adafactor as Adafactor
+    from megatrain.engine.results import StepResult as StepResult
     from megatrain.optim import AdamW as AdamW
     from megatrain.optim import Lion as Lion
     from megatrain.optim import Muon as Muon
-    from megatrain.recipes.run import plan as plan
-    from megatrain.recipes.run import train as train
+    from megatrain.recipes.api import evaluate as evaluate
+    from megatrain.recipes.api import export as export
+    from megatrain.recipes.api import plan as plan
+    from megatrain.recipes.api import resume as resume
+    from megatrain.recipes.api import train as train
+    from megatrain.settings import Settings as Settings
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Adafactor": "megatrain.optim",
-    "AdamW": "megatrain.optim",
-    "Engine": "megatrain.engine.engine",
-    "Lion": "megatrain.optim",
-    "Muon": "megatrain.optim",
-    "Settings": "megatrain.engine.settings",
-    "plan": "megatrain.recipes.run",
-    "train": "megatrain.recipes.run",
+_NAMES = {
+    "megatrain.config": ("Config", "load_config"),
+    "megatrain.engine.engine": ("Engine",),
+    "megatrain.engine.results": ("StepResult",),
+    "megatrain.optim": ("AdamW", "Lion", "Muon"),
+    "megatrain.recipes.api": ("evaluate", "export", "plan", "resume", "train"),
+    "megatrain.settings": ("Settings",),
 }
-_MODULES = {"losses"}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = ("errors", "losses")
 
-__all__ = ["Adafactor", "AdamW", "Engine", "Lion", "Muon", "Settings", "losses", "plan", "train"]
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

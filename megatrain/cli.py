@@ -37,23 +37,40 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5.")
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5."
+    ),
 ]
 ConfigOrModel = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG|MODEL] [KEY=VALUE]...", help="YAML file, model folder, hub id or named shape; then keys set over it."),
+    typer.Argument(
+        metavar="[CONFIG|MODEL] [KEY=VALUE]...",
+        help="YAML file, model folder, hub id or named shape; then keys set over it.",
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
 Timeline = Annotated[
-    Path | None, typer.Option("--profile", help="File for the timeline of one steady step, .json or .json.gz; Perfetto opens it.")
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="File for the timeline of one steady step, .json or .json.gz; Perfetto opens it.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, profile: Timeline = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    profile: Timeline = None,
+) -> None:
     """Train a model as a config file says."""
     from megatrain.config import load_config
 
@@ -75,9 +92,25 @@ def resume(run_dir: RunDir, overrides: Overrides = None, as_json: AsJson = False
 @app.command()
 def plan(
     arguments: ConfigOrModel = None,
-    gpu: Annotated[str | None, typer.Option(help="Plan for a machine with this GPU, such as 'RTX 4090'; needs --ram.")] = None,
-    ram: Annotated[str | None, typer.Option(help="And with so much RAM, such as 128GiB.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="And so many cores; those usual beside the GPU, unless given.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Plan for a machine with this GPU, such as 'RTX 4090'; needs --ram."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of that machine, such as 128GiB.")] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(min=1, help="Its physical cores; default: typical for the GPU."),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of a GPU that plan does not know by name, such as 12GiB."),
+    ] = None,
+    gpu_tflops: Annotated[
+        float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
+    ] = None,
+    pcie: Annotated[
+        float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a run fits this machine, or one that you do not have yet, and how.
@@ -85,8 +118,13 @@ def plan(
     Loads no weights. Exits 4 when the run does not fit.
     """
     target, given = _target_of(arguments, "plan")
-    if (gpu is None) != (ram is None):
+    elsewhere = any(value is not None for value in (gpu, gpu_memory, gpu_tflops, pcie))
+    if elsewhere != (ram is not None):
         raise ConfigError("command line: --gpu and --ram belong together")
+    if cores is not None and not elsewhere:
+        raise ConfigError(
+            "command line: --cores belongs to --gpu and --ram; leave it out for this machine"
+        )
     from megatrain.config import load_config, names_config
 
     shape_alone = not names_config(target)
@@ -98,34 +136,46 @@ def plan(
         settings = load_config(target, given)
     from rich.console import Console
 
+    from megatrain.planner.explain import render
     from megatrain.recipes import run
-    from megatrain.report import logging_on
+    from megatrain.reporting.progress import logging_on
 
-    machine = None
-    if gpu is not None and ram is not None:
-        from megatrain.recipes.another_machine import another_machine
-
-        machine = another_machine(settings, gpu, ram, cores)
     with logging_on(Console(stderr=True)):
+        machine = None
+        if ram is not None:
+            from megatrain.recipes.another_machine import another_machine
+
+            machine = another_machine(
+                settings, gpu, ram, cores, gpu_memory=gpu_memory, gpu_tflops=gpu_tflops, pcie=pcie
+            )
         found = run.plan(settings, machine, shape_alone)
     if as_json:
         _print_json(found.to_dict())
     else:
-        found.render(_console())
+        render(found, _console())
     found.check()
 
 
 @app.command()
 def bench(
     arguments: ConfigOrModel = None,
-    model: Annotated[str | None, typer.Option(help="The model, if it is not the first argument.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, if it is not the first argument.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Short for train.seq_len=N.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Another depth than the model's own.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Another depth than the model's own.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     as_json: AsJson = False,
-    same_batch: Annotated[bool, typer.Option("--same-batch", help="The same tokens in every step: the loss must fall.")] = False,
+    same_batch: Annotated[
+        bool,
+        typer.Option("--same-batch", help="The same tokens in every step: the loss must fall."),
+    ] = False,
     profile: Timeline = None,
 ) -> None:
     """Time a model's training on this machine: random weights, random tokens, no data.
@@ -136,10 +186,14 @@ def bench(
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     from megatrain.recipes.shapes import bench_config
 
-    settings = bench_config(target, [*(f"{key}={value}" for key, value in short.items() if value is not None), *given])
-    from megatrain.recipes.bench import bench as measure
+    settings = bench_config(
+        target, [*(f"{key}={value}" for key, value in short.items() if value is not None), *given]
+    )
+    from megatrain.recipes.bench import bench as time_steps
 
-    result = measure(settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile)
+    result = time_steps(
+        settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
+    )
     if as_json:
         _print_json(result.to_dict())
     else:
@@ -167,9 +221,9 @@ def show_data(
     from megatrain.config import load_config
 
     settings = load_config(config, overrides or ())
-    from megatrain.recipes import use
+    from megatrain.recipes import inspect
 
-    counts = use.show_data(settings, rows, as_json)
+    counts = inspect.show_data(settings, rows, as_json)
     if counts is not None:
         _print_json(counts)
 
@@ -177,14 +231,16 @@ def show_data(
 @app.command("eval")
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder or checkpoint.")],
-    data: Annotated[str | None, typer.Option(help="Rows to evaluate on; the run's held-out rows unless given.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Rows to evaluate on; the run's held-out rows unless given.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute the held-out loss of a run or checkpoint."""
     _need_folder(folder)
-    from megatrain.recipes import use
+    from megatrain.recipes import inspect
 
-    result = use.evaluate(folder, data)
+    result = inspect.evaluate(folder, data)
     if as_json:
         _print_json(result)
     else:
@@ -194,23 +250,37 @@ def evaluate(
 @app.command()
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")],
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; the checkpoint's own unless given.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="final, best, last or checkpoint-N.")] = None,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32; the checkpoint's own unless given.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="final, best, last or checkpoint-N.")
+    ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     _need_folder(run_dir)
     if dtype not in (None, "bfloat16", "float32"):
         raise ConfigError(f"command line: --dtype must be bfloat16 or float32, not {dtype!r}")
-    from megatrain.export import export as export_model
+    from megatrain.storage.export import export as export_model
 
     typer.echo(export_model(run_dir, out, dtype, checkpoint))
 
 
 @app.command()
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, checkpoint, any model folder or GGUF file.")],
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; read from stdin unless given.")] = None,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Run folder, checkpoint, any model folder or GGUF file."
+        ),
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="What to answer; read from stdin unless given."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
     as_json: AsJson = False,
 ) -> None:
@@ -218,13 +288,15 @@ def generate(
     if not folder.is_file():
         _need_folder(folder)
     if prompt is None and sys.stdin.isatty():
-        raise ConfigError("command line: PROMPT is missing; write it after the folder, or pipe it in")
+        raise ConfigError(
+            "command line: PROMPT is missing; write it after the folder, or pipe it in"
+        )
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
-    from megatrain.recipes import use
+    from megatrain.recipes import inspect
 
-    answer = use.generate(folder, question, max_new_tokens)
+    answer = inspect.generate(folder, question, max_new_tokens)
     if as_json:
         _print_json({"prompt": question, "answer": answer})
     else:
@@ -233,17 +305,27 @@ def generate(
 
 @app.command()
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what plans can do without.")] = False,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")] = Path(),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what plans can do without.")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")
+    ] = Path(),
     nvme: Annotated[
-        list[Path] | None, typer.Option(metavar="FOLDER", help="Folder for memory.nvme, whose drive is measured, too; may be repeated.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for memory.nvme, whose drive is measured, too; may be repeated.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
     from megatrain.recipes import doctor as recipe
 
-    found = recipe.examine(output, quick, lambda what: typer.echo(f"measuring {what}", err=True), nvme or ())
+    found = recipe.examine(
+        output, quick, lambda what: typer.echo(f"measuring {what}", err=True), nvme or ()
+    )
     if as_json:
         _print_json(found.to_dict())
     else:
@@ -252,7 +334,9 @@ def doctor(
 
 @app.command()
 def init(
-    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="File to write; stdout unless given.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write; stdout unless given.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented config to start from."""
@@ -268,7 +352,9 @@ def init(
         raise ConfigError(f"{path}: exists already; choose another name or add --force") from None
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    typer.echo(f"wrote {path}; name your model and data in it, then `megatrain plan {path}`", err=True)
+    typer.echo(
+        f"wrote {path}; name your model and data in it, then `megatrain plan {path}`", err=True
+    )
 
 
 @app.command()
@@ -289,7 +375,10 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Train models far larger than GPU memory: every parameter, full precision, one command."""
 
@@ -320,7 +409,9 @@ def _print_pairs(result: Mapping[str, object]) -> None:
 
 def _need_folder(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; name the folder that a run wrote (`output` in its config)")
+        raise ConfigError(
+            f"{path}: no such folder; name the folder that a run wrote (`output` in its config)"
+        )
 
 
 def exit_code_of(error: Exception) -> tuple[int, str]:
@@ -328,11 +419,20 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
     if isinstance(error, MegaTrainError):
         return error.exit_code, str(error)
     if isinstance(error, MemoryError):
-        return OutOfMemory.exit_code, "out of host memory; set memory.host, or a smaller train.micro_batch_tokens"
+        return (
+            OutOfMemory.exit_code,
+            "out of host memory; set memory.host, or a smaller train.micro_batch_tokens",
+        )
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        return StorageError.exit_code, f"{error.filename or 'storage'}: {error.strerror}; free some space or choose another folder"
+        return (
+            StorageError.exit_code,
+            f"{error.filename or 'storage'}: {error.strerror}; free some space or choose another folder",
+        )
     text = " ".join(str(error).split())
-    return UNEXPECTED, f"unexpected {type(error).__name__}{': ' + text if text else ''}; run again with --debug for the traceback"
+    return (
+        UNEXPECTED,
+        f"unexpected {type(error).__name__}{': ' + text if text else ''}; run again with --debug for the traceback",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -340,7 +440,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # libraries draw progress bars into pipes and logs, too; read when tqdm is imported
+        os.environ.setdefault(
+            "TQDM_DISABLE", "1"
+        )  # libraries draw progress bars into pipes and logs, too; read when tqdm is imported
     try:
         app(args=[argument for argument in given if argument != "--debug"], prog_name="megatrain")
     except SystemExit as done:

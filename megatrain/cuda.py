@@ -25,19 +25,29 @@ def _driver() -> Any:
 @cache
 def _compiled(source: str, name: str, device: int) -> Any:
     """The kernel, for the device that is current."""
-    return torch.cuda._compile_kernel(source, name)  # private in PyTorch, and the one way to NVRTC that it offers
+    return torch.cuda._compile_kernel(
+        source, name
+    )  # private in PyTorch, and the one way to NVRTC that it offers
 
 
-def launch(source: str, name: str, threads: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+def launch(
+    source: str, name: str, threads: int, tensors: Sequence[Tensor], numbers: Sequence[int]
+) -> None:
     """Enqueue kernel `name` of `source` on the current stream with at least `threads` threads.
 
     Its parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`.
     """
     device = tensors[0].device
-    values = [*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), *map(ctypes.c_int, numbers)]
+    values = [
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
+        *map(ctypes.c_int, numbers),
+    ]
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     with torch.cuda.device(device):
-        kernel, stream = _compiled(source, name, device.index), ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
+        kernel, stream = (
+            _compiled(source, name, device.index),
+            ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index)),
+        )
         shape = (-(-threads // THREADS), 1, 1, THREADS, 1, 1)  # blocks, threads of each
         error = _driver().cuLaunchKernel(kernel.func, *shape, 0, stream, places, None)
     if error:

@@ -23,10 +23,15 @@ class Targets:
         return self.labels.numel()
 
     def chunks(self, size: int) -> list[Targets]:
-        return [Targets(self.index[i : i + size], self.labels[i : i + size]) for i in range(0, len(self), size)]
+        return [
+            Targets(self.index[i : i + size], self.labels[i : i + size])
+            for i in range(0, len(self), size)
+        ]
 
     def to(self, device: torch.device) -> Targets:
-        return Targets(self.index.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+        return Targets(
+            self.index.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        )
 
 
 def find_targets(labels: torch.Tensor) -> Targets:
@@ -35,7 +40,9 @@ def find_targets(labels: torch.Tensor) -> Targets:
     following[:, :-1] = labels[:, 1:]
     flat = following.reshape(-1)
     index = (flat != IGNORE).nonzero().squeeze(1)
-    return Targets(index, flat.index_select(0, index))  # not flat[index], which wakes all of torch's threads for a few numbers
+    return Targets(
+        index, flat.index_select(0, index)
+    )  # not flat[index], which wakes all of torch's threads for a few numbers
 
 
 class Loss(Protocol):
@@ -45,7 +52,9 @@ class Loss(Protocol):
         """This micro-batch's share of the step's denominator, from its inputs alone; shares add up over the whole step."""
         ...
 
-    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(sum over targets, sums of further metrics) from the targets' log-probabilities, fp32 [n]."""
         ...
 
@@ -56,7 +65,9 @@ class NextToken:
     def denominator(self, batch: Mapping[str, torch.Tensor]) -> float:
         return float((batch["labels"][:, 1:] != IGNORE).sum())
 
-    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -logprobs.sum(), {}
 
 

@@ -49,7 +49,12 @@ def chat_rows(count: int = ROWS) -> list[Row]:
         end = draw.randint(1, 9)
         answer = " ".join(str(i) for i in range(1, end + 1))
         rows.append(
-            {"messages": [{"role": "user", "content": f"Count to {end}."}, {"role": "assistant", "content": f"{answer} ({number})"}]}
+            {
+                "messages": [
+                    {"role": "user", "content": f"Count to {end}."},
+                    {"role": "assistant", "content": f"{answer} ({number})"},
+                ]
+            }
         )
     return rows
 
@@ -62,7 +67,14 @@ def make_project(folder: Path, model_dir: Path) -> Path:
     config = {
         "model": "model",
         "data": {"train": "rows.jsonl", "eval": 8},
-        "train": {"tokens_per_step": 256, "seq_len": 64, "max_steps": 10, "learning_rate": 1e-2, "warmup": 2, "eval_every": 5},
+        "train": {
+            "tokens_per_step": 256,
+            "seq_len": 64,
+            "max_steps": 10,
+            "learning_rate": 1e-2,
+            "warmup": 2,
+            "eval_every": 5,
+        },
         "checkpoint": {"every": 5, "keep": 2},
         "threads": 1,
         "device": "cpu",
@@ -98,7 +110,7 @@ FORKER = """
 import json, os, sys
 from megatrain import cli
 from megatrain.optim import AdamW
-from megatrain.recipes import run, use
+from megatrain.recipes import inspect, run
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 AdamW().compile()
 for line in sys.stdin:

@@ -19,12 +19,16 @@ if "MEGATRAIN_TEST_HF_HOME" not in os.environ:
     os.environ["MEGATRAIN_TEST_HF_HOME"] = tempfile.mkdtemp(prefix="megatrain-tests-")
     atexit.register(shutil.rmtree, os.environ["MEGATRAIN_TEST_HF_HOME"], ignore_errors=True)
 os.environ["HF_HOME"] = os.environ["MEGATRAIN_TEST_HF_HOME"]
-os.environ["MEGATRAIN_CACHE"] = f"{os.environ['HF_HOME']}/megatrain"  # without this machine's profile: plans are the same everywhere
+os.environ["MEGATRAIN_CACHE"] = (
+    f"{os.environ['HF_HOME']}/megatrain"  # without this machine's profile: plans are the same everywhere
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything under tests/gpu skips itself on a machine without CUDA."""
-    on_gpu = [item for item in items if "gpu" in item.path.relative_to(Path(__file__).parent).parts[:-1]]
+    on_gpu = [
+        item for item in items if "gpu" in item.path.relative_to(Path(__file__).parent).parts[:-1]
+    ]
     if not on_gpu:
         return
     import torch

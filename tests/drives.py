@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine.far_boundaries import FarBoundaries
 from tests.support import sleeper
 
 
@@ -38,26 +37,20 @@ def quick_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", pwritev)
 
 
-def slow_drive(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], longest_s: float, shortest_s: float = 0.0) -> None:
+def slow_drive(
+    monkeypatch: pytest.MonkeyPatch,
+    calls: tuple[str, ...],
+    longest_s: float,
+    shortest_s: float = 0.0,
+) -> None:
     """Every transfer sleeps first."""
     for number, call in enumerate(calls):
         real, sleep = getattr(os, call), sleeper(number, shortest_s, longest_s)
 
-        def shim(*arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep) -> Any:
+        def shim(
+            *arguments: Any, real: Callable[..., Any] = real, sleep: Callable[[], None] = sleep
+        ) -> Any:
             sleep()
             return real(*arguments)
 
         monkeypatch.setattr(os, call, shim)
-
-
-def rooms_for_inputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of files that are made for layers' inputs, each time that they are."""
-    made: list[int] = []
-    renew = FarBoundaries._renew
-
-    def count(self: FarBoundaries, nbytes: int, piece: int) -> None:
-        made.append(nbytes)
-        renew(self, nbytes, piece)
-
-    monkeypatch.setattr(FarBoundaries, "_renew", count)
-    return made

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
-from megatrain.models.chunked import chunks_of
-from megatrain.models.shape import ModelShape, shape_of
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.transforms.chunked import chunks_of
+from megatrain.planner.cost.shape import ModelShape, shape_of
 
 
 def key_of(skeleton: Skeleton, *more: Any) -> str:
     attention = getattr(skeleton.config, "_attn_implementation", None)
-    chunked = [name for layer in skeleton.layers for name, module in layer.named_modules() if chunks_of(module)]
-    return repr((skeleton.model, skeleton.dtype, attention, skeleton.config.to_dict(), chunked, more))
+    chunked = [
+        name
+        for layer in skeleton.layers
+        for name, module in layer.named_modules()
+        if chunks_of(module)
+    ]
+    return repr(
+        (skeleton.model, skeleton.dtype, attention, skeleton.config.to_dict(), chunked, more)
+    )
 
 
 @contextmanager
@@ -49,5 +56,5 @@ def commands_dry_run_models_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain.recipes.setup.shape_of", found_once)
+        patch.setattr("megatrain.engine.resolved.shape_of", found_once)
         yield

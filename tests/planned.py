@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.hardware import GIB, MIB, Gpu, Hardware
-from megatrain.models.shape import ModelShape, WorkingSet
-from megatrain.models.work import LayerWork, ModelWork, Pass
-from megatrain.planner_job import Job
+from megatrain.machine.hardware import GIB, MIB, Gpu, Hardware
+from megatrain.planner.cost.shape import ModelShape, WorkingSet
+from megatrain.planner.cost.work import BlockCost, ModelCost, PassCost
+from megatrain.planner.job import Choices, Job
 
 TOKENS = (1024, 2048, 4096, 8192, 16_384)
 
@@ -29,28 +29,44 @@ QWEN_7B = ModelShape(
     tied=False,
     hidden_size=3584,
     vocab_size=152_064,
-    layer=WorkingSet(((1024, 568_876_032), (2048, 767_279_104), (4096, 1_398_767_616), (8192, 2_661_744_640), (16_384, 5_187_698_688))),
+    layer=WorkingSet(
+        (
+            (1024, 568_876_032),
+            (2048, 767_279_104),
+            (4096, 1_398_767_616),
+            (8192, 2_661_744_640),
+            (16_384, 5_187_698_688),
+        )
+    ),
     embed=WorkingSet(((1024, 1_097_875_456), (16_384, 1_208_098_816))),
-    head=WorkingSet(((256, 1_177_027_588), (1024, 1_456_949_252), (2048, 2_109_175_812), (4096, 3_413_628_932), (8192, 6_022_535_172))),
+    head=WorkingSet(
+        (
+            (256, 1_177_027_588),
+            (1024, 1_456_949_252),
+            (2048, 2_109_175_812),
+            (4096, 3_413_628_932),
+            (8192, 6_022_535_172),
+        )
+    ),
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),  # rows share the rotary tables
     retained=retained(225_400, 28),
     retained_compiled=retained(151_672, 28),
     retained_cheap=retained(99_448, 28),
-    work=ModelWork(
-        embed=LayerWork(Pass(0, 0, 14_394, 14_394, 21, 21), Pass(0, 0, 7_176, 7_176, 1, 1)),
+    cost=ModelCost(
+        embed=BlockCost(PassCost(0, 0, 14_394, 14_394, 21, 21), PassCost(0, 0, 7_176, 7_176, 1, 1)),
         layers=(
-            LayerWork(
-                Pass(466_092_032, 7_347_200, 572_464, 195_606, 38, 14),
-                Pass(932_184_064, 14_694_400, 1_248_336, 351_285, 76, 23),
+            BlockCost(
+                PassCost(466_092_032, 7_347_200, 572_464, 195_606, 38, 14),
+                PassCost(932_184_064, 14_694_400, 1_248_336, 351_285, 76, 23),
                 skippable_flops=135_790_592,
                 cheap_bytes=142_358,
                 cheap_kernels=2,
             ),
         )
         * 28,
-        head=LayerWork(
-            Pass(1_089_994_752, 0, 3_184_870, 3_184_870, 65, 65),
-            Pass(2_179_989_504, 0, 4_283_512, 4_283_512, 36, 36),
+        head=BlockCost(
+            PassCost(1_089_994_752, 0, 3_184_870, 3_184_870, 65, 65),
+            PassCost(2_179_989_504, 0, 4_283_512, 4_283_512, 36, 36),
         ),
     ),
 )
@@ -64,27 +80,40 @@ QWEN_1B8 = ModelShape(
     vocab_size=151_936,
     layer=line(142_392, 27_525_120),
     embed=line(3_080, 466_747_392),
-    head=WorkingSet(((256, 548_471_812), (1024, 793_645_060), (2048, 1_120_542_724), (4096, 1_774_338_052), (8192, 3_081_928_708))),
+    head=WorkingSet(
+        (
+            (256, 548_471_812),
+            (1024, 793_645_060),
+            (2048, 1_120_542_724),
+            (4096, 1_774_338_052),
+            (8192, 3_081_928_708),
+        )
+    ),
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),
     retained=retained(103_480, 28),
     retained_compiled=retained(70_200, 28),
     retained_cheap=retained(46_136, 28),
-    work=ModelWork(
-        embed=LayerWork(Pass(0, 0, 6_202, 6_202, 21, 21), Pass(0, 0, 3_080, 3_080, 1, 1)),
+    cost=ModelCost(
+        embed=BlockCost(PassCost(0, 0, 6_202, 6_202, 21, 21), PassCost(0, 0, 3_080, 3_080, 1, 1)),
         layers=(
-            LayerWork(
-                Pass(93_585_408, 3_148_800, 254_512, 89_614, 38, 14),
-                Pass(187_170_816, 6_297_600, 551_504, 159_776, 76, 23),
+            BlockCost(
+                PassCost(93_585_408, 3_148_800, 254_512, 89_614, 38, 14),
+                PassCost(187_170_816, 6_297_600, 551_504, 159_776, 76, 23),
                 skippable_flops=27_525_120,
                 cheap_bytes=66_062,
                 cheap_kernels=2,
             ),
         )
         * 28,
-        head=LayerWork(Pass(466_747_392, 0, 3_100_390, 3_100_390, 65, 65), Pass(933_494_784, 0, 4_091_768, 4_091_768, 36, 36)),
+        head=BlockCost(
+            PassCost(466_747_392, 0, 3_100_390, 3_100_390, 65, 65),
+            PassCost(933_494_784, 0, 4_091_768, 4_091_768, 36, 36),
+        ),
     ),
 )
-TINY_LAYER = LayerWork(Pass(5000, 100, 400, 200, 30, 10), Pass(10_000, 200, 800, 400, 60, 20))
+TINY_LAYER = BlockCost(
+    PassCost(5000, 100, 400, 200, 30, 10), PassCost(10_000, 200, 800, 400, 60, 20)
+)
 TINY = ModelShape(
     family="tiny",
     parameters=9_900,
@@ -97,9 +126,13 @@ TINY = ModelShape(
     head=WorkingSet(((4, 400), (8, 700), (16, 1500), (32, 9000))),
     calls=WorkingSet(((8, 64), (16, 128), (32, 256))),
     retained=tuple(WorkingSet(((8, 2000 * n), (16, 4000 * n), (32, 8000 * n))) for n in range(3)),
-    retained_compiled=tuple(WorkingSet(((8, 1000 * n), (16, 2000 * n), (32, 4000 * n))) for n in range(3)),
-    retained_cheap=tuple(WorkingSet(((8, 500 * n), (16, 1000 * n), (32, 2000 * n))) for n in range(3)),
-    work=ModelWork(embed=TINY_LAYER, layers=(TINY_LAYER, TINY_LAYER), head=TINY_LAYER),
+    retained_compiled=tuple(
+        WorkingSet(((8, 1000 * n), (16, 2000 * n), (32, 4000 * n))) for n in range(3)
+    ),
+    retained_cheap=tuple(
+        WorkingSet(((8, 500 * n), (16, 1000 * n), (32, 2000 * n))) for n in range(3)
+    ),
+    cost=ModelCost(embed=TINY_LAYER, layers=(TINY_LAYER, TINY_LAYER), head=TINY_LAYER),
 )
 
 H200 = Hardware(
@@ -114,7 +147,9 @@ H200 = Hardware(
     resident_bytes=GIB,
     library_bytes=GIB,
 )
-H200_LARGE_HOST = replace(H200, host_total_bytes=503 * GIB, host_available_bytes=500 * GIB, physical_cores=64)
+H200_LARGE_HOST = replace(
+    H200, host_total_bytes=503 * GIB, host_available_bytes=500 * GIB, physical_cores=64
+)
 LAPTOP = replace(
     H200,
     gpu=None,
@@ -128,10 +163,34 @@ LAPTOP = replace(
 )
 MOMENTS_BYTES = (  # optimizer.moments, bytes a parameter of AdamW's arrays, and how fast a thread is with them
     ("bfloat16", (("exp_avg", 2.0), ("exp_avg_sq", 2.0)), 1.4e9),
-    ("int8", (("exp_avg", 1.0), ("exp_avg_scale", 1 / 64), ("exp_avg_sq", 1.0), ("exp_avg_sq_scale", 1 / 64)), 0.8e9),
+    (
+        "int8",
+        (
+            ("exp_avg", 1.0),
+            ("exp_avg_scale", 1 / 64),
+            ("exp_avg_sq", 1.0),
+            ("exp_avg_sq_scale", 1 / 64),
+        ),
+        0.8e9,
+    ),
 )
-JOB_7B = Job("bfloat16", tokens_per_step=65_536, seq_len=1024, lighter_moments=MOMENTS_BYTES, compiled=True)
+JOB_7B = Job(
+    "bfloat16", tokens_per_step=65_536, seq_len=1024, lighter_moments=MOMENTS_BYTES, compiled=True
+)
 TINY_JOB = Job("bfloat16", tokens_per_step=64, seq_len=8, micro_batch_tokens=16)
+ALL_STREAMED = Choices(
+    micro_batch_tokens=16,
+    groups=1,
+    resident=0,
+    sums_on_device=0,
+    retained=0,
+    cheap_retention=False,
+    offload_activations=False,
+    head_chunk_tokens=16,
+    update_threads=2,
+)
+TWO_GROUPS = replace(ALL_STREAMED, groups=2)
+HUGE = 2**21  # bytes of a huge page
 
 
 def with_gpu(hardware: Hardware, free_bytes: int) -> Hardware:
@@ -141,7 +200,10 @@ def with_gpu(hardware: Hardware, free_bytes: int) -> Hardware:
 def with_depth(shape: ModelShape, layers: int) -> ModelShape:
     """The same with another number of layers, which are all of one kind."""
     embed, layer, *_, head = shape.block_numel
-    eager, compiled, cheap = (sets[1].at(1024) // 1024 for sets in (shape.retained, shape.retained_compiled, shape.retained_cheap))
+    eager, compiled, cheap = (
+        sets[1].at(1024) // 1024
+        for sets in (shape.retained, shape.retained_compiled, shape.retained_cheap)
+    )
     return replace(
         shape,
         parameters=embed + layers * layer + head,
@@ -149,11 +211,11 @@ def with_depth(shape: ModelShape, layers: int) -> ModelShape:
         retained=retained(eager, layers),
         retained_compiled=retained(compiled, layers),
         retained_cheap=retained(cheap, layers),
-        work=replace(shape.work, layers=shape.work.layers[:1] * layers),
+        cost=replace(shape.cost, layers=shape.cost.layers[:1] * layers),
     )
 
 
 def without_skipping(shape: ModelShape) -> ModelShape:
     """The same, recomputing everything."""
-    layers = tuple(replace(layer, skippable_flops=0) for layer in shape.work.layers)
-    return replace(shape, work=replace(shape.work, layers=layers))
+    layers = tuple(replace(layer, skippable_flops=0) for layer in shape.cost.layers)
+    return replace(shape, cost=replace(shape.cost, layers=layers))

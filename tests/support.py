@@ -17,16 +17,19 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.checkpoint import save_checkpoint
-from megatrain.engine.build import build, write_master
+from megatrain.engine.build import prepare
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.masters import write_master
+from megatrain.engine.resolved import Weights
 from megatrain.engine.step import mix
 from megatrain.models.anatomy import decays
-from megatrain.models.skeleton import choose_attention
+from megatrain.models.family import choose_attention
 from megatrain.optim import AdamW
 from megatrain.optim.split import join_master
-from megatrain.restore import load_checkpoint
+from megatrain.settings import Settings
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.restore import load_checkpoint
 
 VOCABULARY = 97
 PAD = 0
@@ -38,7 +41,15 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FALCON = {
-    name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "bos_token_id", "eos_token_id")
+    name: SIZES[name]
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "bos_token_id",
+        "eos_token_id",
+    )
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -112,11 +123,18 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def plain_model(
-    config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "auto", device: str = "cpu"
+    config: Any,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "auto",
+    device: str = "cpu",
 ) -> nn.Module:
     """The family's own model in training mode, every parameter random: zero biases and unit norms would hide a mix-up."""
     model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(config),  # transformers notes the attention in the config, which a model built earlier would share
+        copy.deepcopy(
+            config
+        ),  # transformers notes the attention in the config, which a model built earlier would share
         attn_implementation=choose_attention(config, attention),
         dtype=torch.float32,
     )
@@ -128,10 +146,20 @@ def plain_model(
     return model.to(device=device, dtype=dtype).train()  # type: ignore[no-any-return]
 
 
-def engine_of(config: Any, *, model: nn.Module | None = None, settings: Settings | None = None, **options: Any) -> Engine:
+def engine_of(
+    config: Any, *, model: nn.Module | None = None, settings: Settings | None = None, **options: Any
+) -> Engine:
     """A float32 CPU engine, unless told otherwise, with the weights of `model` (default: those of `plain_model`)."""
-    options = {"precision": "float32", "device": "cpu", "optimizer": AdamW(lr=1e-3, weight_decay=0.1), "max_grad_norm": 0.5, **options}
-    engine = build(config, settings=settings or Settings(head_chunk=7), **options)
+    options = {
+        "precision": "float32",
+        "device": "cpu",
+        "optimizer": AdamW(lr=1e-3, weight_decay=0.1),
+        "max_grad_norm": 0.5,
+        **options,
+    }
+    settings = settings or Settings(head_chunk_tokens=7)
+    prepared = prepare(config, settings=settings, weights=Weights(None), **options)
+    engine = Engine(**prepared.arguments())
     load(engine, model if model is not None else plain_model(config))
     return engine
 
@@ -143,10 +171,15 @@ def load(engine: Engine, model: nn.Module) -> None:
         master = torch.zeros(block.layout.numel)
         for name, view in block.layout.views(master).items():
             view.copy_(weights[name])
-        write_master(engine, block.index, master)
+        write_master(engine.store, block.index, master)
 
 
-def micro_batches(seed: int, shapes: Sequence[tuple[int, int]] = ((2, 9), (3, 13), (1, 6)), *, pad_left: bool = False) -> list[Batch]:
+def micro_batches(
+    seed: int,
+    shapes: Sequence[tuple[int, int]] = ((2, 9), (3, 13), (1, 6)),
+    *,
+    pad_left: bool = False,
+) -> list[Batch]:
     """Random micro-batches of these (rows, tokens), whose rows have unequal real lengths; the beginning of each row is no target."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -187,7 +220,9 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Summed cross-entropy of the next token, as transformers shifts it."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+    return functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
 
 
 def plain_gradients(model: nn.Module, batches: Iterable[Batch], denominator: float) -> float:
@@ -208,7 +243,10 @@ def plain_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.o
     """torch.optim.AdamW with the usual exclusions from weight decay."""
     named = list(model.named_parameters())
     groups = [
-        {"params": [p for n, p in named if decays(n, tuple(p.shape)) == wanted], "weight_decay": weight_decay if wanted else 0.0}
+        {
+            "params": [p for n, p in named if decays(n, tuple(p.shape)) == wanted],
+            "weight_decay": weight_decay if wanted else 0.0,
+        }
         for wanted in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=lr)
@@ -229,7 +267,10 @@ def train_plain(
     for batches, lr in zip(steps, rates, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr
-        moved = [{k: v.to(device) for k, v in batch.items()} for batch in (reversed(batches) if backwards else batches)]
+        moved = [
+            {k: v.to(device) for k, v in batch.items()}
+            for batch in (reversed(batches) if backwards else batches)
+        ]
         trace.losses.append(plain_gradients(model, moved, count_targets(batches)))
         trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
@@ -238,7 +279,9 @@ def train_plain(
     return trace
 
 
-def train_engine(engine: Engine, steps: Sequence[Sequence[Batch]], rates: Sequence[float] | None = None) -> Trace:
+def train_engine(
+    engine: Engine, steps: Sequence[Sequence[Batch]], rates: Sequence[float] | None = None
+) -> Trace:
     """The same steps through the engine; `train_step` where gradients are not kept."""
     trace = Trace()
     for batches, lr in zip(steps, rates or [engine.optimizer.lr] * len(steps), strict=True):
@@ -255,7 +298,9 @@ def cosine(steps: int, lr: float) -> list[float]:
     return [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
 
 
-def gradients_without_recompute(model: nn.Module, batches: Sequence[Batch], engine: Engine, step: int) -> float:
+def gradients_without_recompute(
+    model: nn.Module, batches: Sequence[Batch], engine: Engine, step: int
+) -> float:
     """Plain autograd over whole graphs, its dropout seeded before each block as the engine says it seeds. Returns the loss."""
     number = 0
 
@@ -265,7 +310,10 @@ def gradients_without_recompute(model: nn.Module, batches: Sequence[Batch], engi
     path = engine.anatomy.blocks[1].layout.tensors[0].name.split(".0.")[0]
     layers: Any = model.get_submodule(path)
     handles = [model.register_forward_pre_hook(lambda *_: seed(0))]
-    handles += [layer.register_forward_pre_hook(lambda *_, block=i + 1: seed(block)) for i, layer in enumerate(layers)]
+    handles += [
+        layer.register_forward_pre_hook(lambda *_, block=i + 1: seed(block))
+        for i, layer in enumerate(layers)
+    ]
     total = 0.0
     for number, batch in enumerate(batches):  # noqa: B007  (`seed` reads it)
         total += plain_gradients(model, [batch], count_targets(batches))
@@ -288,7 +336,12 @@ def masters_of(engine: Engine) -> dict[str, Tensor]:
 def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
     """Train a bfloat16 engine, and beside it fp32 masters by torch.optim.AdamW on the engine's own bf16 gradients; returns the latter."""
     assert engine.max_grad_norm is not None
-    masters = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(master.clone()) for name, master in masters_of(engine).items()})
+    masters = nn.ParameterDict(
+        {
+            name.replace(".", "/"): nn.Parameter(master.clone())
+            for name, master in masters_of(engine).items()
+        }
+    )
     optimizer = plain_optimizer(masters, rates[0], engine.optimizer.weight_decay)
     for step, lr in enumerate(rates):
         engine.forward_backward(micro_batches(step))
@@ -304,7 +357,9 @@ def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
     return {name.replace("/", "."): master.detach() for name, master in masters.items()}
 
 
-def train_with_a_break(make: Callable[[], Engine], steps: Sequence[Sequence[Batch]], folder: Path) -> tuple[list[float], State]:
+def train_with_a_break(
+    make: Callable[[], Engine], steps: Sequence[Sequence[Batch]], folder: Path
+) -> tuple[list[float], State]:
     """Train half of the steps, save, and let a new engine load and train the rest; returns all losses and the final state."""
     half = len(steps) // 2
     with make() as engine:
@@ -327,7 +382,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
     """A copy of every array that must survive, after each block's update."""
-    chosen = [n for n in engine.store.arrays if n not in ("grad", "grad_sum")] if names is None else list(names)
+    chosen = (
+        [n for n in engine.store.arrays if n not in ("grad", "grad_sum")]
+        if names is None
+        else list(names)
+    )
     state = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
@@ -339,9 +398,10 @@ def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Copies of the gradients of the last `forward_backward`, by tensor name, once they have landed."""
-    assert engine._pending, "call forward_backward first"
+    finished = engine.parts.sink.finished()
+    assert finished, "call forward_backward first"
     named: dict[str, Tensor] = {}
-    for gradient in engine._pending:
+    for gradient in finished:
         gradient.landed.synchronize()
         named |= engine.anatomy.blocks[gradient.block].layout.views(gradient.values.clone())
     return named
@@ -355,7 +415,9 @@ def differing(a: Mapping[Any, Tensor], b: Mapping[Any, Tensor]) -> list[Any]:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bit patterns, so that NaN equals NaN and 0 differs from -0."""
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
 # -- delays -------------------------------------------------------------------------------------------------------------------------
@@ -375,6 +437,14 @@ def sleeper(seed: int, shortest_s: float, longest_s: float) -> Callable[..., Non
     return sleep
 
 
+def take_staging_at_once(engine: Engine) -> None:
+    """Take away the wait for the update that still reads a staging buffer of gradients."""
+    sink = engine.parts.sink
+    assert isinstance(sink, AppliedGradients)
+    take = sink.ring.take
+    sink.ring.take = lambda block: (take(block)[0], None)  # type: ignore[method-assign]
+
+
 class NoUpdates:
     """In the place of an engine's updates, for a streamer that is not to wait for any."""
 
@@ -384,12 +454,14 @@ class NoUpdates:
         return True
 
 
-def delay(engine: Engine, lanes: Iterable[str], longest_s: float, shortest_s: float = 0.0, seed: int = 0) -> Engine:
+def delay(
+    engine: Engine, lanes: Iterable[str], longest_s: float, shortest_s: float = 0.0, seed: int = 0
+) -> Engine:
     """Slow these lanes down by random sleeps before every job."""
     for number, lane in enumerate(lanes):
         sleep = sleeper(seed * 1000 + number, shortest_s, longest_s)
         if lane == "update":
-            engine._updater.delay = sleep
+            engine.parts.updater.delay = sleep
         else:
-            {"upload": engine._upload, "download": engine._download, "fetch": engine._fetch}[lane].delay = sleep
+            engine.parts.lanes[lane].delay = sleep
     return engine

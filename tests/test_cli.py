@@ -50,7 +50,7 @@ class Plan:
 
 
 class Recorder(ModuleType):
-    """Stands for megatrain.recipes.run and megatrain.recipes.use: notes each call, and returns or raises what `answers` holds."""
+    """Stands for megatrain.recipes.run and megatrain.recipes.inspect: notes each call, and returns or raises what `answers` holds."""
 
     def __init__(self) -> None:
         super().__init__("megatrain.recipes.run")
@@ -77,16 +77,17 @@ class Recorder(ModuleType):
 def recipes(monkeypatch, tmp_path):
     """A recorder in place of the recipes and of export, in a folder with a config and a run."""
     recorder = Recorder()
-    export = ModuleType("megatrain.export")
+    export = ModuleType("megatrain.storage.export")
     for name in recorder.answers:
         target = export if name == "export" else recorder
         setattr(target, name, lambda *arguments, name=name: recorder.call(name, *arguments))
     package = ModuleType("megatrain.recipes")
-    package.run = package.use = recorder  # type: ignore[attr-defined]
+    package.run = package.inspect = recorder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.recipes", package)
     monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
-    monkeypatch.setitem(sys.modules, "megatrain.recipes.use", recorder)
-    monkeypatch.setitem(sys.modules, "megatrain.export", export)
+    monkeypatch.setitem(sys.modules, "megatrain.recipes.inspect", recorder)
+    monkeypatch.setitem(sys.modules, "megatrain.storage.export", export)
+    monkeypatch.setattr("megatrain.planner.explain.render", lambda plan, out: plan.render(out))
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
     Path("run").mkdir()
@@ -142,7 +143,10 @@ def test_plan_that_does_not_fit_is_still_shown(recipes, capsys):
     recipes.answers["plan"] = Plan("needs 6 GiB of host RAM, 5 is available; set memory.host")
     assert cli.main(["plan", "cfg.yaml"]) == 4
     out, err = capsys.readouterr()
-    assert (out, err) == ("5 bytes\n", "error: needs 6 GiB of host RAM, 5 is available; set memory.host\n")
+    assert (out, err) == (
+        "5 bytes\n",
+        "error: needs 6 GiB of host RAM, 5 is available; set memory.host\n",
+    )
 
 
 def test_data_shows_rows_or_counts(recipes, capsys):
@@ -160,7 +164,10 @@ def test_eval_prints_the_loss(recipes, capsys):
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
-    assert recipes.calls == [("evaluate", Path("run"), "held.jsonl"), ("evaluate", Path("run"), None)]
+    assert recipes.calls == [
+        ("evaluate", Path("run"), "held.jsonl"),
+        ("evaluate", Path("run"), None),
+    ]
 
 
 def test_export_prints_the_folder(recipes, capsys):
@@ -171,7 +178,10 @@ def test_export_prints_the_folder(recipes, capsys):
 
 def test_export_knows_two_types(recipes, capsys):
     assert cli.main(["export", "run", "out", "--dtype", "int4"]) == 2
-    assert capsys.readouterr().err == "error: command line: --dtype must be bfloat16 or float32, not 'int4'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: command line: --dtype must be bfloat16 or float32, not 'int4'\n"
+    )
 
 
 def test_generate_prints_the_answer(recipes, capsys):
@@ -180,7 +190,9 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert recipes.calls == [("generate", Path("run"), "Capital of France?", 7)]
 
 
-@pytest.mark.parametrize(("piped", "terminal", "code"), [("Hi?", False, 0), (" \n", False, 2), ("", True, 2)])
+@pytest.mark.parametrize(
+    ("piped", "terminal", "code"), [("Hi?", False, 0), (" \n", False, 2), ("", True, 2)]
+)
 def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, terminal, code):
     class Stdin:
         def isatty(self):
@@ -216,12 +228,18 @@ ERRORS = [
 
 
 def test_every_error_class_has_a_row():
-    classes = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.MegaTrainError)}
+    classes = {
+        error
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.MegaTrainError)
+    }
     assert classes == {error for error, _ in ERRORS}
 
 
 @pytest.mark.parametrize(("error", "code"), ERRORS)
-@pytest.mark.parametrize("command", [["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"]])
+@pytest.mark.parametrize(
+    "command", [["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"]]
+)
 def test_errors_are_a_sentence_and_a_code(recipes, capsys, command, error, code):
     recipes.answers[command[0]] = error("rows.jsonl:7: not JSON; mend the line")
     assert cli.main(command) == code
@@ -234,7 +252,11 @@ def test_errors_are_a_sentence_and_a_code(recipes, capsys, command, error, code)
         (RuntimeError("a\nb"), 1, "unexpected RuntimeError: a b; run again with --debug"),
         (AssertionError(), 1, "unexpected AssertionError; run again with --debug"),
         (MemoryError(), 5, "out of host memory"),
-        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 7, "runs/x: No space left on device; free some space"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+            7,
+            "runs/x: No space left on device; free some space",
+        ),
         (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
     ],
 )
@@ -250,7 +272,9 @@ def test_ctrl_c_ends_with_130(recipes):
     assert cli.main(["train", "cfg.yaml"]) == 130
 
 
-@pytest.mark.parametrize("arguments", [["--debug", "train", "cfg.yaml"], ["train", "cfg.yaml", "--debug"]])
+@pytest.mark.parametrize(
+    "arguments", [["--debug", "train", "cfg.yaml"], ["train", "cfg.yaml", "--debug"]]
+)
 def test_debug_shows_the_traceback_anywhere_on_the_line(recipes, capsys, arguments):
     recipes.answers["train"] = ValueError("deep down")
     assert cli.main(arguments) == 1
@@ -266,7 +290,14 @@ def test_no_traceback_without_debug(recipes, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["trian"], ["train"], ["train", "cfg.yaml", "--fast"], ["data", "cfg.yaml", "--rows", "-1"], ["export", "run"]]
+    "arguments",
+    [
+        ["trian"],
+        ["train"],
+        ["train", "cfg.yaml", "--fast"],
+        ["data", "cfg.yaml", "--rows", "-1"],
+        ["export", "run"],
+    ],
 )
 def test_wrong_usage_is_2(recipes, arguments):
     assert cli.main(arguments) == 2
@@ -275,7 +306,10 @@ def test_wrong_usage_is_2(recipes, arguments):
 
 def test_a_config_error_needs_no_recipes(capsys):
     assert cli.main(["train", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err == "error: nowhere.yaml: no such file; write one with `megatrain init nowhere.yaml`\n"
+    assert (
+        capsys.readouterr().err
+        == "error: nowhere.yaml: no such file; write one with `megatrain init nowhere.yaml`\n"
+    )
 
 
 def test_init_writes_once(tmp_path, monkeypatch, capsys):
@@ -318,13 +352,19 @@ def test_help_and_config_import_nothing_heavy(statement):
 
 
 def test_libraries_draw_no_progress_bars_into_a_pipe():
-    code = "from megatrain.cli import main; main(['schema']); import tqdm; list(tqdm.tqdm(range(3)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENV)
+    code = (
+        "from megatrain.cli import main; main(['schema']); import tqdm; list(tqdm.tqdm(range(3)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENV
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_package_is_a_command(tmp_path):
     command = [sys.executable, "-m", "megatrain", "train", "nowhere.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENV)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENV
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: nowhere.yaml: no such file")

@@ -32,7 +32,11 @@ def settings_of(job: Job, stage: int, ratio: float) -> dict[str, Any]:
         "reduce_bucket_size": BUCKET,
     }
     if stage == 3:
-        zero |= {"offload_param": pinned, "stage3_prefetch_bucket_size": BUCKET, "stage3_max_live_parameters": 2 * BUCKET}
+        zero |= {
+            "offload_param": pinned,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": 2 * BUCKET,
+        }
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch_rows,
         "gradient_accumulation_steps": job.micro_batches,
@@ -49,7 +53,13 @@ def stand_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def prepare(job: Job, stage: int, ratio: float) -> Trainer:
@@ -60,10 +70,14 @@ def prepare(job: Job, stage: int, ratio: float) -> Trainer:
 
     model = build(job, torch.bfloat16)
     parameters = parameters_of(model)  # before ZeRO-3 empties them
-    if stage == 3:  # a layer's parameters are gathered together: fewer hooks, and none inside what is compiled
+    if (
+        stage == 3
+    ):  # a layer's parameters are gathered together: fewer hooks, and none inside what is compiled
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.decoder.layers[0])])
     settings = settings_of(job, stage, ratio)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
 
     def step(batches: list[Tensor]) -> float:
         total = torch.zeros((), device=job.device)
@@ -80,7 +94,9 @@ def prepare(job: Job, stage: int, ratio: float) -> Trainer:
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--stage", type=int, choices=(2, 3), default=3)
-    arguments.add_argument("--ratio", type=float, default=1.0, help="share of the optimizer that the CPU does (ZeRO-3)")
+    arguments.add_argument(
+        "--ratio", type=float, default=1.0, help="share of the optimizer that the CPU does (ZeRO-3)"
+    )
     args = arguments.parse_args()
     run(f"zero{args.stage}", job_of(args), lambda job: prepare(job, args.stage, args.ratio))
 

@@ -63,7 +63,12 @@ def prepare(job: Job, sum_on: str) -> Trainer:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--sum-on", choices=("device", "host"), default="device", help="where gradients of micro-batches add up")
+    arguments.add_argument(
+        "--sum-on",
+        choices=("device", "host"),
+        default="device",
+        help="where gradients of micro-batches add up",
+    )
     args = arguments.parse_args()
     run("fsdp2", job_of(args), lambda job: prepare(job, args.sum_on))
     dist.destroy_process_group()

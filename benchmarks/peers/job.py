@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.meters import GpuMeter, host_bytes
+from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
 
 
@@ -53,23 +58,41 @@ class Trainer:
     step: Callable[[list[Tensor]], float]
     parameters: int
     vocabulary: int
-    settings: dict[str, Any] = field(default_factory=dict)  # what it was set up with, for the record
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # what it was set up with, for the record
     packages: tuple[str, ...] = ()  # besides PyTorch and transformers
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The arguments that all peers take; a peer may add its own."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--shape", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder")
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--shape", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder"
+    )
     result.add_argument("--layers", type=int, help="override the number of layers")
     result.add_argument("--tokens", type=int, default=65536, help="per optimizer step")
     result.add_argument("--seq-len", type=int, default=1024)
     result.add_argument("--micro-batch-rows", type=int, default=16)
     result.add_argument("--steps", type=int, default=4, help="measured")
     result.add_argument("--warmup", type=int, default=2)
-    result.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile for every layer")
-    result.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute layers in backward")
-    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument(
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="torch.compile for every layer",
+    )
+    result.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute layers in backward",
+    )
+    result.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     result.add_argument("--json", type=Path)
     return result
 
@@ -77,18 +100,26 @@ def parser(description: str) -> argparse.ArgumentParser:
 def job_of(args: argparse.Namespace) -> Job:
     """Raises SystemExit where the step cannot be cut into equal micro-batches: a mean of their means would not be the mean."""
     if args.tokens % (args.seq_len * args.micro_batch_rows):
-        raise SystemExit(f"--tokens {args.tokens} is no multiple of a micro-batch, {args.micro_batch_rows} rows of {args.seq_len}")
+        raise SystemExit(
+            f"--tokens {args.tokens} is no multiple of a micro-batch, {args.micro_batch_rows} rows of {args.seq_len}"
+        )
     return Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
 
 
 def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
     """Set the peer up, measure it, print every step, and write the JSON."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as ours has it; less is lost to fragments
+    os.environ.setdefault(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    )  # as ours has it; less is lost to fragments
     ram_before, started = ram_in_use(), time.perf_counter()
     with sdpa_kernel(ATTENTION, set_priority=True):
         trainer = prepare(job)
         setup_s = time.perf_counter() - started
-        report = describe(system, job, trainer) | {"setup_s": setup_s} | measure(job, trainer, ram_before)
+        report = (
+            describe(system, job, trainer)
+            | {"setup_s": setup_s}
+            | measure(job, trainer, ram_before)
+        )
     text = json.dumps(report, indent=1)
     print(text)
     if job.json:
@@ -112,7 +143,10 @@ def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
             synchronize(job)
             steps.append({"seconds": time.perf_counter() - started, "loss": loss})
             print(f"step {number}: {steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
-            gpu_peak_bytes, ram_bytes = meter.peak_bytes(), max(ram_bytes, ram_in_use() - ram_before)
+            gpu_peak_bytes, ram_bytes = (
+                meter.peak_bytes(),
+                max(ram_bytes, ram_in_use() - ram_before),
+            )
     step_s = statistics.median(step["seconds"] for step in steps[job.warmup :])
     return {
         "steps": steps,
@@ -120,8 +154,8 @@ def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
         "tokens_per_s": job.tokens / step_s,
         "tflops": 6 * trainer.parameters * job.tokens / step_s / 1e12,
         "gpu_peak_bytes": gpu_peak_bytes,
-        "host_bytes": max(host_bytes(), ram_bytes),
-        "resident_bytes": host_bytes(),
+        "host_bytes": max(peak_host_bytes(), ram_bytes),
+        "resident_bytes": peak_host_bytes(),
         "ram_bytes": ram_bytes,
     }
 
@@ -135,7 +169,9 @@ def ram_in_use() -> int:
 def random_rows(job: Job, vocabulary: int, step: int) -> list[Tensor]:
     """The step's micro-batches, the same for every system."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, vocabulary, (job.tokens // job.seq_len, job.seq_len), generator=generator)
+    ids = torch.randint(
+        0, vocabulary, (job.tokens // job.seq_len, job.seq_len), generator=generator
+    )
     return [part.to(job.device) for part in torch.split(ids, job.micro_batch_rows)]
 
 

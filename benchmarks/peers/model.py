@@ -45,7 +45,9 @@ class ChunkedLoss(torch.autograd.Function):
     """Mean cross-entropy of hidden [n, width] through weight [vocabulary, width] against labels [n]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softmax_loss: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softmax_loss: Any
+    ) -> Tensor:
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(labels), HEAD_CHUNK):
@@ -67,7 +69,9 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     """(`scale` x sum of the losses in fp32, its gradient in the dtype of `logits` [n, vocabulary])."""
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     loss = -logprobs.gather(1, labels[:, None]).sum() * scale
-    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # compiles into the pass; a scatter would not
+    is_label = (
+        torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    )  # compiles into the pass; a scatter would not
     return loss, ((logprobs.exp() - is_label.float()) * scale).to(logits.dtype)
 
 
@@ -76,13 +80,17 @@ def build(job: Job, dtype: torch.dtype) -> MeanLoss:
     config = shape_config(bench_config(job.shape), job.layers)
     torch.manual_seed(0)
     with torch.device(job.device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )  # type: ignore[no-untyped-call]
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     result = MeanLoss(model, compiled=job.compiled).train()
     if job.compiled:
         for layer in result.decoder.layers:
-            layer.forward = torch.compile(layer.forward)  # inside the hooks of checkpointing and sharding, which cannot be compiled
+            layer.forward = torch.compile(
+                layer.forward
+            )  # inside the hooks of checkpointing and sharding, which cannot be compiled
     return result
 
 

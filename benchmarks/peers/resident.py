@@ -59,7 +59,10 @@ def fits(parameters: int, device: str) -> bool:
     """Whether the states of all parameters leave room for activations on this device (a CPU is taken to have it)."""
     if device == "cpu":
         return True
-    return BYTES_PER_PARAMETER * parameters < SHARE_FOR_STATE * torch.cuda.get_device_properties(0).total_memory
+    return (
+        BYTES_PER_PARAMETER * parameters
+        < SHARE_FOR_STATE * torch.cuda.get_device_properties(0).total_memory
+    )
 
 
 def main() -> None:

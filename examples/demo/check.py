@@ -1,5 +1,8 @@
-"""Prove what the demo made: `python examples/demo/check.py RUN`. The trained folder loads in transformers, both sides give the same
-logits, and the held-out loss is lower than before."""
+"""Check the demo's result: `python examples/demo/check.py RUN`.
+
+The trained folder loads in transformers, both sides give the same logits, and the held-out loss is
+lower than before.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +36,28 @@ def main(run_dir: Path) -> None:
 
 def held_out(run_dir: Path) -> tuple[float, float, int]:
     """(loss before the first step, loss after the last, number of steps) from the run's metrics."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
     return losses[0], losses[-1], max(row["step"] for row in rows)
 
 
 def largest_difference(final: Path) -> float:
-    """Largest difference between transformers' logits and the streaming engine's, on a prompt in the model's own chat format."""
+    """Largest difference between transformers' logits and the engine's, on one chat prompt."""
     tokenizer = AutoTokenizer.from_pretrained(final)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
+    )
     input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, attn_implementation="sdpa")  # in evaluation mode
+    model = AutoModelForCausalLM.from_pretrained(
+        final, dtype=torch.float32, attn_implementation="sdpa"
+    )  # in evaluation mode
     with torch.no_grad():
         expected = model(input_ids).logits
-    with mt.Engine.from_pretrained(final, precision="float32", attention="sdpa", device="cpu") as engine:
+    with mt.Engine.from_pretrained(
+        final, precision="float32", attention="sdpa", device="cpu"
+    ) as engine:
         actual = engine.logits(input_ids)
     return float((actual.float().view_as(expected) - expected).abs().max())
 

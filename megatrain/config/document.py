@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import SafeConstructor
+    from ruamel.yaml.error import StreamMark
+
 COMMAND_LINE = "command line"
+IN_PYTHON = "keywords"  # the place of values that are given in Python
 MAX_DEPTH = 8  # ours go to 3; a self-referring anchor has no end
+_TOO_DEEP = f"nested more than {MAX_DEPTH} deep; no key is"
 
 _TAG = "tag:yaml.org,2002:"
-# PyYAML follows YAML 1.1, in which 1e-5 is a text, `no` is false and 1:30 is ninety. These are the rules of 1.2.
-_RULES = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.0123456789")),
-)
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base's name and type
-
-
-class _Dumper(yaml.SafeDumper):
-    # The reader's rules: a text that the reader would take for a number is quoted.
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base's name and type
-
-
-for _name, _pattern, _first in _RULES:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+_DIGITS = "[0-9]+(_[0-9]+)*"
+# The core schema of YAML 1.2, with 65_536 and without octals. The rules of ruamel.yaml also take
+# 0b11, dates and merge keys, and leave .5e3 a text.
+_RULES = {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": f"[-+]?{_DIGITS}|0x[0-9a-fA-F]+",
+    "float": rf"[-+]?(\.[0-9]+|{_DIGITS}(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
 
 
 @dataclass(frozen=True)
 class Located:
-    """A value and the place that set it. A mapping's value is a dict of Located; a list's is a list of plain values."""
+    """A value and the place that set it.
+
+    A mapping's value is a dict of Located, a list's a list of plain values.
+    """
 
     value: Any
     place: str  # "cfg.yaml:7" or "command line"
+
+
+def located(value: Any, place: str) -> Any:
+    """A tree of mappings with `place` beside every value."""
+    if isinstance(value, Mapping):
+        value = {key: located(entry, place) for key, entry in value.items()}
+    return Located(value, place)
 
 
 def plain(value: Any) -> Any:
@@ -56,8 +61,9 @@ def plain(value: Any) -> Any:
 
 def write_yaml(value: object) -> str:
     """YAML text in the order of the dicts."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    text = io.StringIO()
+    _yaml().dump(value, text)
+    return text.getvalue()
 
 
 def read_text(path: Path) -> str:
@@ -69,72 +75,100 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name the config file itself") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        reason = f"not UTF-8 text (byte {error.start}); save it as UTF-8"
+        raise ConfigError(f"{path}: {reason}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def read_yaml(text: str, name: str, numbered: bool = True) -> Located:
-    """Parse one YAML document. Places are `name:line`, or `name` alone if not numbered. Raises ConfigError naming the line."""
-    reader = _Reader(name, numbered)
+    """Parse one YAML document. Places are `name:line`, or `name` alone if not numbered.
+
+    Raises ConfigError naming the line.
+    """
+    from ruamel.yaml.composer import MaxDepthExceededError
+    from ruamel.yaml.error import MarkedYAMLError
+    from ruamel.yaml.reader import ReaderError
+
+    yaml = _yaml()
+    reader = _Reader(name, numbered, yaml.constructor)
     try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
+        node = yaml.compose(text)
+    except MaxDepthExceededError as error:
+        raise reader.wrong(error.problem_mark, _TOO_DEEP) from None
+    except MarkedYAMLError as error:
+        problem = error.problem or error.context
+        problem = problem.replace("('", "'").replace("',)", "'")  # it shows some as tuples of one
         mark = error.problem_mark or error.context_mark
-        place = reader.place(mark.line) if mark else name
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error.reason} at character {error.position}") from None
+        raise reader.wrong(mark, f"not valid YAML: {problem}") from None
+    except ReaderError as error:
+        reason = f"not valid YAML: {error.reason} at character {error.position}"
+        raise reader.wrong(None, reason) from None
     if node is None:
-        return Located(None, reader.place(0))
-    return Located(reader.value(node, 0), reader.place(node.start_mark.line))
+        return Located(None, name)
+    return Located(reader.value(node, 0), reader.place(node.start_mark))
 
 
+def _yaml() -> YAML:
+    """A reader and writer under the rules above, also of a document that begins with %YAML 1.1."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.resolver import VersionedResolver
+
+    rules = [(_TAG + kind, re.compile(rf"(?:{rule})\Z")) for kind, rule in _RULES.items()]
+
+    class Resolver(VersionedResolver):
+        processing_version = (1, 2)
+        versioned_resolver: Any = {None: rules}  # noqa: RUF012  None: whatever a text begins with
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = Resolver
+    yaml.composer.warn_double_anchors = False
+    yaml.max_depth = MAX_DEPTH + 1  # counted from 1
+    yaml.default_flow_style = False
+    yaml.width = 10**6  # a long path stays on the line of its key
+    yaml.representer.sort_base_mapping_type_on_output = False
+    return yaml
+
+
+@dataclass(frozen=True)
 class _Reader:
     """Turns YAML nodes into values."""
 
-    def __init__(self, name: str, numbered: bool) -> None:
-        self.name = name
-        self.numbered = numbered
+    name: str
+    numbered: bool
+    constructor: SafeConstructor
 
-    def place(self, line: int) -> str:
-        return f"{self.name}:{line + 1}" if self.numbered else self.name
+    def place(self, mark: StreamMark | None) -> str:
+        return f"{self.name}:{mark.line + 1}" if self.numbered and mark else self.name
 
-    def value(self, node: yaml.Node, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"{self.place(node.start_mark.line)}: nested more than {MAX_DEPTH} deep; no key is")
-        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return self._mapping(node.value, depth)
-        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [plain(self.value(item, depth + 1)) for item in node.value]
-        return self._scalar(node)
+    def wrong(self, mark: StreamMark | None, reason: str) -> ConfigError:
+        return ConfigError(f"{self.place(mark)}: {reason}")
 
-    def _mapping(self, pairs: Iterable[tuple[yaml.Node, yaml.Node]], depth: int) -> dict[str, Located]:
+    def value(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:  # only through an anchor
+            raise self.wrong(node.start_mark, _TOO_DEEP)
+        match node.id, node.tag.removeprefix(_TAG):
+            case "mapping", "map":
+                return self.mapping(node, depth)
+            case "sequence", "seq":
+                return [plain(self.value(item, depth + 1)) for item in node.value]
+            case "scalar", kind if kind in (*_RULES, "str"):
+                try:
+                    return self.constructor.construct_object(node)
+                except (ValueError, LookupError):  # such as `!!int abc`
+                    pass
+        text = repr(node.value) if node.id == "scalar" else "a list or mapping"
+        reason = f"{text} cannot be read as {node.tag}; write a plain value"
+        raise self.wrong(node.start_mark, reason)
+
+    def mapping(self, node: Any, depth: int) -> dict[str, Located]:
         entries: dict[str, Located] = {}
-        for key_node, value_node in pairs:
-            place = self.place(key_node.start_mark.line)
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{place}: a key must be a single word")
-            if key_node.value in entries:
-                raise ConfigError(f"{place}: {key_node.value}: set twice, first at {entries[key_node.value].place}; keep one")
-            entries[key_node.value] = Located(self.value(value_node, depth + 1), place)
+        for key, value in node.value:
+            if key.id != "scalar" or not key.value:
+                raise self.wrong(key.start_mark, "a key must be a single word")
+            if first := entries.get(key.value):
+                reason = f"{key.value}: set twice, first at {first.place}; keep one"
+                raise self.wrong(key.start_mark, reason)
+            place = self.place(key.start_mark)
+            entries[key.value] = Located(self.value(value, depth + 1), place)
         return entries
-
-    def _scalar(self, node: yaml.Node) -> object:
-        text = str(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        kind = node.tag.removeprefix(_TAG)
-        try:
-            match kind:
-                case "null":
-                    return None
-                case "bool":
-                    return {"true": True, "false": False}[text.lower()]
-                case "int":
-                    return int(text, 16 if text.startswith("0x") else 10)
-                case "float":
-                    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-                case "str":
-                    return text
-        except (KeyError, ValueError):
-            pass
-        raise ConfigError(f"{self.place(node.start_mark.line)}: {text!r} cannot be read as {node.tag}; write a plain value")

@@ -12,16 +12,16 @@ _EXAMPLE = """\
 #   megatrain plan this.yaml      whether it fits, and how
 #   megatrain train this.yaml     do it; any key can be set after it: train.learning_rate=2e-5
 
-model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub id, local folder or GGUF file; or {config: folder, init: random} to pre-train
+model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub id, folder, GGUF; or {config: folder}
 method: sft                                  # sft | pretrain
 
-data:
-  train: train.jsonl                         # file, folder or hub id: messages, prompt/completion, alpaca, sharegpt or text rows
-  eval: 0.02                                 # held out: a share, a number of rows, a source of its own, or null
+data:                                        # messages, prompt/completion, alpaca, sharegpt, text
+  train: train.jsonl                         # file, folder or hub id
+  eval: 0.02                                 # held out: share, number of rows, source or null
   train_on: assistant                        # assistant | all
 
 train:
-  tokens_per_step: 65536                     # real tokens of one optimizer step; or rows_per_step: 64
+  tokens_per_step: 65536                     # of a step, without padding; or rows_per_step
   seq_len: 4096                              # longer rows are cut, and counted
   epochs: 1
   learning_rate: 1e-5

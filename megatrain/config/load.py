@@ -1,15 +1,23 @@
-"""From a file and `key=value` arguments to a Config: known names, precedence, and errors that say where."""
+"""From a file and `key=value` arguments to a Config, with errors that say where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
+from megatrain.config.document import (
+    COMMAND_LINE,
+    IN_PYTHON,
+    Located,
+    located,
+    plain,
+    read_text,
+    read_yaml,
+)
 from megatrain.config.fields import Config
 from megatrain.config.names import (
     ACCUMULATION,
@@ -29,6 +37,7 @@ from megatrain.errors import ConfigError
 
 TOP = ""  # the section of top-level keys
 _ALIAS_SECTIONS = (TOP, "train")
+BETAS: Key = ("optimizer", "betas")
 _HINTS = {
     ("model",): "name a hub id, a folder, or {config: folder, init: random}",
     ("data",): "name what to train on: data: {train: rows.jsonl}",
@@ -65,27 +74,52 @@ Leaves = dict[Key, Leaf]
 
 
 def names_config(target: str | Path) -> bool:
-    """Whether this is a config file, where a model may be named instead: by its suffix, or as any file but a GGUF."""
+    """True for a config file, False for a model: by the suffix, or any file that is no GGUF."""
     path = Path(target)
     return path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file, then apply `key=value` arguments (dotted keys, YAML values) over it.
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """Read a config from a file or a mapping, then set keys over it.
 
-    Raises ConfigError, one line per fault: `cfg.yaml:7: train.learning_rte: did you mean learning_rate?`
+    overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, dotted or nested,
+        to values.
+
+    Raises ConfigError with a line per fault: `cfg.yaml:7: train.learning_rte: did you mean
+    learning_rate?`
     """
-    path = Path(path)
-    document = read_yaml(read_text(path), str(path))
+    if isinstance(source, Mapping):
+        name, document = IN_PYTHON, located(source, IN_PYTHON)
+    elif isinstance(source, (str, Path)):
+        name, document = str(source), read_yaml(read_text(Path(source)), str(source))
+    else:
+        raise ConfigError(f"a config is a file or a mapping of keys, not {shown(source)}")
     if document.value is not None and not isinstance(document.value, dict):
-        raise ConfigError(f"{document.place}: a config is a mapping of keys, such as `model: folder`, not {shown(plain(document))}")
+        raise ConfigError(
+            f"{document.place}: a config is a mapping of keys, such as `model: folder`, not "
+            f"{shown(plain(document))}"
+        )
     collector = _Collector()
     collector.mapping(document.value or {})
     in_file = collector.finish()
-    for override in overrides:
-        collector.mapping(_parse_override(override))
+    if isinstance(overrides, Mapping):
+        for dotted, value in overrides.items():
+            collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
+    else:
+        for override in overrides:
+            collector.mapping(_parse_override(override))
     leaves = _combine_halves(_overlay(in_file, collector.finish()))
-    return _validate(leaves, str(path))
+    return _validate(leaves, name)
+
+
+def _nested(names: Sequence[str], tree: Located) -> dict[str, Located]:
+    """The mapping {train: {seq_len: tree}} of the names train and seq_len."""
+    for name in reversed(names):
+        tree = Located({name: tree}, tree.place)
+    assert isinstance(tree.value, dict)
+    return tree.value
 
 
 def _parse_override(override: str) -> dict[str, Located]:
@@ -93,15 +127,15 @@ def _parse_override(override: str) -> dict[str, Located]:
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
     if not equals or not all(name.strip() for name in names):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5"
+        )
     try:
         tree = read_yaml(text, COMMAND_LINE, numbered=False)
     except ConfigError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {dotted}{str(error).removeprefix(COMMAND_LINE)}") from None
-    for name in reversed(names):
-        tree = Located({name: tree}, COMMAND_LINE)
-    assert isinstance(tree.value, dict)
-    return tree.value
+        reason = str(error).removeprefix(COMMAND_LINE)
+        raise ConfigError(f"{COMMAND_LINE}: {dotted}{reason}") from None
+    return _nested(names, Located(tree.value, COMMAND_LINE))
 
 
 class _Collector:
@@ -147,7 +181,9 @@ class _Collector:
         elif entry.value is not None:
             own = "a hub id, a folder or a mapping" if name == "model" else "a mapping"
             example = f"{name}: {{{SECTIONS[name][0]}: ...}}"
-            self.problems.append(leaf.problem(f"must be {own} such as `{example}`, not {shown(leaf.value)}"))
+            self.problems.append(
+                leaf.problem(f"must be {own} such as `{example}`, not {shown(leaf.value)}")
+            )
 
     def _alias(self, alias: Alias, leaf: Leaf) -> None:
         try:
@@ -156,28 +192,33 @@ class _Collector:
             self.problems.append(leaf.problem(str(error)))
 
     def _add(self, leaf: Leaf) -> None:
-        if leaf.key == ("optimizer", "betas") and isinstance(leaf.value, list) and len(leaf.value) == 2:
+        pair = isinstance(leaf.value, list) and len(leaf.value) == 2
+        if leaf.key == BETAS and pair:
             for key, beta in zip((BETA1, BETA2), leaf.value, strict=True):
                 self._add(Leaf(key, beta, leaf.place, leaf.typed))
             return
         first = self.leaves.get(leaf.key)
-        if first is not None and first.typed != leaf.typed:  # the same name twice only happens on the command line, where the last counts
-            self.problems.append(leaf.problem(f"means the same as {first.typed} at {first.place}; keep one"))
+        # the same name twice only happens on the command line, where the last counts
+        if first is not None and first.typed != leaf.typed:
+            reason = f"means the same as {first.typed} at {first.place}; keep one"
+            self.problems.append(leaf.problem(reason))
         self.leaves[leaf.key] = leaf
 
     def _refuse_rivals(self) -> None:
         for ways in RIVALS:
             given = [leaf for keys in ways for leaf in [_first_set(self.leaves, keys)] if leaf]
             for leaf in given[1:]:
-                self.problems.append(leaf.problem(f"excludes {given[0].typed} at {given[0].place}; keep one"))
+                reason = f"excludes {given[0].typed} at {given[0].place}; keep one"
+                self.problems.append(leaf.problem(reason))
 
 
 def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:
-    return next((leaves[key] for key in keys if key in leaves and leaves[key].value is not None), None)
+    found = (leaves[key] for key in keys if key in leaves)
+    return next((leaf for leaf in found if leaf.value is not None), None)
 
 
 def _unknown(section: str, name: str) -> str:
-    """What to say about a key that nobody knows."""
+    """The problem of an unknown key: the key that was probably meant, or those that are known."""
     homes = [other for other, keys in SECTIONS.items() if name in keys and other != section]
     if not homes and name in ALIASES:
         homes, name = [ALIASES[name].key[0]], ALIASES[name].key[-1]
@@ -187,13 +228,16 @@ def _unknown(section: str, name: str) -> str:
     if near is None and section in _ALIAS_SECTIONS:
         near = nearest(name, ALIASES)
     if near is None:
-        everywhere = {key: f"{other}.{key}" for other, keys in SECTIONS.items() if other for key in keys}
+        inside = ((other, key) for other, keys in SECTIONS.items() if other for key in keys)
+        everywhere = {key: f"{other}.{key}" for other, key in inside}
         near = everywhere.get(nearest(name, everywhere) or "")
-    return f"did you mean {near}?" if near else f"unknown key; known here are {', '.join(SECTIONS[section])}"
+    if near:
+        return f"did you mean {near}?"
+    return f"unknown key; known here are {', '.join(SECTIONS[section])}"
 
 
 def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
-    """Upper over lower. Naming one of several rival keys retires the others, and naming another model forgets all about the first."""
+    """Upper over lower. One of several rival keys retires the others, another model the first."""
     retired: set[Key] = set()
     for ways in RIVALS:
         if any(_first_set(upper, keys) for keys in ways):
@@ -205,20 +249,24 @@ def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
 
 
 def _combine_halves(leaves: Leaves) -> Leaves:
-    """Replace keys that are halves of one of ours: rows a device and accumulation, beta1 and beta2."""
-    whole = {key: leaf for key, leaf in leaves.items() if key not in (ROWS_PER_DEVICE, ACCUMULATION, BETA1, BETA2)}
+    """Join keys that are halves of one: rows per device with accumulation, beta1 with beta2."""
+    halves = (ROWS_PER_DEVICE, ACCUMULATION, BETA1, BETA2)
+    whole = {key: leaf for key, leaf in leaves.items() if key not in halves}
     rows, times = leaves.get(ROWS_PER_DEVICE), leaves.get(ACCUMULATION)
     if rows is None and times is not None:
-        raise ConfigError(times.problem("needs per_device_train_batch_size beside it: their product is the rows of a step"))
+        reason = "needs per_device_train_batch_size beside it: their product is the rows of a step"
+        raise ConfigError(times.problem(reason))
     if rows is not None:
         key = ("train", "rows_per_step")
         whole[key] = Leaf(key, rows.value * (times.value if times else 1), rows.place, rows.typed)
     betas = [leaves.get(BETA1), leaves.get(BETA2)]
     given = next((beta for beta in betas if beta), None)
-    key = ("optimizer", "betas")
-    if given is not None and key not in whole:  # a whole `betas` that is no pair is refused as it stands
-        pair = [beta.value if beta else default for beta, default in zip(betas, ADAM_BETAS, strict=True)]
-        whole[key] = Leaf(key, pair, given.place, given.typed)
+    # a whole `betas` that is no pair is refused as it stands
+    if given is not None and BETAS not in whole:
+        pair = [
+            beta.value if beta else default for beta, default in zip(betas, ADAM_BETAS, strict=True)
+        ]
+        whole[BETAS] = Leaf(BETAS, pair, given.place, given.typed)
     return whole
 
 
@@ -234,7 +282,9 @@ def _validate(leaves: Leaves, source: str) -> Config:
     except ValidationError as error:
         problems = [_problem(leaves, source, dict(fault)) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-    return config.with_places({".".join(key): f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()})
+    return config.with_places(
+        {".".join(key): f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()}
+    )
 
 
 def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:

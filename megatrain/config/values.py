@@ -4,60 +4,61 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
+
+from megatrain.machine.sizes import parse_size
 
 Auto = Literal["auto"]
 
-# Bare K, M, G and T are binary, as docker, systemd and slurm read them.
-_UNIT_BYTES = {"": 1, "B": 1}
-_UNIT_BYTES |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)}
-_UNIT_BYTES |= {f"{p}{end}": 1024**n for n, p in enumerate("KMGT", start=1) for end in ("", "IB")}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
 
 
 def wrong(reason: str, key: str = "") -> PydanticCustomError:
-    """The error of a value. `key` names the key inside the section that the reason is about, when the check saw the whole section."""
+    """The error of a value. key: the one inside a section, if the whole section was checked."""
     return PydanticCustomError("megatrain", "{reason}", {"reason": reason, "key": key})
+
+
+def refuse(key: str, reason: str) -> NoReturn:
+    """Refuse a section, or the whole config, whose values contradict each other. Raises."""
+    raise wrong(reason, key)
 
 
 def shown(value: object) -> str:
     """A value as a user would write it in YAML, cut to a readable length."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
-    assert text is not None
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if isinstance(value, bool | None) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like `name`, or None when none is close."""
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(
+        name.lower().replace("-", "_"), list(candidates), n=1, cutoff=0.6
+    )
     return found[0] if found else None
 
 
-def parse_size(value: object) -> object:
-    """Bytes of a human size (`80GiB`, `512 MB`, `1.5TB`, a plain number of bytes). Whatever is not a size is returned as it is."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].upper() not in _UNIT_BYTES:
-        return value
-    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
-
-
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 tokens is a whole number
+def _whole(value: object) -> object:  # 1e6 tokens is a whole number
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _expanded(value: object) -> object:
-    return os.path.expanduser(value) if isinstance(value, str) else value  # YAML has no shell before it to do so
+def _expanded(value: object) -> object:  # YAML has no shell before it to do so
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _as_path(value: object) -> object:
@@ -75,7 +76,7 @@ def _same(value: object) -> object:
 
 
 def wanted(description: str, ready: Callable[[object], object] = _same) -> WrapValidator:
-    """Validate `ready(value)`, and on any refusal say what the key wants instead of which part of its type objected."""
+    """Validate `ready(value)`; a refusal says what the key wants, not which part of it objected."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -87,7 +88,7 @@ def wanted(description: str, ready: Callable[[object], object] = _same) -> WrapV
 
 
 def choice(literal: object, refused: Mapping[str, str] | None = None) -> BeforeValidator:
-    """One of the texts of a Literal. `refused` gives the reason for names that users know but we cannot honour."""
+    """One of the texts of a Literal. refused: reasons for others that users know."""
     names = get_args(literal)
     reasons = refused or {}
 
@@ -105,6 +106,7 @@ def choice(literal: object, refused: Mapping[str, str] | None = None) -> BeforeV
 
 _Count = Annotated[int, Field(ge=1)]
 _Size = Annotated[int, Field(ge=MIN_SIZE_BYTES)]
+_Positive = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(gt=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Text = Annotated[str, Field(pattern=r"\S")]
@@ -117,29 +119,46 @@ SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or nul
 TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]
 FolderPath = Annotated[Path, wanted("a folder", _as_path)]
 FoldersOrNull = Annotated[
-    Annotated[tuple[Path, ...], Field(min_length=1)] | None, wanted("a folder, a list of folders, or null", _as_folders)
+    Annotated[tuple[Path, ...], Field(min_length=1)] | None,
+    wanted("a folder, a list of folders, or null", _as_folders),
 ]
 Count = Annotated[_Count, wanted("a whole number of at least 1", _whole)]
 CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _whole)]
 CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _whole)]
-CountAutoOrNull = Annotated[_Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _whole)]
-SequenceLength = Annotated[Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _whole)]
-Seed = Annotated[Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)]
-Positive = Annotated[Annotated[float, Field(gt=0)], wanted("a number above 0")]
-PositiveOrNull = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null")]
-ClipNorm = Annotated[Annotated[float, Field(gt=0)] | None, wanted("a number above 0, or null for no clipping")]
-NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
-NotPositiveOrAuto = Annotated[Annotated[float, Field(le=0)] | Auto, wanted("a number of at most 0, or auto")]
-AtLeastOneOrAuto = Annotated[Annotated[float, Field(ge=1)] | Auto, wanted("a number of at least 1, or auto")]
-BetaOrAuto = Annotated[_Beta | Auto, wanted("a number of at least 0 and below 1, or auto")]
-PositiveOrAuto = Annotated[Annotated[float, Field(gt=0)] | Auto, wanted("a number above 0, or auto")]
-Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
-FractionOrNull = Annotated[Annotated[float, Field(gt=0, le=1)] | None, wanted("a share above 0 and at most 1, or null")]
-BetasOrAuto = Annotated[
-    tuple[_Beta, _Beta] | Auto, wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", _as_tuple)
+CountAutoOrNull = Annotated[
+    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _whole)
 ]
-SizeOrAuto = Annotated[_Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)]
+NumberOrAuto = Annotated[
+    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto")
+]
+SequenceLength = Annotated[
+    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _whole)
+]
+Seed = Annotated[
+    Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)
+]
+Positive = Annotated[_Positive, wanted("a number above 0")]
+PositiveOrNull = Annotated[_Positive | None, wanted("a number above 0, or null")]
+ClipNorm = Annotated[_Positive | None, wanted("a number above 0, or null for no clipping")]
+NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
+BetaOrAuto = Annotated[_Beta | Auto, wanted("a number of at least 0 and below 1, or auto")]
+PositiveOrAuto = Annotated[_Positive | Auto, wanted("a number above 0, or auto")]
+Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
+FractionOrNull = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | None, wanted("a share above 0 and at most 1, or null")
+]
+BetasOrAuto = Annotated[
+    tuple[_Beta, _Beta] | Auto,
+    wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", _as_tuple),
+]
+SizeOrAuto = Annotated[
+    _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
+]
 HeldOut = Annotated[
     _Share | _Count | _Text | None,
-    wanted("a share of the rows above 0 and below 1, a number of rows, a file, folder or hub id, or null", _expanded),
+    wanted(
+        "a share of the rows above 0 and below 1, a number of rows, a file, folder or hub id, or "
+        "null",
+        _expanded,
+    ),
 ]

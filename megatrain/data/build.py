@@ -12,16 +12,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows, default_cache, load_cached_set, new_cached_set
-from megatrain.data.formats import FORMATS, Document, RowError, RowFormat, Sample, convert_row, detect_format, unknown_format
+from megatrain.data.dataset import (
+    Counts,
+    Rows,
+    RowWriter,
+    TokenRows,
+    default_cache,
+    load_cached_set,
+    new_cached_set,
+)
+from megatrain.data.formats import (
+    FORMATS,
+    Document,
+    RowError,
+    RowFormat,
+    Sample,
+    convert_row,
+    detect_format,
+    unknown_format,
+)
 from megatrain.data.hashing import mix64
 from megatrain.data.packing import pack
-from megatrain.data.sources import RawRow, Source, open_source
+from megatrain.data.readers import RawRow
+from megatrain.data.sources import Source, open_source
 from megatrain.data.tokenize import Encoder, Marked
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 CACHE_VERSION = 1  # raise it when the same input gives other tokens
@@ -42,14 +62,18 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         if self.format != "auto" and self.format not in FORMATS:
-            raise DataError(f"data.format: {self.format!r} is unknown; use auto, {', '.join(FORMATS)}")
+            raise DataError(
+                f"data.format: {self.format!r} is unknown; use auto, {', '.join(FORMATS)}"
+            )
         if self.on_bad_row not in ON_BAD_ROW:
-            raise DataError(f"data.on_bad_row: {self.on_bad_row!r} is unknown; use {' or '.join(ON_BAD_ROW)}")
+            raise DataError(
+                f"data.on_bad_row: {self.on_bad_row!r} is unknown; use {' or '.join(ON_BAD_ROW)}"
+            )
 
 
 def load_data(
-    train: str | Path,
-    held_out: float | int | str | Path | None,
+    train: Given,
+    held_out: float | int | Given | None,
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     *,
@@ -60,6 +84,8 @@ def load_data(
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows; `held_out` is a share below 1, a number of rows, another source, or None.
 
+    A source is a file, folder or hub id, a `datasets.Dataset` or a list of dicts (see `open_source`).
+
     With `pack_to`, documents are concatenated and cut into blocks of that many tokens (after holding out whole documents).
     `on_progress` is called with the number of rows read so far. Raises DataError (see `encode_source`).
     """
@@ -67,17 +93,18 @@ def load_data(
         options = replace(options, seq_len=None, train_on="all")
     rows = encode_source(train, tokenizer, options, cache, on_progress)
     held: TokenRows | None = None
-    if isinstance(held_out, str | Path):
+    if isinstance(held_out, int | float):
+        if held_out:
+            rows, held = hold_out(rows, held_out, seed)
+    elif held_out is not None:
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
-    elif held_out:
-        rows, held = hold_out(rows, held_out, seed)
     if pack_to is None:
         return rows, held
     return pack(rows, pack_to), None if held is None else pack(held, pack_to)
 
 
 def encode_source(
-    spec: str | Path,
+    given: Given,
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     cache: Path | None = None,
@@ -88,14 +115,16 @@ def encode_source(
     Raises DataError for sources that cannot be read, bad rows under `refuse` (naming the first and how many), sets without any row
     or any target token, and token ids outside `options.vocab_size`; StorageError when the cache cannot be written.
     """
-    source = open_source(spec, options.split)
+    source = open_source(given, options.split)
     encoder = Encoder(tokenizer, options.train_on)
     folder = cache or default_cache()
     key = _fingerprint(source, tokenizer, options)
     rows = load_cached_set(folder, key)
     if rows is None:
         with new_cached_set(folder, key) as writer:
-            counts = _write(source, encoder, options, writer, on_progress or (lambda rows_read: None))
+            counts = _write(
+                source, encoder, options, writer, on_progress or (lambda rows_read: None)
+            )
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts)
         rows = load_cached_set(folder, key)
@@ -113,8 +142,12 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
     total = len(rows)
     wanted = share if isinstance(share, int) else max(1, round(share * total))
     if share <= 0 or wanted >= total:
-        raise DataError(f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left to train on")
-    values, group, sizes = np.unique(rows.hashes[rows.chosen], return_inverse=True, return_counts=True)
+        raise DataError(
+            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left to train on"
+        )
+    values, group, sizes = np.unique(
+        rows.hashes[rows.chosen], return_inverse=True, return_counts=True
+    )
     taken, held = 0, np.zeros(len(values), np.bool_)
     for index in np.argsort(mix64(values, seed), kind="stable"):
         if taken + sizes[index] <= wanted:
@@ -123,19 +156,29 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
         if taken == wanted:
             break
     if not taken:
-        raise DataError(f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; name another source")
+        raise DataError(
+            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; name another source"
+        )
     chosen = held[group]
     return rows.choose(np.flatnonzero(~chosen)), rows.choose(np.flatnonzero(chosen))
 
 
-def _write(source: Source, encoder: Encoder, options: DataOptions, writer: RowWriter, on_progress: Callable[[int], None]) -> Counts:
+def _write(
+    source: Source,
+    encoder: Encoder,
+    options: DataOptions,
+    writer: RowWriter,
+    on_progress: Callable[[int], None],
+) -> Counts:
     counts = Counts()
     marked = _marked(source, encoder, options, counts)
     while batch := list(itertools.islice(marked, BATCH_ROWS)):
         on_progress(counts.read)
         if counts.bad and options.on_bad_row == "refuse":
             continue  # only count on: nothing of this will be used
-        for (ids, mask), (where, text) in zip(encoder.encode([text for _, text in batch]), batch, strict=True):
+        for (ids, mask), (where, text) in zip(
+            encoder.encode([text for _, text in batch]), batch, strict=True
+        ):
             if len(ids) and int(ids.max()) > counts.max_token_id:
                 counts.max_token_id, counts.max_token_where = int(ids.max()), where
             if options.seq_len is not None and len(ids) > options.seq_len:
@@ -150,7 +193,9 @@ def _write(source: Source, encoder: Encoder, options: DataOptions, writer: RowWr
     return counts
 
 
-def _marked(source: Source, encoder: Encoder, options: DataOptions, counts: Counts) -> Iterator[tuple[str, Marked]]:
+def _marked(
+    source: Source, encoder: Encoder, options: DataOptions, counts: Counts
+) -> Iterator[tuple[str, Marked]]:
     """(place, marked text) of every good row; bad ones are counted."""
     formats: dict[str, RowFormat] = {}
     for raw in source.read():
@@ -166,7 +211,11 @@ def _sample(raw: RawRow, formats: dict[str, RowFormat], options: DataOptions) ->
     if raw.problem is not None:
         raise RowError(raw.problem)
     value = raw.value
-    form = FORMATS.get("text" if options.text_field else options.format) or formats.get(raw.file) or detect_format(value)
+    form = (
+        FORMATS.get("text" if options.text_field else options.format)
+        or formats.get(raw.file)
+        or detect_format(value)
+    )
     if form is None:
         raise unknown_format(value)
     formats[raw.file] = form
@@ -175,7 +224,11 @@ def _sample(raw: RawRow, formats: dict[str, RowFormat], options: DataOptions) ->
             raise RowError(f"field {options.text_field!r} is missing")
         value = {"text": value[options.text_field]}
     sample = convert_row(form, value)
-    return replace(sample, begins=raw.begins, ends=raw.ends) if isinstance(sample, Document) else sample
+    return (
+        replace(sample, begins=raw.begins, ends=raw.ends)
+        if isinstance(sample, Document)
+        else sample
+    )
 
 
 def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) -> None:
@@ -185,13 +238,23 @@ def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) 
         raise DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
     if counts.bad and options.on_bad_row == "refuse":
         rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
-        raise DataError(f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: skip)")
+        raise DataError(
+            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: skip)"
+        )
     if not written:
-        cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}" if counts.truncated else ""
-        raise DataError(f"{source.name}: no token to train on in {counts.read - counts.bad} rows{cut}; no row has an answer left")
+        cut = (
+            f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
+            if counts.truncated
+            else ""
+        )
+        raise DataError(
+            f"{source.name}: no token to train on in {counts.read - counts.bad} rows{cut}; no row has an answer left"
+        )
 
 
-def _check_vocabulary(counts: Counts, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
+def _check_vocabulary(
+    counts: Counts, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> None:
     if vocab_size is not None and counts.max_token_id >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(counts.max_token_id)
         raise DataError(
@@ -207,7 +270,13 @@ def _fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase, options: Da
             "source": source.identity,
             "template": tokenizer.chat_template,
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            "options": [options.seq_len, options.train_on, options.format, options.on_bad_row, options.text_field],
+            "options": [
+                options.seq_len,
+                options.train_on,
+                options.format,
+                options.on_bad_row,
+                options.text_field,
+            ],
         },
         sort_keys=True,
     )

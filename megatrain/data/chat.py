@@ -42,9 +42,15 @@ class ChatTemplate:
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._eos = tokenizer.eos_token or ""
         self._marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
-        added = sorted({str(token) for token in tokenizer.added_tokens_decoder.values()}, key=len, reverse=True)
-        self._added = [token for token in added if token.strip()]  # GPT-NeoX adds runs of spaces, which end no turn
-        self._end_of_turn = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._added))})") if self._added else None
+        added = sorted(
+            {str(token) for token in tokenizer.added_tokens_decoder.values()}, key=len, reverse=True
+        )
+        self._added = [
+            token for token in added if token.strip()
+        ]  # GPT-NeoX adds runs of spaces, which end no turn
+        self._end_of_turn = (
+            re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._added))})") if self._added else None
+        )
         self._prompts = self._has_generation_prompt()
 
     def render(self, turns: Turns, generation_prompt: bool = False) -> str:
@@ -54,11 +60,18 @@ class ChatTemplate:
     def rendered(self, chat: Chat) -> Rendered:
         """The conversation and the spans of its trained answers, each with its end-of-turn token and without what follows that."""
         turns = [message.as_template_input() for message in chat.messages]
-        answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
+        answers = [
+            index for index, message in enumerate(chat.messages) if message.role == "assistant"
+        ]
         trained = [index for index in answers if chat.messages[index].trained]
         text, marked = self._run(turns, False, marks=self._marks_answers)
         if self._marks_answers and len(marked) == len(answers):
-            return Rendered(text, tuple(span for index, span in zip(answers, marked, strict=True) if index in trained))
+            return Rendered(
+                text,
+                tuple(
+                    span for index, span in zip(answers, marked, strict=True) if index in trained
+                ),
+            )
         spans, rewritten = [], 0
         for index in trained:
             span, was_rewritten = self._answer(turns, index, text)
@@ -67,7 +80,11 @@ class ChatTemplate:
         return Rendered(text, tuple(spans), rewritten)
 
     def _answer(self, turns: Turns, index: int, text: str) -> tuple[Span, bool]:
-        start = self._end_of_beginning(turns[:index], text, generation_prompt=True) if self._prompts else None
+        start = (
+            self._end_of_beginning(turns[:index], text, generation_prompt=True)
+            if self._prompts
+            else None
+        )
         stop = self._end_of_beginning(turns[: index + 1], text, generation_prompt=False)
         rewritten = stop is None
         if start is None or stop is None:
@@ -85,15 +102,25 @@ class ChatTemplate:
             return None
         try:
             beginning = self.render(turns, generation_prompt)
-        except RowError:  # the whole conversation renders, so this only says that its beginning is none
+        except (
+            RowError
+        ):  # the whole conversation renders, so this only says that its beginning is none
             return None
         return len(beginning) if text.startswith(beginning) else None
 
     def _around(self, turns: Turns, index: int, text: str) -> Span:
         """The characters of `text` that come from the content of turn `index`, whatever the template made of it."""
-        other = self.render([*turns[:index], {**turns[index], "content": STAND_IN}, *turns[index + 1 :]])
+        other = self.render(
+            [*turns[:index], {**turns[index], "content": STAND_IN}, *turns[index + 1 :]]
+        )
         before, found, after = other.partition(STAND_IN)
-        if not found or STAND_IN in after or not text.startswith(before) or not text.endswith(after) or len(before + after) >= len(text):
+        if (
+            not found
+            or STAND_IN in after
+            or not text.startswith(before)
+            or not text.endswith(after)
+            or len(before + after) >= len(text)
+        ):
             raise RowError(
                 f"messages[{index}]: the chat template rewrites the conversation so that this answer cannot be found in it; "
                 "use a template with {% generation %} blocks, or train_on: all"
@@ -109,7 +136,9 @@ class ChatTemplate:
         answer = text[start:stop].rstrip()
         if answer.endswith(tuple(self._added)):
             return start + len(answer)
-        if self._eos and text.startswith(self._eos, stop):  # some templates end a turn only when the next one begins
+        if self._eos and text.startswith(
+            self._eos, stop
+        ):  # some templates end a turn only when the next one begins
             return stop + len(self._eos)
         return stop
 
@@ -132,7 +161,12 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self._special,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:  # what a template's own code may raise
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+        ) as error:  # what a template's own code may raise
             raise RowError(f"the chat template refuses this conversation: {error}") from error
         texts, spans = found
         return texts[0], list(spans[0]) if marks else []

@@ -35,8 +35,12 @@ class Counts:
     first_bad: list[str] = field(default_factory=list)
     truncated: int = 0
     truncated_tokens: int = 0  # cut off, not trained on
-    without_target: int = 0  # dropped: nothing to learn from (all of it context, or the answer cut off)
-    rewritten_turns: int = 0  # answers that the chat template renders otherwise in mid-conversation than at its end
+    without_target: int = (
+        0  # dropped: nothing to learn from (all of it context, or the answer cut off)
+    )
+    rewritten_turns: int = (
+        0  # answers that the chat template renders otherwise in mid-conversation than at its end
+    )
     max_token_id: int = -1
     max_token_where: str = ""
 
@@ -128,7 +132,10 @@ class RowWriter:
         self._folder = folder
         self._ids = (folder / "ids.bin").open("wb")
         self._mask = (folder / "mask.bin").open("wb")
-        self._lengths, self._targets = array("q"), array("q")  # 8 bytes a row, where a list of ints takes 40
+        self._lengths, self._targets = (
+            array("q"),
+            array("q"),
+        )  # 8 bytes a row, where a list of ints takes 40
         self._hashes = array("Q")
 
     def add(self, ids: IdArray, mask: MaskArray) -> None:
@@ -138,7 +145,9 @@ class RowWriter:
         self._mask.write(flags)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
-        self._hashes.append(int.from_bytes(hashlib.blake2b(data + flags, digest_size=8).digest(), "little"))
+        self._hashes.append(
+            int.from_bytes(hashlib.blake2b(data + flags, digest_size=8).digest(), "little")
+        )
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -169,12 +178,16 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
             yield writer
         finally:
             writer.close()
-        if load_cached_set(cache, key) is None:  # else another process was quicker, and wrote the same
+        if (
+            load_cached_set(cache, key) is None
+        ):  # else another process was quicker, and wrote the same
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(f"{cache}: cannot keep the tokenised data here ({reason}); set MEGATRAIN_CACHE to another folder") from error
+        raise StorageError(
+            f"{cache}: cannot keep the tokenised data here ({reason}); set MEGATRAIN_CACHE to another folder"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -186,7 +199,9 @@ def load_cached_set(cache: Path, key: str) -> TokenRows | None:
         return None
     try:
         counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        offsets, targets, hashes = (np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "hashes"))
+        offsets, targets, hashes = (
+            np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "hashes")
+        )
         sizes = ((folder / "ids.bin").stat().st_size, (folder / "mask.bin").stat().st_size)
     except (OSError, ValueError, TypeError, EOFError):
         return None
@@ -195,8 +210,12 @@ def load_cached_set(cache: Path, key: str) -> TokenRows | None:
         return None
     ids = _mapped(folder / "ids.bin", np.dtype(np.int32), tokens)
     mask = _mapped(folder / "mask.bin", np.dtype(np.bool_), tokens)
-    return TokenRows(cast(IdArray, ids), cast(MaskArray, mask), offsets, targets, hashes, np.arange(rows), counts)
+    return TokenRows(
+        cast(IdArray, ids), cast(MaskArray, mask), offsets, targets, hashes, np.arange(rows), counts
+    )
 
 
 def _mapped(path: Path, dtype: np.dtype[np.generic], size: int) -> npt.NDArray[np.generic]:
-    return np.memmap(path, dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype)  # nothing cannot be mapped
+    return (
+        np.memmap(path, dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype)
+    )  # nothing cannot be mapped

@@ -8,8 +8,18 @@ from dataclasses import dataclass, field
 from megatrain.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty system prompt is a choice; an empty question or answer is a mistake
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+MAY_BE_EMPTY = (
+    "system",
+    "developer",
+    "tool",
+)  # an empty system prompt is a choice; an empty question or answer is a mistake
 TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
 
 # Where no chat template exists: the prompt of the Stanford Alpaca release, which base models are usually given.
@@ -96,7 +106,9 @@ def unknown_format(row: object) -> RowError:
         return RowError(f"expected an object, found {_kind(row)}")
     wanted = "; ".join(f"{form.name}: {' + '.join(form.columns)}" for form in FORMATS.values())
     found = ", ".join(str(key) for key in list(row)[:12]) or "none"
-    return RowError(f"no known row format has the columns found ({found}); known formats are {wanted}")
+    return RowError(
+        f"no known row format has the columns found ({found}); known formats are {wanted}"
+    )
 
 
 def _from_messages(row: Row) -> Sample:
@@ -118,21 +130,31 @@ def _from_alpaca(row: Row) -> Sample:
     instruction, output = _text(row, "instruction"), _text(row, "output")
     given = _text(row, "input") if row.get("input") else ""
     system = _optional_system(row)
-    prompt = (ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT).format_map({"instruction": instruction, "input": given})
+    prompt = (ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT).format_map(
+        {"instruction": instruction, "input": given}
+    )
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
-    return Chat((*system, asked, Message("assistant", output)), None if system else (prompt, output))
+    return Chat(
+        (*system, asked, Message("assistant", output)), None if system else (prompt, output)
+    )
 
 
 def _from_sharegpt(row: Row) -> Sample:
     turns = _filled_list(row, "conversations")
-    if isinstance(turns[0], Mapping) and "role" in turns[0]:  # many sets name the column so and still use role and content
+    if (
+        isinstance(turns[0], Mapping) and "role" in turns[0]
+    ):  # many sets name the column so and still use role and content
         return Chat((*_optional_system(row), *_messages(turns, "conversations")))
     messages = []
     for place, turn in _numbered(turns, "conversations"):
         role = SHAREGPT_ROLES.get(_text(turn, "from", place))
         if role is None:
-            raise RowError(f"{place}.from: unknown role {turn['from']!r}; known are {', '.join(SHAREGPT_ROLES)}")
-        messages.append(Message(role, _text(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)))
+            raise RowError(
+                f"{place}.from: unknown role {turn['from']!r}; known are {', '.join(SHAREGPT_ROLES)}"
+            )
+        messages.append(
+            Message(role, _text(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY))
+        )
     return Chat((*_optional_system(row), *messages))
 
 
@@ -169,9 +191,15 @@ def _messages(turns: list[object], name: str) -> list[Message]:
         if role not in ROLES:
             raise RowError(f"{place}.role: unknown role {role!r}; known are {', '.join(ROLES)}")
         # strings such as `name` or `reasoning_content` are for the template to use; other metadata is not text
-        strings = {key: value for key, value in turn.items() if key not in ("role", "content") and isinstance(value, str)}
+        strings = {
+            key: value
+            for key, value in turn.items()
+            if key not in ("role", "content") and isinstance(value, str)
+        }
         extra = {key: _checked(value, f"{place}.{key}") for key, value in strings.items()}
-        messages.append(Message(role, _content(turn, place, role in MAY_BE_EMPTY), _weight(turn, place), extra))
+        messages.append(
+            Message(role, _content(turn, place, role in MAY_BE_EMPTY), _weight(turn, place), extra)
+        )
     return messages
 
 
@@ -183,7 +211,9 @@ def _content(turn: Row, place: str, may_be_empty: bool) -> str:
     texts = []
     for part_place, part in _numbered(parts, f"{place}.content"):
         if part.get("type") != "text":
-            raise RowError(f"{part_place}.type: only text parts can be trained on, found {part.get('type')!r}")
+            raise RowError(
+                f"{part_place}.type: only text parts can be trained on, found {part.get('type')!r}"
+            )
         texts.append(_text(part, "text", part_place, may_be_empty))
     return _text({"content": "".join(texts)}, "content", place, may_be_empty)
 
@@ -236,11 +266,21 @@ def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> s
 def _checked(value: str, label: str) -> str:
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer can take it
+    except (
+        UnicodeEncodeError
+    ) as error:  # JSON can spell half of a surrogate pair; no tokenizer can take it
         raise RowError(f"{label}: character {error.start} is half of a surrogate pair") from None
     return value
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)

@@ -82,7 +82,9 @@ class Loader:
         epochs: float | None = 1,
         max_steps: int | None = None,
     ) -> None:
-        assert (tokens_per_step is None) != (rows_per_step is None), "one of tokens_per_step and rows_per_step"
+        assert (tokens_per_step is None) != (rows_per_step is None), (
+            "one of tokens_per_step and rows_per_step"
+        )
         assert epochs is not None or max_steps is not None, "a run needs an end"
         check_longest(rows, micro_batch_tokens)
         self._rows = rows
@@ -103,7 +105,9 @@ class Loader:
             pending = self._prepare(thread, self._position)
             while pending is not None:
                 batch = pending.result()
-                pending = self._prepare(thread, batch.after)  # a pure function of the position: preparing ahead changes nothing
+                pending = self._prepare(
+                    thread, batch.after
+                )  # a pure function of the position: preparing ahead changes nothing
                 self._position = batch.after
                 yield batch
 
@@ -114,14 +118,20 @@ class Loader:
     def restore(self, position: Mapping[str, object]) -> None:
         """Continue from a saved position; the size of a step may differ from then. Raises DataError if it is not of this data."""
         if position.get("data") != self._rows.digest:
-            raise DataError("the training rows are not those of the checkpoint: the data, the tokenizer or how rows are cut has changed")
+            raise DataError(
+                "the training rows are not those of the checkpoint: the data, the tokenizer or how rows are cut has changed"
+            )
         if position.get("seed") != self._seed:
-            raise DataError(f"the checkpoint's rows were shuffled with train.seed {position.get('seed')}, not {self._seed}")
+            raise DataError(
+                f"the checkpoint's rows were shuffled with train.seed {position.get('seed')}, not {self._seed}"
+            )
         step, epoch, index = (position.get(name) for name in ("step", "epoch", "index"))
         if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(index, int)):
             raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
         if step < 0 or epoch < 0 or not 0 <= index < len(self._rows):
-            raise DataError(f"the checkpoint's data position lies outside the data: {dict(position)}")
+            raise DataError(
+                f"the checkpoint's data position lies outside the data: {dict(position)}"
+            )
         self._position = Position(step, epoch, index)
 
     def steps_total(self) -> int:
@@ -165,7 +175,11 @@ class Loader:
         lengths = self._rows.lengths[chosen]
         after = self._normal(Position(position.step + 1, position.epoch, stop))
         return StepBatch(
-            micro_batches=list(micro_batches(self._rows, chosen, self._micro_batch_tokens, self._pad_id, self.pack_to)),
+            micro_batches=list(
+                micro_batches(
+                    self._rows, chosen, self._micro_batch_tokens, self._pad_id, self.pack_to
+                )
+            ),
             lengths=tuple(lengths.tolist()),
             target_tokens=int(self._rows.target_counts[chosen].sum()),
             epoch=position.epoch + stop / len(self._rows),
@@ -187,7 +201,9 @@ class Loader:
         if self._rows_per_step is not None:
             steps = int(min(limit, -(-(epoch_rows - position.index) // self._rows_per_step)))
             return steps, min(position.index + steps * self._rows_per_step, epoch_rows)
-        _, ends = _EpochOrder(self._rows, self._seed).of(position.epoch)  # its own: the thread may be using the other
+        _, ends = _EpochOrder(self._rows, self._seed).of(
+            position.epoch
+        )  # its own: the thread may be using the other
         steps, index = 0, position.index
         while index < epoch_rows and steps < limit:
             index = self._step_end(ends, index, epoch_rows)
@@ -231,7 +247,11 @@ class _EpochOrder:
 
 
 def held_out_batches(
-    rows: Rows, micro_batch_tokens: int, pad_id: int, limit: int | None = None, pack_to: int | None = None
+    rows: Rows,
+    micro_batch_tokens: int,
+    pad_id: int,
+    limit: int | None = None,
+    pack_to: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Micro-batches over all rows once, or over the first `limit`, longest first, always in the same order.
 
@@ -252,14 +272,21 @@ def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
         )
 
 
-def micro_batches(rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int, pack_to: int | None = None) -> Iterator[MicroBatch]:
+def micro_batches(
+    rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int, pack_to: int | None = None
+) -> Iterator[MicroBatch]:
     """The chosen rows, longest first, in micro-batches of rows x longest <= micro_batch_tokens, or of sequences that they share."""
     by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
     if pack_to is not None:
         sequences = best_fit(rows.lengths[by_length].tolist(), pack_to)
         size = max(1, micro_batch_tokens // pack_to)
         for first in range(0, len(sequences), size):
-            yield collate_packed(rows, [by_length[sequence].tolist() for sequence in sequences[first : first + size]], pack_to, pad_id)
+            yield collate_packed(
+                rows,
+                [by_length[sequence].tolist() for sequence in sequences[first : first + size]],
+                pack_to,
+                pad_id,
+            )
         return
     for start, stop in cuts(rows.lengths[by_length].tolist(), micro_batch_tokens):
         yield collate(rows, by_length[start:stop].tolist(), pad_id)
@@ -280,12 +307,17 @@ def padded(lengths: Sequence[int], micro_batch_tokens: int) -> tuple[int, int]:
     return sum(sizes), len(sizes)
 
 
-def counted(steps: Iterable[Sequence[int]], full: Iterable[bool], micro_batch_tokens: int) -> tuple[int, int, float, int, float]:
+def counted(
+    steps: Iterable[Sequence[int]], full: Iterable[bool], micro_batch_tokens: int
+) -> tuple[int, int, float, int, float]:
     """Steps of rows or sequences of these lengths, longest first, in micro-batches of so many tokens: that number; a step's tokens, padding
     included, at most, and of the full steps on average; and so a step's micro-batches."""
     found = [padded(lengths, micro_batch_tokens) for lengths in steps]
     whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
-    (tokens, parts), (mean_tokens, mean_parts) = map(max, zip(*found, strict=True)), map(fmean, zip(*whole, strict=True))
+    (tokens, parts), (mean_tokens, mean_parts) = (
+        map(max, zip(*found, strict=True)),
+        map(fmean, zip(*whole, strict=True)),
+    )
     return micro_batch_tokens, tokens, mean_tokens, parts, mean_parts
 
 
@@ -308,7 +340,9 @@ def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:
     return batch
 
 
-def collate_packed(rows: Rows, sequences: Sequence[Sequence[int]], seq_len: int, pad_id: int) -> MicroBatch:
+def collate_packed(
+    rows: Rows, sequences: Sequence[Sequence[int]], seq_len: int, pad_id: int
+) -> MicroBatch:
     """input_ids, labels and position_ids, int64 [sequences, seq_len] on the CPU. Every row's positions begin anew, and so do those of the
     padding behind the last one: that is how models tell rows of a sequence apart."""
     import torch

@@ -54,7 +54,9 @@ class PackedRows:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.blake2b(f"{self.documents.digest} {self.seq_len}".encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            f"{self.documents.digest} {self.seq_len}".encode(), digest_size=8
+        ).hexdigest()
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         start = index * self.seq_len

@@ -46,7 +46,9 @@ class Encoder:
         if train_on not in TRAIN_ON:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
         if not tokenizer.is_fast:
-            raise DataError(f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with a tokenizer.json")
+            raise DataError(
+                f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with a tokenizer.json"
+            )
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
@@ -61,20 +63,31 @@ class Encoder:
             turns = [message.as_template_input() for message in sample.messages]
             return Marked(self.template.render(turns), None, add_special=False, eos=False)
         found: Rendered = self.template.rendered(sample)
-        return Marked(found.text, found.spans, add_special=False, eos=False, rewritten=found.rewritten)
+        return Marked(
+            found.text, found.spans, add_special=False, eos=False, rewritten=found.rewritten
+        )
 
     def _plain(self, chat: Chat) -> Marked:
         if chat.plain is None:
-            raise RowError("the tokenizer has no chat template for conversations; use a chat model, or rows of prompt and completion")
+            raise RowError(
+                "the tokenizer has no chat template for conversations; use a chat model, or rows of prompt and completion"
+            )
         prompt, completion = chat.plain
         span = (len(prompt), len(prompt) + len(completion))
-        return Marked(prompt + completion, None if self.train_on == "all" else (span,), add_special=True, eos=True)
+        return Marked(
+            prompt + completion,
+            None if self.train_on == "all" else (span,),
+            add_special=True,
+            eos=True,
+        )
 
     def encode(self, batch: Sequence[Marked]) -> list[tuple[TokenIds, Mask]]:
         """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut."""
         encoded: dict[int, tuple[TokenIds, Mask]] = {}
         for add_special in (False, True):
-            chosen = [index for index, marked in enumerate(batch) if marked.add_special == add_special]
+            chosen = [
+                index for index, marked in enumerate(batch) if marked.add_special == add_special
+            ]
             if not chosen:
                 continue
             found = self.tokenizer(
@@ -85,12 +98,18 @@ class Encoder:
                 return_token_type_ids=False,
                 verbose=False,  # texts longer than the model's context are cut and counted by the caller
             )
-            for index, ids, offsets in zip(chosen, found["input_ids"], found["offset_mapping"], strict=True):
+            for index, ids, offsets in zip(
+                chosen, found["input_ids"], found["offset_mapping"], strict=True
+            ):
                 encoded[index] = self._finish(batch[index], ids, offsets)
         return [encoded[index] for index in range(len(batch))]
 
     def _finish(self, marked: Marked, ids: list[int], offsets: list[Span]) -> tuple[TokenIds, Mask]:
-        mask = np.ones(len(ids), np.bool_) if marked.spans is None else target_mask(offsets, marked.spans)
+        mask = (
+            np.ones(len(ids), np.bool_)
+            if marked.spans is None
+            else target_mask(offsets, marked.spans)
+        )
         tokens = np.asarray(ids, np.int32)
         if marked.eos and (not ids or ids[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
@@ -104,7 +123,9 @@ class Encoder:
         """The end-of-sequence token. Raises DataError if the tokenizer has none."""
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
-            raise DataError(f"{self.tokenizer.name_or_path}: the tokenizer has no eos_token to end a text with; set one in its files")
+            raise DataError(
+                f"{self.tokenizer.name_or_path}: the tokenizer has no eos_token to end a text with; set one in its files"
+            )
         return eos
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 
-from megatrain.engine.boundaries import Kept
+from megatrain.engine.activations.offload import Kept
 from megatrain.engine.graphs import Graph
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Targets, find_targets
 from megatrain.models.recorder import LayerCall
 
@@ -31,19 +31,37 @@ class MicroBatch:
     hidden: torch.Tensor | None = None  # where forward has got to: [batch, tokens, hidden]
     kept: dict[int, Kept] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
-    grad: torch.Tensor | None = None  # of the loss with respect to the layer output that backward has reached
+    grad: torch.Tensor | None = (
+        None  # of the loss with respect to the layer output that backward has reached
+    )
 
     @property
     def tokens(self) -> int:
         return self.inputs["input_ids"].numel()
 
 
-def check_batches(batches: Sequence[Batch], vocabulary: int) -> None:
+def check_batches(batches: object, vocabulary: int) -> None:
     """Raise DataError for a micro-batch whose tensors are missing, misshapen or out of range, which a GPU would answer by dying."""
+    if not isinstance(batches, (list, tuple)):
+        raise DataError(
+            f"micro_batches must be a list of dicts of tensors, not {type(batches).__name__}"
+        )
     for number, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"micro-batch {number} is {type(batch).__name__}; give a dict of tensors with input_ids and "
+                "labels"
+            )
+        for name, values in batch.items():
+            if not isinstance(values, torch.Tensor):
+                raise DataError(
+                    f"{name} of micro-batch {number} are {type(values).__name__}; give a tensor"
+                )
         for name in ("input_ids", "labels"):
             if name not in batch:
-                raise DataError(f"micro-batch {number} has no {name}; it needs input_ids and labels")
+                raise DataError(
+                    f"micro-batch {number} has no {name}; it needs input_ids and labels"
+                )
             values, wanted = batch[name], list(batch["input_ids"].shape)
             if values.dtype != torch.int64 or values.ndim != 2 or list(values.shape) != wanted:
                 found = f"{list(values.shape)} {str(values.dtype).removeprefix('torch.')}"
@@ -61,7 +79,11 @@ def check_batches(batches: Sequence[Batch], vocabulary: int) -> None:
 
 def only_trailing_padding(mask: torch.Tensor) -> bool:
     """True if a [batch, tokens] mask hides nothing but the ends of rows. A causal model's real tokens never see those anyway."""
-    return mask.ndim == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()) and bool((mask[:, 0] != 0).all())
+    return (
+        mask.ndim == 2
+        and bool((mask[:, 1:] <= mask[:, :-1]).all())
+        and bool((mask[:, 0] != 0).all())
+    )
 
 
 def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
@@ -82,3 +104,11 @@ def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:
     count = max(1, min(groups, len(items)))
     bounds = [round(i * len(items) / count) for i in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(bounds) if stop > start]
+
+
+def check_type_of_loss(loss: object) -> None:
+    """Raise ConfigError for what is no loss, such as a plain function."""
+    if not callable(loss) or not hasattr(loss, "denominator"):
+        raise ConfigError(
+            f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like one of them"
+        )

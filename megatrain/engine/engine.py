@@ -1,61 +1,65 @@
-"""The engine: a model whose parameters and optimizer state live in host RAM, and which trains by streaming through the device."""
+"""The engine: a model whose parameters and optimizer state live in host RAM, and which trains by streaming
+through the device."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from megatrain.activations import kept_row_bytes
-from megatrain.engine.batches import Batch, check_batches
-from megatrain.engine.boundaries import Offload, OnDevice
-from megatrain.engine.computing import computing, take_workspaces
-from megatrain.engine.gradients import Gradient, Gradients
-from megatrain.engine.out_of_memory import naming_the_gpu
+from megatrain.engine.batches import Batch, check_batches, check_type_of_loss
+from megatrain.engine.constructors import Constructors
+from megatrain.engine.context import computing
+from megatrain.engine.landing import AppliedGradients, UpdateArguments
+from megatrain.engine.masters import draw_weights
+from megatrain.engine.parts import open_parts
 from megatrain.engine.results import EvalResult, StepResult
-from megatrain.engine.settings import PRECISIONS, Placement, Settings, open_store
-from megatrain.engine.staging import GradientRing, StoredGradients, blocked_by_updates
-from megatrain.engine.step import Passes
-from megatrain.engine.streamer import Streamer
-from megatrain.engine.streams import Compute, Lane
-from megatrain.engine.update import Updater, diverged
+from megatrain.engine.step import NotFiniteLoss
+from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import Loss, next_token
-from megatrain.memory.codecs import CODECS
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.fp8 import Fp8Policy
-from megatrain.models.skeleton import Skeleton, layouts_of
+from megatrain.models.pretrained import ModelSource
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
+from megatrain.settings import Settings
+from megatrain.storage.weights import load_weights
 
 T = TypeVar("T")
-OnGradient = Callable[[Gradient], None]
 
 
-class _NotFinite(Exception):
-    """The loss is not finite and nothing was updated yet."""
-
-
-class Engine:
+class Engine(Constructors):
     """Trains a skeleton whose weights stream from a host store. Close it, or use it as a context manager.
 
-    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something is loaded. Of several in one
-    process one computes at a time: they share PyTorch's random state.
+    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something
+    is loaded. Engines of one process share PyTorch's random state, so only one may compute at a time.
 
     Args:
         skeleton: the model without weights.
         optimizer: hyper-parameters and update rule.
-        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with fp8 products) or "float32".
-        max_grad_norm: clip the global gradient norm to this; None: no clipping and no model-sized gradient buffer, `train_step` only.
-            `Settings.second_backward` clips without one.
+        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with fp8
+            matmuls) or "float32".
+        max_grad_norm: clip the global gradient norm to this. None: no clipping and no model-sized gradient
+            buffer, `train_step` only. `Settings.second_backward` clips without such a buffer.
         device: where to compute. On the CPU the same schedule runs with worker threads for streams.
+        settings: what the planner chooses, or the caller.
         seed: of dropout and of random initialisation.
+
+    Attributes:
+        parts: memory, threads and buffers, for tests and for who reads the code.
+        updates, skipped: steps that changed the weights, and steps without an update.
     """
+
+    source: ModelSource | None = None  # where the weights came from, set by `from_pretrained`
+    trust_remote_code = False
 
     def __init__(
         self,
@@ -69,103 +73,57 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self.skeleton, self.optimizer, self.precision = skeleton, optimizer, precision
-        self.max_grad_norm, self.device, self.settings, self.seed = max_grad_norm, device, settings, seed
-        self.updates = 0
-        self.skipped = 0
+        self.max_grad_norm, self.device = max_grad_norm, device
+        self.settings, self.seed = settings, seed
+        self.updates = self.skipped = 0
         if settings.second_backward and max_grad_norm is None:
-            raise ConfigError("second_backward: without max_grad_norm there is no norm to wait for; set a max_grad_norm, or leave it out")
-        self._pending: list[Gradient] | None = None
+            raise ConfigError(
+                "second_backward: without max_grad_norm there is no norm to wait for; set max_grad_norm, "
+                "or leave second_backward out"
+            )
+        self._computed = False  # a forward_backward that no step has followed yet
         self._targets = 0
         self._closed = False
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
-        if settings.layer_chunk:
-            skeleton.chunk_layers(settings.layer_chunk, settings.compile)
+        if settings.layer_chunk_tokens is not None:
+            skeleton.chunk_layers(settings.layer_chunk_tokens, settings.compile)
         skeleton.find_skippable()
         if settings.compile:
             skeleton.compile_layers(settings.cheap_retention, lengths_vary=settings.lengths_vary)
         optimizer.compile()
         with ExitStack() as resources:
-            self._open(resources)
-            self._resources = resources.pop_all()  # until here a failure gives everything back at once
-
-    def _open(self, resources: ExitStack) -> None:
-        """Allocate all memory and start all threads; `resources` closes them in reverse order: whoever uses before what is used."""
-        skeleton, settings, cuda = self.skeleton, self.settings, self.device.type == "cuda"
-        stored = self.max_grad_norm is not None and not settings.second_backward  # gradients, until their norm is known
-        layouts, dtype, threads = layouts_of(skeleton.anatomy), PRECISIONS[self.precision], settings.update_threads
-        placement = Placement.of(settings, len(layouts))
-        with naming_the_gpu("the resident blocks' state"):
-            take_workspaces(self.device, dtype)
-            self.store = resources.enter_context(
-                open_store(layouts, self.optimizer, self.precision, placement, gradients=stored, device=self.device, threads=threads)
+            self.parts = open_parts(
+                skeleton,
+                optimizer=optimizer,
+                precision=precision,
+                stores_gradients=max_grad_norm is not None and not settings.second_backward,
+                device=device,
+                settings=settings,
+                seed=seed,
+                resources=resources,
             )
-        self._compute, self._ring = Compute(self.device), None
-        blocked = partial(blocked_by_updates, self._compute, self.store)
-        if not stored:
-            largest = max((layout.numel for layout in layouts[placement.resident :]), default=0)
-            self._ring = GradientRing(largest, dtype, pinned=cuda, wait_ready=self.wait_ready, blocked=blocked)
-            resources.callback(self._ring.close)
-        self._stored = StoredGradients(self.store, self._ring, settings.groups == 1, blocked)
-        resources.callback(self._stored.close)
-        self._updater = Updater(self.store, self.optimizer, threads, self._compute)
-        resources.callback(self._updater.close)
-        with naming_the_gpu("the update's workspace"):
-            self._updater.take_libraries()
-        self._download, self._upload, self._fetch = (Lane(name, self.device) for name in ("download", "upload", "fetch"))
-        self._boundaries = self._keeper()
-        resources.callback(self._boundaries.close)
-        releases = Lane("release") if self.store.nvme is not None else None
-        if releases is not None:
-            resources.callback(releases.close)
-        for lane in (self._download, self._upload, self._fetch):
-            resources.callback(lane.close)
-        with naming_the_gpu("the weights' slots and the gradients' sums"):
-            self._streamer = Streamer(skeleton.anatomy, self.store, dtype, self._compute, self._upload, self._updater, releases)
-            tied = {0} if skeleton.anatomy.embed_feeds_head else set()
-            self._gradients = Gradients(
-                layouts,
-                dtype,
-                placement.resident,
-                sorted(tied | set(range(placement.summed))),
-                self._compute,
-                self._upload,
-                self._download,
-                self._stored.destination,
-                (lambda block: self.store.array("grad_sum", block)) if placement.sums_travel else None,
-            )
-            parameters = [skeleton.bind(block, self._streamer.flat(block.index)) for block in skeleton.anatomy.blocks]
-            skeleton.move_buffers(self.device)
-        self._passes = Passes(skeleton, self._streamer, self._gradients, self._boundaries, parameters, settings, self.seed)
+            self.store = self.parts.store
+            self._resources = resources.pop_all()  # until here a failure gives everything back
 
-    def _keeper(self) -> OnDevice | Offload:
-        """Keeps the layers' inputs between forward and backward."""
-        settings, codec = self.settings, CODECS.get(self.settings.activations)
-        if not settings.offload:
-            return OnDevice(codec)
-        row = kept_row_bytes(settings.activations, self.anatomy.hidden_size, PRECISIONS[self.precision].itemsize)
-        far = settings.nvme_activations, settings.nvme_folders, settings.largest_group, settings.lengths_vary
-        return Offload(row, self._compute, self._download, self._fetch, codec, *far)
+    # -- weights ----------------------------------------------------------------------------------
 
-    # -- making one -----------------------------------------------------------------------------------------------------------
+    def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
+        """Read all weights. Raises ModelError and StorageError."""
+        load_weights(self.anatomy, self.store, source)
+        self.source, self.trust_remote_code = source, trust_remote_code
+        self.weights_changed()
 
-    @classmethod
-    def from_pretrained(cls, source: str | Path, **options: Any) -> Engine:
-        """An engine with the weights of a local folder, a GGUF file or a hub id. Options: see `megatrain.engine.build.build`."""
-        from megatrain.engine.build import from_pretrained
-
-        return from_pretrained(source, **options)
-
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> Engine:
-        """An engine with random weights for a transformers configuration or the folder of one."""
-        from megatrain.engine.build import from_config
-
-        return from_config(config, **options)
+    def draw_weights(self) -> None:
+        """Draw all weights at random by the family's own rule, from the engine's seed."""
+        draw_weights(self.skeleton, self.store, self.seed, self.device)
+        self.weights_changed()
 
     # -- training -------------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> StepResult:
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss: Loss = next_token
+    ) -> StepResult:
         """Gradients of the mean loss over all targets of all micro-batches, however they are cut. Follow it with `step`.
 
         Args:
@@ -177,122 +135,167 @@ class Engine:
             DataError: a micro-batch lacks something, or holds a token that the model does not know.
         """
         if self.max_grad_norm is None:
-            raise MegaTrainError("max_grad_norm is None, so gradients are not kept: use train_step, which updates during backward")
-        pending: list[Gradient] = []
-        return self._run(micro_batches, loss, partial(self._stored.keep, pending), check_loss=False, pending=pending)
+            raise MegaTrainError(
+                "max_grad_norm is None, so gradients are not kept: use train_step, which updates during "
+                "backward"
+            )
+        return self._forward_backward(micro_batches, loss)
 
-    def _run(
-        self, micro_batches: Sequence[Batch], loss: Loss, on_gradient: Any, *, check_loss: bool, pending: list[Gradient]
+    def _forward_backward(
+        self, micro_batches: Sequence[Batch], loss: Loss, *, check_loss: bool = False
     ) -> StepResult:
         self._check_usable()
-        if self._pending is not None:
+        parts = self.parts
+        if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
-        self._passes.forget()  # what an interrupted step left
+        parts.passes.forget()  # what an interrupted step left
         check_batches(micro_batches, self.anatomy.vocab_size)
+        check_type_of_loss(loss)
+        parts.sink.begin_step()
         denominator = sum(loss.denominator(batch) for batch in micro_batches)
         self._targets = round(denominator)
         if denominator == 0:
-            self._pending = []
+            self._computed = True
             return StepResult(0.0, 0)
-
-        def on_loss(total: torch.Tensor) -> None:
-            if check_loss and not math.isfinite(float(total)):
-                raise _NotFinite
-
-        self._stored.begin_step()
-        self._passes.step = self.updates + self.skipped
-        with computing(self.device, "a step's activations", lengths_vary=self.settings.lengths_vary):
-            total = self._passes.forward_backward(micro_batches, loss, 1.0 / denominator, on_gradient, on_loss)
-        result = StepResult(float(total) / denominator, self._targets, stalls_s=self._compute.take_stalls())
-        self._pending = pending  # last: who is interrupted while the device computes has made no step
+        parts.passes.step = self.updates + self.skipped
+        with self._computing("a step's activations"):
+            total = parts.passes.forward_backward(
+                micro_batches, loss, 1.0 / denominator, check_loss=check_loss
+            )
+        result = StepResult(
+            float(total.loss) / denominator,
+            self._targets,
+            stalls_s=parts.compute.take_stalls(),
+            metrics={name: float(value) for name, value in total.metrics.items()},
+        )
+        self._computed = True  # last: an interrupted forward_backward has made no step
         return result
 
     def step(self, lr: float | None = None) -> float:
-        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the caller goes on.
+        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the
+        caller goes on.
+
+        Args:
+            lr: learning rate of this step; default: the optimizer's.
 
         Returns:
-            The global gradient norm before clipping. If it is not finite the step is skipped, and the state stays as it was, bit for bit.
+            The global gradient norm before clipping. If it is not finite the step is skipped, and the state
+            stays as it was, bit for bit.
 
         Raises:
-            DivergedError: a second backward's gradient is not finite, where the first one's was, after other blocks were updated.
+            MegaTrainError: no `forward_backward` came before.
+            DivergedError: with two-pass clipping, a gradient of the second pass is not finite after other
+                blocks were updated.
         """
         self._check_usable()
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if not self._computed:
             raise MegaTrainError("step was called without forward_backward")
-        computed = bool(pending) or self._passes.waiting
-        norm = self._gradients.norm(pending) if computed else 0.0
+        self._computed = False
+        parts = self.parts
+        finished = parts.sink.finished()
+        computed = bool(finished) or parts.passes.waiting
+        norm = parts.gradients.norm(finished) if computed else 0.0
         if not computed or not math.isfinite(norm):
-            self._passes.forget()
+            parts.passes.forget()
             self.skipped += 1
             return norm
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
-        if self._passes.waiting:
-            with computing(self.device, "a second backward's activations", lengths_vary=self.settings.lengths_vary):
-                self._update_at_once(rate, scale, self._passes.backward_again)
+        if parts.passes.waiting:
+            with self._computing("a second backward's activations"):
+                self._update_at_once(rate, scale, parts.passes.backward_again)
             return norm
-        with self._updater.all_or_nothing():
-            self._streamer.invalidate()
+        with parts.updater.all_or_nothing():
+            parts.streamer.invalidate()
             self.updates += 1
-            for gradient in sorted(pending, key=lambda g: g.block):  # forward order: the next forward needs embed first
-                self._updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
+            in_forward_order = sorted(
+                finished, key=lambda g: g.block
+            )  # the next forward needs embed first
+            for gradient in in_forward_order:
+                parts.updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
         return norm
 
-    def train_step(self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None) -> StepResult:
-        """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward still runs.
+    def train_step(
+        self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None
+    ) -> StepResult:
+        """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward
+        still runs.
+
+        Args: as `forward_backward` and `step`.
 
         Raises:
-            DivergedError: without clipping, a gradient that is not finite after other blocks were updated. (A non-finite loss is skipped.)
+            DivergedError: without clipping, a gradient is not finite after other blocks were updated. (A
+                step whose loss is not finite is skipped.)
         """
-        if self.max_grad_norm is not None:
-            skipped = self.skipped
-            result = self.forward_backward(micro_batches, loss)
-            norm = self.step(lr)
-            again = self._compute.take_stalls()  # in a second backward
-            stalls_s = {cause: result.stalls_s.get(cause, 0.0) + again.get(cause, 0.0) for cause in result.stalls_s | again}
-            return StepResult(result.loss, result.target_tokens, norm, self.skipped > skipped, stalls_s)
-        return self._train_unclipped(micro_batches, loss, self._rate(lr))
+        if self.max_grad_norm is None:
+            return self._train_unclipped(micro_batches, loss, self._rate(lr))
+        skipped = self.skipped
+        result = self.forward_backward(micro_batches, loss)
+        norm = self.step(lr)
+        stalls_s = Counter(result.stalls_s)
+        stalls_s.update(self.parts.compute.take_stalls())  # of a second backward
+        return replace(
+            result, grad_norm=norm, skipped=self.skipped > skipped, stalls_s=dict(stalls_s)
+        )
 
     def _train_unclipped(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         try:
-            result, norm = self._update_at_once(lr, 1.0, lambda update: self._run(micro_batches, loss, update, check_loss=True, pending=[]))
-        except _NotFinite:
+            result, norm = self._update_at_once(
+                lr, 1.0, lambda: self._forward_backward(micro_batches, loss, check_loss=True)
+            )
+        except NotFiniteLoss:
             self.skipped += 1
-            return StepResult(math.nan, self._targets, math.nan, True, self._compute.take_stalls())
+            stalls_s = self.parts.compute.take_stalls()
+            return StepResult(math.nan, self._targets, math.nan, True, stalls_s)
         finally:
-            self._pending = None
+            self._computed = False
         if norm is None:
             self.skipped += 1
             return StepResult(0.0, 0, 0.0, True)
-        return StepResult(result.loss, result.target_tokens, norm, False, result.stalls_s)
+        return replace(result, grad_norm=norm)
 
-    def _update_at_once(self, lr: float, grad_scale: float, backward: Callable[[OnGradient], T]) -> tuple[T, float | None]:
-        """Update each block as soon as `backward` has its gradient. Returns what that returns, and the norm; None: of no gradients.
+    def _update_at_once(
+        self, lr: float, grad_scale: float, backward: Callable[[], T]
+    ) -> tuple[T, float | None]:
+        """Update each block as soon as `backward` has its gradient.
 
-        Raises DivergedError if the norm is not finite.
+        Returns:
+            What `backward` returns, and the global norm; None if there was no gradient.
+
+        Raises:
+            DivergedError: the norm is not finite.
         """
-        begun: list[Gradient] = []
-
-        def on_gradient(gradient: Gradient) -> None:
-            begun.append(gradient)
-            self._updater.submit(gradient, lr=lr, step=self.updates + 1, grad_scale=grad_scale, check_finite=True)
-
-        with self._updater.all_or_nothing(begun):
-            result = backward(on_gradient)
+        parts, sink = self.parts, self.parts.sink
+        assert isinstance(sink, AppliedGradients)
+        sink.begin_step()
+        sink.apply_with(UpdateArguments(lr, self.updates + 1, grad_scale))
+        begun = sink.finished()  # grows while `backward` runs
+        with parts.updater.all_or_nothing(begun):
+            result = backward()
             if not begun:
                 return result, None
-            self._streamer.invalidate()
+            parts.streamer.invalidate()
             self.updates += 1
-            norm = self._gradients.norm(begun)
+            norm = parts.gradients.norm(begun)
         if not math.isfinite(norm):
-            self._updater.give_up(diverged("a gradient"))
+            parts.updater.give_up(diverged("a gradient"))
             for gradient in begun:
-                self.wait_ready(gradient.block)  # raises, with the block's name if its own update found out
+                self.wait_ready(gradient.block)  # raises, naming the block if its update noticed
         return result, norm
 
     def _rate(self, lr: float | None) -> float:
-        return self.optimizer.lr if lr is None else lr
+        if lr is None:
+            return self.optimizer.lr
+        if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+            raise ConfigError(f"lr: {lr!r} is not a number; give a learning rate such as 1e-5")
+        return lr
+
+    def _computing(
+        self, what: str, *, lengths_vary: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """While layers run; `what` names in an error of memory what did not fit."""
+        varies = self.settings.lengths_vary if lengths_vary is None else lengths_vary
+        return computing(self.device, what, lengths_vary=varies)
 
     # -- using the model ------------------------------------------------------------------------------------------------------
 
@@ -300,13 +303,15 @@ class Engine:
         """Mean loss over all targets, in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
         check_batches(micro_batches, self.anatomy.vocab_size)
+        check_type_of_loss(loss)
         targets = sum(loss.denominator(batch) for batch in micro_batches)
         if targets == 0:
             return EvalResult(0.0, 0)
-        with computing(self.device, "an evaluation's activations", lengths_vary=self.settings.lengths_vary), torch.no_grad():
-            total = float(self._passes.evaluate(micro_batches, loss))
-        self._compute.take_stalls()
-        return EvalResult(total / targets, round(targets))
+        with self._computing("an evaluation's activations"), torch.no_grad():
+            total = self.parts.passes.evaluate(micro_batches, loss)
+            mean = float(total.loss) / targets
+        self.parts.compute.take_stalls()
+        return EvalResult(mean, round(targets))
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocab] on the device, whole: for checks, not for training. Returns when they are computed."""
@@ -314,14 +319,17 @@ class Engine:
 
     def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
         self._check_usable()
-        grows = not self.settings.compile  # a token at a time, in `generate`; compiled layers keep the kernel that they saw first
-        with computing(self.device, "these logits", lengths_vary=self.settings.lengths_vary or grows), torch.no_grad():
-            logits = self._passes.logits(input_ids, positions)
-        self._compute.synchronize()  # wait: uploads still read the store, which a step called next would update
-        self._compute.take_stalls()
+        # In `generate` rows grow by a token at a time. Compiled layers keep the kernel that they saw first.
+        varies = self.settings.lengths_vary or not self.settings.compile
+        with self._computing("these logits", lengths_vary=varies), torch.no_grad():
+            logits = self.parts.passes.logits(input_ids, positions)
+        self.parts.compute.synchronize()  # wait: uploads still read the store, which a step would update
+        self.parts.compute.take_stalls()
         return logits
 
-    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
+    def generate(
+        self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()
+    ) -> list[int]:
         """Greedy continuation of input_ids [1, tokens]. Every token streams the whole model once: for a look, not for serving."""
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
@@ -336,10 +344,15 @@ class Engine:
             yield from block.layout.views(self.store.lasting("weight", block.index)).items()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights and configuration as a Hugging Face folder, which transformers and vLLM load."""
-        from megatrain.export import save_pretrained
+        """Write a Hugging Face folder, which transformers and vLLM load.
 
-        save_pretrained(self, Path(folder))
+        With the tokenizer, chat template and generation settings of `from_pretrained`'s source; an
+        engine from a configuration has none. Raises ConfigError if the folder is not empty, and
+        StorageError.
+        """
+        from megatrain.storage.export import describe_source, save_pretrained
+
+        save_pretrained(self, folder, *describe_source(self.source, self.trust_remote_code))
 
     # -- state ----------------------------------------------------------------------------------------------------------------
 
@@ -354,13 +367,14 @@ class Engine:
     def wait_ready(self, block: int) -> None:
         """Return once the last update of a block is done. Every reader of the store calls this first."""
         self._check_usable()
-        self._updater.wait_ready(block)
+        self.parts.updater.wait_ready(block)
 
     def _check_usable(self) -> None:
         """Raise MegaTrainError if the engine is closed, or whatever stopped an update half-way."""
         if self._closed:
             raise MegaTrainError("the engine is closed; make a new one")
-        self._updater.check()
+        self.parts.updater.check()
+        self.store.check()  # a drive that failed in backward, before any update saw it
 
     def state(self) -> dict[str, int]:
         """The counters that a checkpoint keeps beside the arrays."""
@@ -370,13 +384,13 @@ class Engine:
         """Take over the counters of a checkpoint whose arrays were just loaded into the store."""
         self._check_usable()
         self.updates, self.skipped, self.seed = state["updates"], state["skipped"], state["seed"]
-        self._passes.seed = self.seed
+        self.parts.passes.seed = self.seed
         self.weights_changed()
 
     def weights_changed(self) -> None:
         """Tell the engine that the store was written from outside, so that no block on the device is taken for current."""
         self._check_usable()
-        self._streamer.invalidate()
+        self.parts.streamer.invalidate()
 
     def close(self) -> None:
         """Finish running updates, stop the threads, give the memory back. Closing twice is closing once."""
@@ -386,12 +400,17 @@ class Engine:
         try:
             self._resources.close()
         finally:  # the device's memory too, though a caller may hold on to this engine
-            del self._passes, self._streamer, self._gradients
+            del self.parts
             for block in self.anatomy.blocks:
                 self.skeleton.bind(block, torch.empty(block.layout.numel, device="meta"))
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

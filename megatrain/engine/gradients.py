@@ -1,7 +1,8 @@
-"""Weight gradients on their way from backward to the optimizer: summed in fp32 on the device, measured there, then downloaded once."""
+"""Weight gradients from backward to the optimizer: summed in fp32 on the device, measured there, then downloaded once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,7 @@ import torch
 from megatrain.engine.products import Sum
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
-
-STAGING_BUFFERS = 2  # one downloads while the next is filled
-SUM_BUFFERS = 2  # fp32 sums that travel between groups: one in use, one downloading
+from megatrain.schedule import GRADIENT_STAGES, sum_buffers
 
 
 @dataclass
@@ -25,7 +24,10 @@ class Buffer:
 
 @dataclass
 class OpenSum:
-    """A block's sum that is being added to: of each tensor by name, and the event after which they hold what an earlier group left."""
+    """The fp32 accumulator of a block that backward adds to: a view for each tensor by name.
+
+    `arriving` completes when the sums of earlier groups have come back from the host.
+    """
 
     buffer: Buffer
     sums: dict[str, Sum]
@@ -34,10 +36,15 @@ class OpenSum:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One block's finished gradient: where it is, when, and its sum of squares on the host (one element, which lands with it).
+    """One block's finished gradient.
 
-    `values` are of the gradient's dtype on the host; of a resident block on the device, where they may still be the fp32 sum, to be rounded
-    by whoever applies them. Of a `stored` one they are empty: it waits on NVMe, in the store's array.
+    Attributes:
+        block: number of the block in execution order.
+        values: [numel] in the gradient's dtype on the host; of a resident block on the device, where
+            it may still be the fp32 accumulator, rounded by whoever applies it. Empty if `stored`.
+        landed: completes when `values` and `square_sum` are there.
+        square_sum: sum of squares, one fp32 element on the host.
+        stored: the gradient waits on NVMe, in the store's array.
     """
 
     block: int
@@ -47,45 +54,72 @@ class Gradient:
     stored: bool = False
 
 
-class Gradients:
-    """Sums each block's gradient over the micro-batches of a step.
+class GradientSink(ABC):
+    """Receives the finished gradients of a step: gives each its landing place and lists those that came."""
 
-    Sums are fp32 and taken in micro-batch order wherever they live, so groups do not change a bit.
+    def __init__(self) -> None:
+        self._finished: list[Gradient] = []
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
+        self._finished.clear()
+
+    @abstractmethod
+    def place(self, block: int) -> torch.Tensor | None:
+        """Where a block's finished gradient lands, [numel] in its dtype: on the host, or on the device
+        for a resident block. None leaves a resident block's in its fp32 accumulator."""
+
+    @abstractmethod
+    def take(self, gradient: Gradient) -> None:
+        """A block's gradient is computed, and its download is queued."""
+
+    def finished(self) -> Sequence[Gradient]:
+        """The gradients of the step so far, in the order in which backward finished them."""
+        return self._finished
+
+
+class Gradients:
+    """Sums each block's gradient over the micro-batches of a step, in fp32 and in micro-batch order.
+
+    The order is the same wherever the sums live, so the number of groups does not change a bit.
 
     Args:
         layouts: of all blocks, in execution order.
         dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
-        resident: the first so many blocks live on the device; their gradients do not leave it.
-        own: blocks whose sum stays on the device for the whole step: those that keep it between groups, and a tied embedding, whose
-            gradient begins at the head and ends at embed.
-        destination: where a block's finished gradient goes, [numel] of `dtype`; on the host, or on the device for a resident block. None: a
-            resident block's stays where it was summed.
-        host_sums: a block's fp32 array on the host, if sums travel there between groups.
+        resident: number of first blocks that live on the device; their gradients do not leave it.
+        own: blocks whose accumulator stays on the device for the whole step: those that keep it
+            between groups, and a tied embedding, whose gradient begins at the head and ends at embed.
+        sink: receives the finished gradients.
+        host_sums: returns a block's fp32 array on the host, if accumulators travel there between groups.
     """
 
     def __init__(
         self,
         layouts: Sequence[FlatLayout],
         dtype: torch.dtype,
+        *,
         resident: int,
         own: Collection[int],
         compute: Compute,
         upload: Lane,
         download: Lane,
-        destination: Callable[[int], torch.Tensor | None],
+        sink: GradientSink,
         host_sums: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.layouts = layouts
-        self.resident = resident
+        self.layouts, self.resident = layouts, resident
         self.compute, self.upload, self.download = compute, upload, download
-        self.destination, self.host_sums = destination, host_sums
+        self.sink, self.host_sums = sink, host_sums
         device, pinned = compute.device, compute.is_cuda
-        self._own = {block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in own}
+        self._own = {
+            block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in own
+        }
         passing = [layout.numel for block, layout in enumerate(layouts) if block not in self._own]
-        count = SUM_BUFFERS if host_sums else 1
-        self._ring = [Buffer(torch.zeros(max(passing), device=device)) for _ in range(count)] if passing else []
+        sizes = sum_buffers(passing, travel=host_sums is not None)
+        self._ring = [Buffer(torch.zeros(size, device=device)) for size in sizes]
         largest = max(layout.numel for layout in layouts)
-        self._staging = [Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(STAGING_BUFFERS)]
+        self._staging = [
+            Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(GRADIENT_STAGES)
+        ]
         self._square_sums = torch.zeros(len(layouts), device=device)
         self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
         self._landed_square_sums = torch.zeros(len(layouts), pin_memory=pinned)
@@ -98,7 +132,7 @@ class Gradients:
     def begin_step(self, *, only_measured: bool = False) -> None:
         """Forget the sums of the previous step, or of its first backward.
 
-        only_measured: finished gradients count in the norm, and are dropped.
+        only_measured: finished gradients count in the norm and are dropped; the sink sees none.
         """
         self._only_measured = only_measured
         self._started.clear()
@@ -113,7 +147,9 @@ class Gradients:
         buffer = self._own.get(block) or self._next_in_ring()
         flat = buffer.flat[: layout.numel]
         fresh = block not in self._started
-        opened = self._open[block] = OpenSum(buffer, {name: Sum(view, fresh) for name, view in layout.views(flat).items()}, None)
+        opened = self._open[block] = OpenSum(
+            buffer, {name: Sum(view, fresh) for name, view in layout.views(flat).items()}, None
+        )
         if fresh:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
             for start, stop in layout.gaps():
@@ -132,7 +168,9 @@ class Gradients:
 
         def job(_: Event) -> None:
             self.upload.wait(free)  # wait: another block's sum still leaves this buffer
-            self.upload.wait(written)  # wait: this block's sum of the previous group may still be on its way down
+            self.upload.wait(
+                written
+            )  # wait: this block's sum of the previous group may still be on its way down
             flat.copy_(source, non_blocking=True)
 
         return self.upload.submit(job)
@@ -151,43 +189,51 @@ class Gradients:
         opened.arriving = None
         return opened.sums
 
-    def close(self, block: int, *, last_group: bool) -> Gradient | None:
-        """The block's backward of this group is complete. In the last group, round, measure and download its gradient, if it is kept."""
+    def close(self, block: int, *, last_group: bool) -> None:
+        """The block's backward of this group is complete. In the last group, round, measure and download
+        its gradient, and hand it to the sink."""
         for open_sum in self.sums(block).values():
             open_sum.fill()
         buffer = self._open.pop(block).buffer
         flat = buffer.flat[: self.layouts[block].numel]
         if last_group and self._only_measured:
             self._square_sums[block] = square_sum(self._rounded(block, flat))
-            return None
-        if last_group:
-            return self._finish(block, flat, buffer)
-        if block not in self._own:
+        elif last_group:
+            self.sink.take(self._finish(block, flat, buffer))
+        elif block not in self._own:
             assert self.host_sums is not None
             buffer.free = self._sums_landed[block] = self._send(flat, self.host_sums(block))
-        return None
 
     def _finish(self, block: int, total: torch.Tensor, buffer: Buffer) -> Gradient:
         """Measure the gradient as it will be applied, rounded, and send it on its way."""
-        target, scalar = self.destination(block), self._landed_square_sums[block : block + 1]
+        target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]
         if block < self.resident:
-            self._square_sums[block] = square_sum(self._rounded(block, total) if target is None else target.copy_(total))
-            return Gradient(block, total if target is None else target, self.compute.record(), scalar)
+            values = total if target is None else target.copy_(total)
+            applied = self._rounded(block, total) if target is None else values
+            self._square_sums[block] = square_sum(applied)
+            return Gradient(block, values, self.compute.record(), scalar)
         assert target is not None
         finished = self._rounded(block, total)
         self._square_sums[block] = square_sum(finished)
-        buffer.free = self.compute.record()
+        buffer.free = self.compute.record()  # from here on only the staging buffer is read
         landed = self._send(finished, target, (self._square_sums[block : block + 1], scalar))
-        self._staging[block % STAGING_BUFFERS].free = landed
+        self._staging[block % GRADIENT_STAGES].free = landed
         return Gradient(block, target, landed, scalar)
 
     def _rounded(self, block: int, total: torch.Tensor) -> torch.Tensor:
         """`total` in the gradients' dtype, in a staging buffer."""
-        staging = self._staging[block % STAGING_BUFFERS]
-        self.compute.wait(staging.free, "download")  # wait: an earlier gradient still leaves this buffer
+        staging = self._staging[block % GRADIENT_STAGES]
+        self.compute.wait(
+            staging.free, "download"
+        )  # wait: an earlier gradient still leaves this buffer
         return staging.flat[: total.numel()].copy_(total)
 
-    def _send(self, source: torch.Tensor, target: torch.Tensor, scalar: tuple[torch.Tensor, torch.Tensor] | None = None) -> Event:
+    def _send(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scalar: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Event:
         ready = self.compute.record()
 
         def job(_: Event) -> None:
@@ -199,15 +245,19 @@ class Gradients:
         return self.download.submit(job)
 
     def norm(self, finished: Sequence[Gradient]) -> float:
-        """Global L2 norm of the step's finished gradients, as they will be applied. Waits for the computation, not for downloads."""
+        """Global L2 norm of the finished gradients as they will be applied. Waits for the computation
+        only, not for downloads."""
         for gradient in finished:
-            gradient.landed.wait_host()  # raises what a download failed with, before anything is updated
+            gradient.landed.wait_host()  # raises what a download failed with, before any update
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
         self.compute.synchronize()  # wait: the sums of squares must have been computed
         return float(self._square_sums_host.double().sum().sqrt())
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat array, fp32 from any dtype: row by row first, so that no long chain of additions loses digits."""
-    rows: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32)
+    """Sum of squares of a flat array, fp32 from any dtype: rows first, so that no long chain of additions
+    loses digits."""
+    rows: torch.Tensor = torch.linalg.vector_norm(
+        flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32
+    )
     return rows.double().square().sum().float()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megatrain.engine.boundaries import Offload, Parked
+from megatrain.engine.activations.offload import Offload, Parked
 from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 
@@ -34,10 +34,14 @@ class Graph:
 
     given: GradientEdge
     root: GradientEdge
-    hidden: Tensor | None  # its input, if that stays on the device: not every graph saves it, but the plan reckons with it
+    hidden: (
+        Tensor | None
+    )  # its input, if that stays on the device: not every graph saves it, but the plan reckons with it
     saved: SavedTensors | None
 
-    def gradients(self, parameters: Collection[Tensor], grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, parameters: Collection[Tensor], grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Of the hidden states and of `parameters`, where `grad` is the output's. Once: the graph is spent."""
         wanted: list[Any] = [self.given, *parameters]  # torch's annotation knows no mixture of both
         with self.saved or nullcontext():
@@ -45,7 +49,11 @@ class Graph:
 
 
 def run_for_graph(
-    run: Callable[[int, Tensor, LayerCall], Tensor], index: int, hidden: Tensor, call: LayerCall, saved: SavedTensors | None = None
+    run: Callable[[int, Tensor, LayerCall], Tensor],
+    index: int,
+    hidden: Tensor,
+    call: LayerCall,
+    saved: SavedTensors | None = None,
 ) -> tuple[Graph, Tensor]:
     """The graph of `run(index, hidden, call)`, and its output, both hidden states [batch, tokens, hidden].
 
@@ -59,10 +67,14 @@ def run_for_graph(
         version = given._version
         output = run(index, given, call)
     if given._version != version:
-        raise ModelError("a layer writes over its input, which its gradients need; this model cannot be streamed")
+        raise ModelError(
+            "a layer writes over its input, which its gradients need; this model cannot be streamed"
+        )
     if saved:
         saved.leave(hidden.shape[0] * hidden.shape[1])
-    return Graph(get_gradient_edge(given), get_gradient_edge(output), None if saved else hidden, saved), output.detach()
+    return Graph(
+        get_gradient_edge(given), get_gradient_edge(output), None if saved else hidden, saved
+    ), output.detach()
 
 
 @dataclass(frozen=True)
@@ -104,18 +116,28 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if tensor.device != self._keeper.compute.device or address in self._stays or storage.nbytes() == 0:
+        if (
+            tensor.device != self._keeper.compute.device
+            or address in self._stays
+            or storage.nbytes() == 0
+        ):
             return tensor.detach()
         number = self._numbers.setdefault(address, len(self._memory))
         if number == len(self._memory):
-            self._memory.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        return Saved(number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            self._memory.append(
+                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            )
+        return Saved(
+            number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        )
 
     def _unpack(self, packed: Tensor | Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         memory = self._memory[packed.number].view(packed.dtype)
-        return memory.as_strided(packed.shape, packed.stride, memory.storage_offset() + packed.offset)
+        return memory.as_strided(
+            packed.shape, packed.stride, memory.storage_offset() + packed.offset
+        )
 
     def __enter__(self) -> None:
         """Fetch what is needed while gradients are computed."""

@@ -6,8 +6,9 @@ else on a few rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.losses import Loss, Targets
 
-FP32_TEMPORARY_BYTES = 32 << 20  # unless fused, the softmax runs in fp32 on as many rows as fit this: an L2 cache's worth
+FP32_TEMPORARY_BYTES = (
+    32 << 20
+)  # unless fused, the softmax runs in fp32 on as many rows as fit this: an L2 cache's worth
 
 # Autograd's nodes, by name. A factor's or a scale's gradient needs the factors, never the result.
 VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackward0"}
@@ -52,7 +55,9 @@ class TokenLogprobs(torch.autograd.Function):
         for rows in pieces(logits, ctx.fused):
             write(result[rows], top[rows], factor[rows])
         of_labels = -grad * logprobs.expm1()  # 1 - p of the label itself, without the cancellation
-        result[torch.arange(len(labels), device=labels.device), labels] = of_labels.squeeze(1).to(result.dtype)
+        result[torch.arange(len(labels), device=labels.device), labels] = of_labels.squeeze(1).to(
+            result.dtype
+        )
         return result, None, None, None
 
 
@@ -104,12 +109,36 @@ def nobody_needs(logits: Tensor) -> bool:
 # -- the loss -----------------------------------------------------------------------------------------------------------------------
 
 
-def loss_sum(project: Project, hidden: Tensor, targets: Targets, loss: Loss, chunk: int, fused: bool = False) -> Tensor:
-    """Sum of the loss over a micro-batch's targets, without gradients, from the last layer's output `hidden` [tokens, hidden]."""
-    total = torch.zeros((), device=hidden.device)
+@dataclass
+class LossSum:
+    """Sums over targets, as scalars on the device: of the loss, and of each metric that the loss names."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls, device: torch.device) -> LossSum:
+        return cls(torch.zeros((), device=device))
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        self.loss += loss.detach()
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0) + value.detach()
+
+
+def loss_sum(
+    project: Project, hidden: Tensor, targets: Targets, loss: Loss, chunk: int, fused: bool = False
+) -> LossSum:
+    """The loss over a micro-batch's targets without gradients.
+
+    Args: as `loss_and_gradients`.
+    """
+    total = LossSum.zero(hidden.device)
     with torch.no_grad():
         for part in targets.chunks(chunk):
-            total += loss(token_logprobs(project(hidden.index_select(0, part.index)), part.labels, fused), part)[0]
+            logits = project(hidden.index_select(0, part.index))
+            total.add(*loss(token_logprobs(logits, part.labels, fused), part))
+            del logits  # this chunk's would live until the next one's are there
     return total
 
 
@@ -124,24 +153,29 @@ def loss_and_gradients(
     add: Callable[[list[Tensor | None]], None],
     sums: Sequence[Sum] | None = None,
     fused: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(sum of the loss, gradient of `scale` times it with respect to `hidden`), calling `add` with each chunk's parameter gradients.
+) -> tuple[LossSum, Tensor]:
+    """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
 
     Args:
-        sums: of the parameters. Linear layers then add their weights' gradients to them directly, and `add` gets None for those.
+        hidden: output of the last layer, [tokens, hidden].
+        chunk: targets whose logits exist at a time.
+        parameters: of the head, a tied embedding's included.
+        add: is called with each chunk's gradients of the parameters.
+        sums: accumulators of the parameters. Linear layers then add their weights' gradients to them
+            directly, and `add` gets None for those.
         fused: compile the passes over the logits.
     """
-    total = torch.zeros((), device=hidden.device)
+    total = LossSum.zero(hidden.device)
     grad_hidden = torch.zeros_like(hidden)
     for part in targets.chunks(chunk):
         rows = hidden.index_select(0, part.index).requires_grad_()
         with torch.enable_grad():
             with nullcontext() if sums is None else SummingInto(parameters, sums):
                 logits = project(rows)
-            value = loss(token_logprobs(logits, part.labels, fused), part)[0]
+            value, metrics = loss(token_logprobs(logits, part.labels, fused), part)
             del logits  # this chunk's would live until the next one's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
-        total += value.detach()
+        total.add(value, metrics)
         grad_hidden.index_copy_(0, part.index, grads[0])
         add(list(grads[1:]))
         del grads  # as large as the weights, if they were not summed at once

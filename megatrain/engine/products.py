@@ -38,7 +38,14 @@ class Sum:
         if a.dtype == self.total.dtype:
             torch.addmm(self.total, a, b, beta=0 if self.empty else 1, out=self.total)
         elif self.total.is_cuda:
-            torch.addmm(self.total, a, b, out_dtype=self.total.dtype, beta=0 if self.empty else 1, out=self.total)
+            torch.addmm(
+                self.total,
+                a,
+                b,
+                out_dtype=self.total.dtype,
+                beta=0 if self.empty else 1,
+                out=self.total,
+            )
         else:
             self.add(a @ b)
         self.empty = False
@@ -88,7 +95,11 @@ def added_as_vectors(total: Tensor, gradient: Tensor) -> bool:
     return True
 
 
-UNSUMMED_RULES = ("max_norm", "scale_grad_by_freq", "sparse")  # of an embedding; with one of these, autograd makes its gradient
+UNSUMMED_RULES = (
+    "max_norm",
+    "scale_grad_by_freq",
+    "sparse",
+)  # of an embedding; with one of these, autograd makes its gradient
 
 
 class SummedLinear(torch.autograd.Function):
@@ -114,13 +125,20 @@ class SummedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, into: Sum, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.into, ctx.padding = into, None if padding is None else padding % len(weight)  # a token whose row has no gradient
+        ctx.into, ctx.padding = (
+            into,
+            None if padding is None else padding % len(weight),
+        )  # a token whose row has no gradient
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         (ids,) = ctx.saved_tensors
-        rows = grads[0].masked_fill((ids == ctx.padding).unsqueeze(-1), 0) if ctx.padding is not None else grads[0]
+        rows = (
+            grads[0].masked_fill((ids == ctx.padding).unsqueeze(-1), 0)
+            if ctx.padding is not None
+            else grads[0]
+        )
         ctx.into.add_rows(ids.flatten(), rows.flatten(0, -2))
         return None, None, None, None
 
@@ -135,7 +153,13 @@ class SummingInto(TorchFunctionMode):
         super().__init__()
         self._sums = {id(parameter): into for parameter, into in zip(parameters, sums, strict=True)}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
             return self._linear(*args, **kwargs)
@@ -145,9 +169,13 @@ class SummingInto(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         into = self._sums.get(id(weight))
-        return SummedLinear.apply(into, input, weight, bias) if into else functional.linear(input, weight, bias)  # type: ignore[no-untyped-call]
+        if into is None:
+            return functional.linear(input, weight, bias)
+        return SummedLinear.apply(into, input, weight, bias)  # type: ignore[no-untyped-call]
 
-    def _embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, **rules: Any) -> Any:
+    def _embedding(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, **rules: Any
+    ) -> Any:
         into = self._sums.get(id(weight))
         if into is None or any(rules.get(name) for name in UNSUMMED_RULES):
             return functional.embedding(input, weight, padding_idx, **rules)

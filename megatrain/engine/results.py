@@ -13,7 +13,9 @@ class StepResult:
         loss: sum of losses over sum of targets, over all micro-batches of the step; 0 if there was no target.
         grad_norm: global L2 norm before clipping; None until `step` was called.
         skipped: no update was made: a non-finite loss or gradient, or no target.
-        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download, wait_nvme).
+        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download,
+            wait_nvme).
+        metrics: sums over the step's targets of what the loss returns beside its own sum.
     """
 
     loss: float
@@ -21,6 +23,7 @@ class StepResult:
     grad_norm: float | None = None
     skipped: bool = False
     stalls_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

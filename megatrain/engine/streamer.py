@@ -12,8 +12,7 @@ import torch
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-
-LAYER_SLOTS = 2  # double buffering: one computes while the other fills
+from megatrain.schedule import slot_sizes, slots_of_blocks, uploads
 
 
 class Updates(Protocol):
@@ -35,29 +34,9 @@ class Slot:
         self.target = flat.data
         self.holds = home_of  # the block whose current weights are here or on their way
         self.landed: Event | None = None
-        self.free: Event | None = None  # completes when the computation has last read, or first zeroed, this slot
-
-
-def slot_sizes(anatomy: Anatomy, resident: int = 0) -> tuple[list[int], list[int | None]]:
-    """(elements of each slot, slot index of each block; None for the first `resident` blocks, which have memory of their own).
-
-    Layers alternate between LAYER_SLOTS slots. The embedding and the head share an edge slot, being needed one after the other, unless
-    they are tied: then the embedding stays in its slot from the first layer to the head, and the head's own tensors get a small one.
-    """
-    numels = [block.layout.numel for block in anatomy.blocks]
-    index: list[int | None] = [None] * len(numels)
-    head = len(numels) - 1
-    layers = range(max(1, resident), head)
-    count = min(LAYER_SLOTS, len(layers))
-    sizes = [max((numels[block] for block in layers), default=0)] * count
-    for number, block in enumerate(layers):
-        index[block] = number % count
-    edges = [block for block in (0, head) if block >= resident]
-    for slots in [[block] for block in edges] if anatomy.embed_feeds_head else [edges] if edges else []:
-        for block in slots:
-            index[block] = len(sizes)
-        sizes.append(max(numels[block] for block in slots))
-    return sizes, index
+        self.free: Event | None = (
+            None  # completes when the computation has last read, or first zeroed, this slot
+        )
 
 
 class Streamer:
@@ -80,12 +59,23 @@ class Streamer:
         self.compute = compute
         self.upload = upload
         self.updates = updates
-        sizes, index = slot_sizes(anatomy, store.resident)
-        self.slots = [Slot(torch.zeros(size, dtype=dtype, device=compute.device)) for size in sizes]
+        numels = [block.layout.numel for block in anatomy.blocks]
+        tied = anatomy.embed_feeds_head
+        sizes = slot_sizes(numels, store.resident, tied)
+        self._slot_numbers = slots_of_blocks(len(numels), store.resident, tied)
+        self.slots = [
+            Slot(torch.zeros(size, dtype=dtype, device=compute.device))
+            for size in (*sizes.layers, *sizes.edges)
+        ]
         for slot in self.slots:
             slot.free = compute.record()
-        homes = [Slot(store.array("weight", block), home_of=block) for block in range(store.resident)]
-        self._slot_of = [homes[block] if number is None else self.slots[number] for block, number in enumerate(index)]
+        homes = [
+            Slot(store.array("weight", block), home_of=block) for block in range(store.resident)
+        ]
+        self._slot_of = [
+            homes[block] if number is None else self.slots[number]
+            for block, number in enumerate(self._slot_numbers)
+        ]
         self._also_reads = {anatomy.head.index: self.slot_of(0)} if anatomy.embed_feeds_head else {}
         self._releases = releases
 
@@ -101,29 +91,20 @@ class Streamer:
 
         Whoever iterates enqueues all computation on a block before asking for the next.
         """
-        fetched = 0
-        for position, block in enumerate(visits):
-            fetched = self._fetch_ahead(visits, position, fetched)
+        asked = uploads(tuple(visits), self._slot_numbers)
+        for block, coming in zip(visits, asked, strict=True):
+            for wanted in coming:
+                self._fetch(wanted, self.slot_of(wanted))
             slot = self.slot_of(block)
             self.compute.wait(slot.landed, "upload")
             try:
                 yield block
             finally:  # also when the sweep is abandoned
-                slot.free = read = self.compute.record()  # the next upload into this slot waits for this
+                slot.free = read = (
+                    self.compute.record()
+                )  # the next upload into this slot waits for this
                 if block in self._also_reads:
                     self._also_reads[block].free = read
-
-    def _fetch_ahead(self, visits: Sequence[int], position: int, fetched: int) -> int:
-        """Request blocks in the order of their visits until one needs a slot that a visit still to come reads first."""
-        while fetched < len(visits):
-            block = visits[fetched]
-            slot = self.slot_of(block)
-            if not self.store.is_resident(block):
-                if any(self.slot_of(earlier) is slot and earlier != block for earlier in visits[position:fetched]):
-                    break
-                self._fetch(block, slot)
-            fetched += 1
-        return fetched
 
     def _fetch(self, block: int, slot: Slot) -> None:
         if slot.holds == block:
@@ -157,7 +138,9 @@ class Streamer:
                 raise
             lease.release()
 
-        lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))  # then it is read while others travel
+        lease = self.store.lease(
+            block, ["weight"], ahead=self.updates.is_ready(block)
+        )  # then it is read while others travel
         try:
             slot.landed = self.upload.submit(job)
         except BaseException:

@@ -15,9 +15,25 @@ from typing import Any
 
 import torch
 
+# [Note: who waits for whom]
+#
+# compute runs forward, backward and the updates of resident blocks. It waits for upload (the
+#   block's weights have landed in its slot) and for download (a staging buffer has left the GPU).
+# upload brings weights and fp32 accumulators up. It waits for update (the block's deferred
+#   update: `wait_ready`) and for compute (the slot is no longer read).
+# download takes gradients, accumulators and activation checkpoints down, once compute has made
+#   them.
+# fetch brings offloaded activations back, once they have landed and compute has left their ring.
+# update runs one block after another on a pool of threads, once the block's gradient has landed.
+# With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
+#   gradients on to the drive behind their downloads.
+#
+# Each wait stands beside its use as a `# wait:` line; tests/engine/test_races.py takes waits away
+# one by one and shows that the result changes.
 
-def _cuda_event(timed: bool = False, blocking: bool = False) -> Any:
-    return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
+
+def _cuda_event(timed: bool = False) -> Any:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
 class Event:
@@ -50,7 +66,9 @@ class Event:
         self.host.set()
 
 
-Job = Callable[[Event], object]  # receives its own completion event, to note on it how long it waited for what
+Job = Callable[
+    [Event], object
+]  # receives its own completion event, to note on it how long it waited for what
 
 
 class Lane:
@@ -67,7 +85,9 @@ class Lane:
         self.stream: Any = None
         if device is not None and device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.delay: Callable[[], None] | None = None  # tests inject sleeps here: before every job, in its thread and on its stream
+        self.delay: Callable[[], None] | None = (
+            None  # tests inject sleeps here: before every job, in its thread and on its stream
+        )
         self._queue: queue.SimpleQueue[tuple[Job, Event] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
@@ -89,15 +109,6 @@ class Lane:
                 self.stream.wait_event(event.cuda)
             else:
                 event.cuda.synchronize()
-
-    def record(self) -> Event:
-        """Inside a job: an event that completes when what it did so far is done. A thread that waits for it sleeps."""
-        event = Event()
-        if self.stream is not None:
-            event.cuda = _cuda_event(blocking=True)
-            event.cuda.record(self.stream)
-        event.finish()
-        return event
 
     def close(self) -> None:
         """Finish what is queued, on the GPU too, then stop the thread: the memory that jobs read and write may go afterwards."""
@@ -122,7 +133,11 @@ class Lane:
                 except BaseException as error:  # noqa: BLE001  carried to whoever waits, on its own thread
                     self._error = error
             event.finish(self._error)
-            del item, job, event  # or an idle lane would hold on to what its last job used: a store that nobody closed, say
+            del (
+                item,
+                job,
+                event,
+            )  # or an idle lane would hold on to what its last job used: a store that nobody closed, say
 
     def _perform(self, job: Job, event: Event) -> None:
         if self.stream is None:
@@ -166,7 +181,9 @@ class Compute:
             return
         stream = torch.cuda.current_stream(self.device)
         before, after = _cuda_event(timed=True), _cuda_event(timed=True)
-        before.record(stream)  # first: if what is waited for is not even queued yet, the GPU runs dry while the host waits for that
+        before.record(
+            stream
+        )  # first: if what is waited for is not even queued yet, the GPU runs dry while the host waits for that
         yield
         after.record(stream)
         self._timed.append((cause, event, before, after))

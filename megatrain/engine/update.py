@@ -11,22 +11,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, part, round_up
 from megatrain.memory.lease import Lease
+from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer, WholeTensors
 from megatrain.optim.optimizer import RangeOptimizer, UpdateRange
 from megatrain.optim.whole_tensors import TensorState
 
-CHUNK_ELEMENTS = 1 << 20  # some 2 ms of one core: long enough to hide Python, short enough to spread a block evenly
+CHUNK_ELEMENTS = (
+    1 << 20
+)  # some 2 ms of one core: long enough to hide Python, short enough to spread a block evenly
 CHUNK_MINIMUM = 1 << 16
 CHUNKS_PER_THREAD = 4
 
@@ -35,7 +38,10 @@ Chunk = tuple[int, int, bool]  # start, stop, whether weights decay
 
 def chunks(layout: FlatLayout, threads: int) -> list[Chunk]:
     """Pieces of a block: each inside one segment, enough of them to keep every thread busy to the end."""
-    size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, round_up(-(-layout.numel // (CHUNKS_PER_THREAD * threads)), 1024)))
+    size = min(
+        CHUNK_ELEMENTS,
+        max(CHUNK_MINIMUM, round_up(-(-layout.numel // (CHUNKS_PER_THREAD * threads)), 1024)),
+    )
     return [
         (start, min(start + size, segment.stop), segment.decay)
         for segment in layout.segments()
@@ -70,7 +76,9 @@ class Spread:
         failed: Callable[[BaseException], None],
         leases: Sequence[Lease],
     ) -> None:
-        self._pieces = iter(pieces)  # shared: taking the next is one bytecode, which no other thread interrupts
+        self._pieces = iter(
+            pieces
+        )  # shared: taking the next is one bytecode, which no other thread interrupts
         self._update, self._event, self._failed, self._leases = update, event, failed, leases
         self._lock, self._at_work = threading.Lock(), threads
         self._error: BaseException | None = None
@@ -114,26 +122,47 @@ class Updater:
         self.compute = compute
         self._per = {state.name: state.per for state in optimizer.state_arrays}
         self._workspace: HostWorkspace | None = None
-        if isinstance(optimizer, WholeTensors):  # before threads are started: there may be no memory for it
-            streamed = [layout for block, layout in enumerate(store.layouts) if not store.is_resident(block)]
-            self._workspace = HostWorkspace(optimizer.scratch(streamed).directions, compute.device, threads)
+        if isinstance(
+            optimizer, WholeTensors
+        ):  # before threads are started: there may be no memory for it
+            streamed = [
+                layout for block, layout in enumerate(store.layouts) if not store.is_resident(block)
+            ]
+            self._workspace = HostWorkspace(
+                optimizer.scratch(streamed).host, compute.device, threads
+            )
         self.lane = Lane("update")
-        self.delay: Callable[[int], None] | None = None  # tests inject sleeps here: before each block's update
+        self.delay: Callable[[int], None] | None = (
+            None  # tests inject sleeps here: before each block's update
+        )
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
         self._chunks = [chunks(layout, threads) for layout in store.layouts]
-        self._first = [0, *accumulate(layout.numel for layout in store.layouts)]  # number of each block's first element in the model
-        self._done: dict[int, tuple[Event, Event]] = {}  # of each block's last update: that it was begun, that it is done
+        self._first = [
+            0,
+            *accumulate(layout.numel for layout in store.layouts),
+        ]  # number of each block's first element in the model
+        self._done: dict[
+            int, tuple[Event, Event]
+        ] = {}  # of each block's last update: that it was begun, that it is done
         self._failure: BaseException | None = None  # of an update, in some thread of the pool
         self._given_up: BaseException | None = None
 
     def take_libraries(self) -> None:
-        """Before the first update: the lane's thread takes what its matrix products, if the optimizer has any, keep of the GPU's memory."""
-        workspace, optimizer = self._workspace, self.optimizer
-        if workspace is not None and isinstance(optimizer, WholeTensors) and any(map(optimizer.product_flops, self.store.layouts)):
+        """Before the first update: the lane's thread takes what the matrix products of whole tensors keep of the GPU's memory."""
+        workspace = self._workspace
+        if workspace is not None:
             self.lane.submit(lambda _: workspace.take_libraries()).wait_host()
 
-    def submit(self, gradient: Gradient, *, lr: float, step: int, grad_scale: float, check_finite: bool = False) -> None:
+    def submit(
+        self,
+        gradient: Gradient,
+        *,
+        lr: float,
+        step: int,
+        grad_scale: float,
+        check_finite: bool = False,
+    ) -> None:
         """Queue the update of one block; of a resident one behind what the device has been asked to compute.
 
         Args:
@@ -147,7 +176,10 @@ class Updater:
             done = self.compute.record()
             self._done[gradient.block] = done, done
             return
-        done, leases = Event(), self._leases(gradient)  # what lies on NVMe is read as early as staging buffers allow
+        done, leases = (
+            Event(),
+            self._leases(gradient),
+        )  # what lies on NVMe is read as early as staging buffers allow
 
         def job(_: Event) -> None:
             try:
@@ -173,12 +205,24 @@ class Updater:
         self._done[gradient.block] = self.lane.submit(job), done
 
     def _update_tensors(
-        self, optimizer: WholeTensors, gradient: Gradient, leases: Sequence[Lease], lr: float, step: int, grad_scale: float
+        self,
+        optimizer: WholeTensors,
+        gradient: Gradient,
+        leases: Sequence[Lease],
+        lr: float,
+        step: int,
+        grad_scale: float,
     ) -> None:
         """On the host: the lane's thread hands out stage after stage, and waits for each."""
         assert self._workspace is not None
         self._workspace.reset()
-        for stage in optimizer.stages(self._tensors(gradient, leases), self._workspace, lr=lr, step=step, grad_scale=grad_scale):
+        for stage in optimizer.stages(
+            self._tensors(gradient, leases),
+            self._workspace,
+            lr=lr,
+            step=step,
+            grad_scale=grad_scale,
+        ):
             for piece in [self._pool.submit(piece) for piece in stage]:
                 piece.result()
         for lease in leases:
@@ -187,39 +231,80 @@ class Updater:
     def _tensors(self, gradient: Gradient, leases: Sequence[Lease]) -> list[TensorState]:
         """The tensors of a block with their part of every array that has them."""
         arrays = self._arrays(gradient, leases)
-        layouts = {name: self.store.layout(name, gradient.block) for name in arrays if name != "grad"}
+        layouts = {
+            name: self.store.layout(name, gradient.block) for name in arrays if name != "grad"
+        }
         layouts["grad"] = self.store.layouts[gradient.block]
         flats = {name: layouts[name].flats(array) for name, array in arrays.items()}
-        shapes = {name: {spec.name: spec.shape for spec in layout.tensors} for name, layout in layouts.items()}
         return [
             TensorState(
                 spec,
-                {name: of_tensor[spec.name] for name, of_tensor in flats.items() if spec.name in of_tensor},
-                {name: of_tensor[spec.name] for name, of_tensor in shapes.items() if spec.name in of_tensor},
+                {
+                    name: of_tensor[spec.name]
+                    for name, of_tensor in flats.items()
+                    if spec.name in of_tensor
+                },
             )
             for spec in self.store.layouts[gradient.block].tensors
         ]
 
-    def _update_on_device(self, gradient: Gradient, lr: float, step: int, grad_scale: float) -> None:
+    def _update_on_device(
+        self, gradient: Gradient, lr: float, step: int, grad_scale: float
+    ) -> None:
         leases = self._leases(gradient)
         if isinstance(self.optimizer, WholeTensors):
-            for tensor in self._tensors(gradient, leases):  # one after the other: temporaries are then of one tensor
-                for stage in self.optimizer.stages([tensor], InPlace(gradient.values.device), lr=lr, step=step, grad_scale=grad_scale):
+            for tensor in self._tensors(
+                gradient, leases
+            ):  # one after the other: temporaries are then of one tensor
+                for stage in self.optimizer.stages(
+                    [tensor],
+                    InPlace(gradient.values.device),
+                    lr=lr,
+                    step=step,
+                    grad_scale=grad_scale,
+                ):
                     for piece in stage:
                         piece()
             return
         optimizer, arrays = cast(RangeOptimizer, self.optimizer), self._arrays(gradient, leases)
         for start, stop, decay in self._ranges(gradient.block):
-            views = {name: array[part(self._per.get(name, "element"), start, stop)] for name, array in arrays.items()}
+            views = {
+                name: array[part(self._per.get(name, "element"), start, stop)]
+                for name, array in arrays.items()
+            }
             first = self._first[gradient.block] + start
-            optimizer.update(views, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first)
+            optimizer.update(
+                views,
+                lr=lr,
+                weight_decay=self._weight_decay(decay),
+                step=step,
+                grad_scale=grad_scale,
+                first=first,
+            )
 
-    def _update_on_host(self, gradient: Gradient, leases: Sequence[Lease], lr: float, step: int, grad_scale: float, done: Event) -> None:
+    def _update_on_host(
+        self,
+        gradient: Gradient,
+        leases: Sequence[Lease],
+        lr: float,
+        step: int,
+        grad_scale: float,
+        done: Event,
+    ) -> None:
         """Hand the block out to the threads, behind what they still have to do."""
-        arrays, pieces, first = self._arrays(gradient, leases), self._chunks[gradient.block], self._first[gradient.block]
+        arrays, pieces, first = (
+            self._arrays(gradient, leases),
+            self._chunks[gradient.block],
+            self._first[gradient.block],
+        )
         update = {
             decay: cast(RangeOptimizer, self.optimizer).updating(
-                arrays, lr=lr, weight_decay=self._weight_decay(decay), step=step, grad_scale=grad_scale, first=first
+                arrays,
+                lr=lr,
+                weight_decay=self._weight_decay(decay),
+                step=step,
+                grad_scale=grad_scale,
+                first=first,
             )
             for decay in (False, True)
         }
@@ -243,7 +328,9 @@ class Updater:
         """Of all that an update of the block uses, but a gradient that is in memory."""
         names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
         changed = self.store.lease(gradient.block, names, changes=True)
-        return [changed, self.store.lease(gradient.block, ["grad"])] if gradient.stored else [changed]
+        return (
+            [changed, self.store.lease(gradient.block, ["grad"])] if gradient.stored else [changed]
+        )
 
     def _weight_decay(self, decay: bool) -> float:
         return self.optimizer.weight_decay if decay else 0.0
@@ -301,3 +388,89 @@ class Updater:
         self._pool.shutdown()
         if self._workspace is not None:
             self._workspace.close()
+
+
+# -- what updates of whole tensors borrow -------------------------------------------------------------------------------------------
+
+# What whole-tensor updates borrow: memory beside the weights, and, for matrix products, the device.
+#
+# Orthogonalising takes some hundred operations an element, which no host has to spare. So where there is a GPU, directions of
+# blocks in host RAM go up as bfloat16, are orthogonalised on a stream of their own, and come down: 4 bytes a parameter on the bus.
+
+
+class InPlace:
+    """For blocks that live on the device: on its current stream, in memory that its allocator lends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def directions(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.bfloat16, device=self._device)
+
+    def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(function(tensor))
+
+
+class HostWorkspace:
+    """For blocks in host RAM, one after another.
+
+    Args:
+        nbytes: of the largest block's directions.
+        device: a GPU computes the products there; on the CPU, this thread and torch's own do.
+        threads: for the first touch.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, threads: int) -> None:
+        self._device = device
+        self._stream: Any = None
+        if device.type == "cuda" and nbytes:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.delay: Callable[[], None] | None = (
+            None  # tests inject sleeps here: on the stream, before every tensor
+        )
+        self._slab = (
+            Slab(
+                "directions of the update", nbytes, pinned=self._stream is not None, threads=threads
+            )
+            if nbytes
+            else None
+        )
+        self._taken = 0
+
+    def take_libraries(self) -> None:
+        """In the thread that will call `replace`: let cuBLAS take its workspace for that thread and this stream now, and not amid the first
+        step's activations (as `computing.take_workspaces` does for the computing stream)."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                ones = torch.ones(1, 64, 64, dtype=torch.bfloat16, device=self._device)
+                torch.bmm(ones, ones)
+
+    def reset(self) -> None:
+        """The block before is complete: its directions may be overwritten."""
+        self._taken = 0
+
+    def directions(self, numel: int) -> Tensor:
+        assert self._slab is not None
+        start, self._taken = self._taken, self._taken + 2 * numel
+        return self._slab.bytes[start : self._taken].view(torch.bfloat16)
+
+    def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
+        """Returns when they are computed and, on CUDA, have come down."""
+        if self._stream is None:
+            for tensor in tensors:
+                tensor.copy_(function(tensor))
+            return
+        with torch.cuda.stream(self._stream):
+            for tensor in tensors:
+                if self.delay is not None:
+                    self.delay()
+                arrived = tensor.to(self._device, non_blocking=True)
+                tensor.copy_(
+                    function(arrived), non_blocking=True
+                )  # behind the upload on the same stream, which has read it by then
+        self._stream.synchronize()  # wait: the host reads next what comes down
+
+    def close(self) -> None:
+        if self._slab is not None:
+            self._slab.close()

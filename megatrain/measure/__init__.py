@@ -1,5 +1,1 @@
-"""Measures a machine: what its links, memories, processors and disk sustain under the operations that training consists of."""
-
-from megatrain.measure.profile import measure
-
-__all__ = ["measure"]
+"""Measures a machine: `profile.measure_machine`, `checks.check`, `disk.drive_rates`."""

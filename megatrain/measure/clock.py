@@ -17,10 +17,10 @@ FEWEST_SAMPLES = 3  # where one takes long
 
 @dataclass(frozen=True)
 class Clock:
-    """Times work on `device`: by its events on CUDA, where calls only enqueue, by the wall elsewhere."""
+    """Times work on `device`: by CUDA's events, as calls only enqueue there, else by the wall."""
 
     device: torch.device
-    sample_s: float = 0.02  # work is repeated until a sample takes about so long
+    sample_s: float = 0.02  # work is repeated until a sample takes about this long
     budget_s: float = 0.25  # of all samples, unless the fewest take longer
 
     def seconds(self, work: Work) -> float:
@@ -29,7 +29,9 @@ class Clock:
         once = self._elapsed(work, 1)
         calls = max(1, round(self.sample_s / max(1e-7, once)))
         samples = [once] if calls == 1 else []
-        while len(samples) < FEWEST_SAMPLES or (len(samples) < MOST_SAMPLES and sum(samples) < self.budget_s):
+        while len(samples) < FEWEST_SAMPLES or (
+            len(samples) < MOST_SAMPLES and sum(samples) < self.budget_s
+        ):
             samples.append(self._elapsed(work, calls))
         return median(samples) / calls
 
@@ -46,7 +48,7 @@ class Clock:
         return (self._on_cuda if self.device.type == "cuda" else on_the_wall)(work, calls)
 
     def _on_cuda(self, work: Work, calls: int) -> float:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
         for _ in range(calls):
             work()

@@ -1,28 +1,29 @@
-"""The computing device: matrix products, attention, its memory's speed, and what starting an operation costs."""
+"""The computing device: matmuls, attention, memory, and what starting an operation costs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.engine.attention import fastest_attention
-from megatrain.machine import Rates
+from megatrain.engine.context import fastest_attention
+from megatrain.machine.profile import Rates
 from megatrain.measure.clock import Clock
 
 WIDTH, WIDE = 4096, 14336  # an 8B model's MLP
 HEADS, HEAD_SIZE = 32, 128
-FLOP_PER_PAIR = 12 * HEAD_SIZE  # of one head: two products forward, four backward
+FLOP_PER_PAIR = 12 * HEAD_SIZE  # of one head: two matmuls forward, four backward
 SMALL = 256  # elements: nothing but the cost of starting
 FP8_TOKENS = 8192
 HEATING_S = 0.5
 
 
 class Device:
-    """Times what training does on the clock's device. Tensors come from a generator of its own: a run's random numbers stay as they are."""
+    """Times what training does on the clock's device, with random numbers of its own generator."""
 
     def __init__(self, clock: Clock) -> None:
         self.device = clock.device
@@ -32,17 +33,18 @@ class Device:
     def matmul(self, sizes: Sequence[int], dtype: torch.dtype) -> Rates:
         """(tokens, FLOP/s) of [tokens, 4096] x [4096, 14336]."""
         weight = self._random((WIDE, WIDTH), dtype)
-        if dtype == torch.bfloat16:  # float32 products draw less power
+        if dtype == torch.bfloat16:  # float32 matmuls draw less power
             self._heat(self._random((max(sizes), WIDTH), dtype), weight)
 
         def rate(tokens: int) -> float:
             rows = self._random((tokens, WIDTH), dtype)
-            return 2 * tokens * WIDTH * WIDE / self._clock.seconds(lambda: functional.linear(rows, weight))
+            seconds = self._clock.seconds(lambda: functional.linear(rows, weight))
+            return 2 * tokens * WIDTH * WIDE / seconds
 
         return tuple((tokens, rate(tokens)) for tokens in sizes)
 
     def _heat(self, rows: Tensor, weight: Tensor) -> None:
-        """Keep a GPU at work until it runs as it does hour after hour: one that has just woken passes its power limit, by up to 7%."""
+        """Work until a GPU runs at its steady power: a cold one exceeds its limit by up to 7%."""
         if self.device.type == "cuda":
             until = time.perf_counter() + HEATING_S
             while time.perf_counter() < until:
@@ -50,11 +52,16 @@ class Device:
                 torch.cuda.synchronize(self.device)
 
     def attention(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype) -> Rates:
-        """(sequence length, FLOP/s) of causal attention, forward and backward, over so many tokens or one sequence."""
+        """(sequence length, FLOP/s) of causal attention, forward and backward.
+
+        tokens: of a call, or one sequence where that is longer.
+        """
 
         def rate(length: int) -> float:
             rows = max(1, tokens // length)
-            query, key, value, grad = (self._random((rows, HEADS, length, HEAD_SIZE), dtype) for _ in range(4))
+            query, key, value, grad = (
+                self._random((rows, HEADS, length, HEAD_SIZE), dtype) for _ in range(4)
+            )
             inputs = tuple(tensor.requires_grad_() for tensor in (query, key, value))
 
             def work() -> None:
@@ -74,29 +81,26 @@ class Device:
         return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0, out=target))
 
     def fresh(self, nbytes: int) -> float:
-        """The same where the result is memory that malloc has just mapped, page by page (hardware.keep_heap_small)."""
+        """The same into pages just mapped by malloc (hardware.keep_heap_small): first touch."""
         source = torch.zeros(nbytes // 4, device=self.device)
         return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0))
 
     def launch(self) -> float:
-        """Seconds of one small operation: what starting it costs the host, for the device is done sooner."""
+        """Seconds that starting a small operation costs the host; the device is done sooner."""
         small = torch.zeros(SMALL, device=self.device)
         return self._clock.seconds(lambda: small.add_(1.0))
 
     def fp8(self) -> float:
-        """FLOP/s of products of fp8 values with a scale for each row and column; 0.0 where PyTorch or the device has none."""
+        """FLOP/s of fp8 matmuls with a scale per row and column; 0.0 without such units."""
         if self.device.type != "cuda":
             return 0.0
         rows = self._random((FP8_TOKENS, WIDTH), torch.bfloat16).to(torch.float8_e4m3fn)
         weight = self._random((WIDE, WIDTH), torch.bfloat16).to(torch.float8_e4m3fn)
-        scale_rows, scale_columns = torch.ones(FP8_TOKENS, 1, device=self.device), torch.ones(1, WIDE, device=self.device)
-
-        def work() -> Tensor:
-            return torch._scaled_mm(rows, weight.T, scale_rows, scale_columns, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-        seconds = self._clock.seconds_if_possible(work)
+        scales = [torch.ones(shape, device=self.device) for shape in ((FP8_TOKENS, 1), (1, WIDE))]
+        multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+        seconds = self._clock.seconds_if_possible(lambda: multiply(rows, weight.T, *scales))
         return 0.0 if seconds is None else 2 * FP8_TOKENS * WIDTH * WIDE / seconds
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Normal values: products of zeros draw less power and would look faster than they are."""
+        """Normal values: matmuls of zeros draw less power and look faster than they are."""
         return torch.empty(shape, device=self.device).normal_(generator=self._generator).to(dtype)

@@ -13,16 +13,23 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.computing import take_workspaces
+from megatrain.engine.context import take_workspaces
 from megatrain.errors import OutOfMemory
-from megatrain.hardware import Hardware, bf16_is_fast, update_threads
-from megatrain.machine import UPDATE_BYTES, MachineProfile, fingerprint, interpolate, thread_counts, typical
+from megatrain.machine.hardware import Hardware, bf16_is_fast, update_threads
+from megatrain.machine.profile import (
+    UPDATE_BYTES,
+    MachineProfile,
+    fingerprint,
+    interpolate,
+    thread_counts,
+    typical,
+)
 from megatrain.measure import disk, update
 from megatrain.measure.clock import Clock
 from megatrain.measure.compute import Device
-from megatrain.measure.transfers import Link
+from megatrain.measure.transfers import LinkTest
 
-QUICK_S = 6.0  # no measurement is begun after so long where a run waits for it
+QUICK_S = 6.0  # no measurement is begun after this where a run waits for it
 
 Figures = dict[str, Any]  # fields of MachineProfile
 Note = Callable[[str], object]  # is told what is measured next
@@ -30,16 +37,18 @@ Note = Callable[[str], object]  # is told what is measured next
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed: enough for steady rates on this kind of device, little enough for seconds in all."""
+    """How much is computed: enough for steady rates, little enough for seconds in all."""
 
-    tokens: tuple[int, ...]  # of products
+    tokens: tuple[int, ...]  # of matmuls
     lengths: tuple[int, ...]  # of sequences in attention
     attention_tokens: int
     memory_bytes: int
 
 
 SIZES = {
-    ("cuda", False): Sizes((512, 1024, 2048, 4096, 8192, 16384), (1024, 4096, 16384), 16384, 1 << 30),
+    ("cuda", False): Sizes(
+        (512, 1024, 2048, 4096, 8192, 16384), (1024, 4096, 16384), 16384, 1 << 30
+    ),
     ("cuda", True): Sizes((2048, 8192), (1024, 4096), 16384, 1 << 30),
     ("cpu", False): Sizes((64, 256, 1024), (256, 512), 512, 1 << 28),
     ("cpu", True): Sizes((64,), (512,), 512, 1 << 28),
@@ -67,11 +76,13 @@ class Subject:
         return Device(self.clock(self.device))
 
 
-def measure(hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False) -> MachineProfile:
+def measure_machine(
+    hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False
+) -> MachineProfile:
     """Measure the machine.
 
     Args:
-        hardware: as `hardware.probe` found it; without a GPU in it the CPU is the computing device.
+        hardware: of `read_hardware`; without a GPU in it the CPU is the computing device.
         folder: where checkpoints would be written; its disk is measured.
         note: called with the name of each measurement before it.
         quick: only what the planner leans on most, and for QUICK_S; the rest is the typical guess.
@@ -88,7 +99,12 @@ def measure(hardware: Hardware, device: torch.device, folder: Path, note: Note, 
             if not (quick and time.perf_counter() - started > QUICK_S):
                 note(name)
                 found |= step(subject)
-    return replace(typical(hardware), fingerprint=fingerprint(hardware), measured_on=date.today().isoformat(), **found)
+    return replace(
+        typical(hardware),
+        fingerprint=fingerprint(hardware),
+        measured_on=date.today().isoformat(),
+        **found,
+    )
 
 
 @contextmanager
@@ -99,39 +115,45 @@ def _using(device: torch.device) -> Iterator[None]:
         return
     try:
         with torch.cuda.device(device):
-            take_workspaces(device, torch.bfloat16)  # which stay: amid what is given back they would hold on to more than they are
+            # These stay: amid what is given back they would keep more than their own size.
+            take_workspaces(device, torch.bfloat16)
             yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory("the GPU has no room for the 2 GiB that measuring takes; close other programs on it") from error
+        raise OutOfMemory(
+            "the GPU has no room for the 2 GiB that measuring takes; close other programs on it"
+        ) from error
     finally:
         torch.cuda.empty_cache()
 
 
 def _links_and_update(subject: Subject) -> Figures:
     """PCIe, the host's update, and the update while PCIe is busy."""
-    cores = subject.hardware.physical_cores
+    cores, host_clock = subject.hardware.physical_cores, subject.clock(torch.device("cpu"))
     chosen = update_threads(cores)
-    clock, host_clock = subject.clock(subject.device), subject.clock(torch.device("cpu"))
     with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
         preparing = aside.submit(update.HostUpdate, update.PARAMETERS, cores)
-        link = stack.enter_context(Link(subject.device)) if subject.device.type == "cuda" else None  # meanwhile: pinning takes as long
+        link = None
+        if subject.device.type == "cuda":  # meanwhile: pinning takes as long
+            link = stack.enter_context(LinkTest(subject.device))
         work = stack.enter_context(preparing.result())
         counts = [chosen] if subject.quick else thread_counts(cores)
         rates = tuple((threads, work.rate(threads, host_clock)) for threads in counts)
         if link is None:
-            return {"update": rates, "update_busy": interpolate(rates, chosen), "device_update": rates[-1][1]}
-        figures = link.rates(clock)
+            busy, most = interpolate(rates, chosen), rates[-1][1]
+            return {"update": rates, "update_busy": busy, "device_update": most}
+        figures = link.rates(subject.clock(subject.device))
         with link.busy():
             return {**figures, "update": rates, "update_busy": work.rate(chosen, host_clock)}
 
 
 def _arithmetic(subject: Subject) -> Figures:
-    """The first time, compiling takes seconds."""
-    return {"arithmetic": update.arithmetic(update_threads(subject.hardware.physical_cores), subject.clock(torch.device("cpu")))}
+    """Compiling takes seconds the first time."""
+    threads = update_threads(subject.hardware.physical_cores)
+    return {"arithmetic": update.arithmetic(threads, subject.clock(torch.device("cpu")))}
 
 
-def _products(subject: Subject) -> Figures:
-    """In both precisions; on a CPU, where they take long, a quick one only in that which runs choose by themselves."""
+def _matmuls(subject: Subject) -> Figures:
+    """In both precisions; on a CPU, where they take long, a quick one only in a run's default."""
     device, dtypes = subject.computing(), {"matmul": torch.bfloat16, "matmul_fp32": torch.float32}
     if subject.quick and subject.device.type == "cpu":
         del dtypes["matmul_fp32" if bf16_is_fast(subject.device.type) else "matmul"]
@@ -139,23 +161,23 @@ def _products(subject: Subject) -> Figures:
 
 
 def _attention(subject: Subject) -> Figures:
-    """In the precision that runs choose by themselves."""
-    sizes, dtype = subject.sizes, torch.bfloat16 if bf16_is_fast(subject.device.type) else torch.float32
-    return {"attention": subject.computing().attention(sizes.lengths, sizes.attention_tokens, dtype)}
+    """In the precision that runs choose by default."""
+    dtype = torch.bfloat16 if bf16_is_fast(subject.device.type) else torch.float32
+    lengths, tokens = subject.sizes.lengths, subject.sizes.attention_tokens
+    return {"attention": subject.computing().attention(lengths, tokens, dtype)}
 
 
 def _memory(subject: Subject) -> Figures:
-    """The device's memory, the update in it, and what starting an operation costs. A CPU's own update is the host's."""
+    """The device's memory, a GPU's update in it, and what starting an operation costs."""
     device, nbytes = subject.computing(), subject.sizes.memory_bytes
-    memory = device.memory(nbytes)
-    cuda = subject.device.type == "cuda"
-    figures = {"memory": memory, "fresh": memory if cuda else device.fresh(nbytes), "launch": device.launch()}
-    if not cuda:
-        return figures
-    measured = (
-        None if subject.quick else update.device_rate(subject.clock(subject.device), update.PARAMETERS)
-    )  # a quick one compiles no kernel for 2%
-    return figures | {"device_update": measured or memory / UPDATE_BYTES}
+    memory, launch = device.memory(nbytes), device.launch()
+    if subject.device.type != "cuda":
+        return {"memory": memory, "fresh": device.fresh(nbytes), "launch": launch}
+    rate = None
+    if not subject.quick:  # which compiles no kernel for a difference of 2%
+        rate = update.device_rate(subject.clock(subject.device), update.PARAMETERS)
+    rate = rate or memory / UPDATE_BYTES
+    return {"memory": memory, "fresh": memory, "launch": launch, "device_update": rate}
 
 
 def _fp8(subject: Subject) -> Figures:
@@ -173,7 +195,7 @@ Step = Callable[[Subject], Figures]
 
 QUICK_STEPS: dict[str, Step] = {
     "links and the host's update": _links_and_update,
-    "matrix products": _products,
+    "matrix products": _matmuls,
     "the device's memory": _memory,
     "attention": _attention,
     "the update's arithmetic": _arithmetic,

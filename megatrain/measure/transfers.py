@@ -1,4 +1,4 @@
-"""The link between host and GPU: pinned memory to the device and back, each way alone, and both at once."""
+"""The link between host and GPU: pinned memory to the device and back, alone and both at once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ PIECES_AT_ONCE = 4  # each way, so that the slower way's last piece counts for l
 TOUCH_THREADS = 8
 
 
-class Link:
-    """Buffers of one piece on either side for either way. Use as a context manager."""
+class LinkTest:
+    """A host and a device buffer of one piece for each direction. Use as a context manager."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._slabs = [Slab(f"transfers {way}", PIECE_BYTES, pinned=True, threads=TOUCH_THREADS) for way in ("up", "down")]
+        self._slabs = [
+            Slab(f"transfers {way}", PIECE_BYTES, pinned=True, threads=TOUCH_THREADS)
+            for way in ("up", "down")
+        ]
         self._host = [slab.bytes[:PIECE_BYTES] for slab in self._slabs]
-        self._device = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in self._host]
-        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]  # type: ignore[no-untyped-call]
+        self._device = [torch.zeros_like(piece, device=device) for piece in self._host]
+        self._streams = [torch.cuda.Stream(device) for _ in self._host]  # type: ignore[no-untyped-call]
 
     def rates(self, clock: Clock) -> dict[str, float]:
         """Bytes/s: `upload` and `download` alone, `both` their sum at once."""
@@ -42,7 +45,7 @@ class Link:
         self._host[1].copy_(self._device[1], non_blocking=True)
 
     def both(self) -> None:
-        """Enqueue several pieces each way, at once; the current stream goes on when all have arrived."""
+        """Enqueue several pieces each way at once."""
         current = torch.cuda.current_stream(self.device)
         for stream, copy in zip(self._streams, (self.up, self.down), strict=True):
             stream.wait_stream(current)
@@ -50,11 +53,11 @@ class Link:
                 for _ in range(PIECES_AT_ONCE):
                     copy()
         for stream in self._streams:
-            current.wait_stream(stream)
+            current.wait_stream(stream)  # wait: a timing ends when all pieces have arrived
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Both ways full until the block ends."""
+        """Keep both directions busy until the block ends."""
         stop = threading.Event()
 
         def work() -> None:
@@ -70,10 +73,15 @@ class Link:
             stop.set()
             thread.join()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> LinkTest:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         torch.cuda.synchronize(self.device)  # pinned memory goes only when no copy reads it
         for slab in self._slabs:
             slab.close()

@@ -17,9 +17,11 @@ from megatrain.optim.optimizer import UpdateRange
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
 PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
-PASSES = 4  # of many threads over the arrays in a timed call, with no wait in between: waking them and waiting for the last count a quarter
-TOUCH_BYTES = 16 << 20  # that a thread touches at a time
-PIECE = 1 << 19  # parameters that a thread updates in one call: in less, threads would queue for Python's lock
+# Passes of many threads over the arrays in a timed call, with no wait in between: waking the
+# threads and waiting for the last one then count a quarter.
+PASSES = 4
+TOUCH_BYTES = 16 << 20  # touched by a thread at a time
+PIECE = 1 << 19  # parameters of one call: with fewer, threads would queue for Python's lock
 REPEATS = 8
 TOUCH_VALUE = 60  # of every byte: bfloat16 and float32 numbers of 0.011 each
 ARRAYS = {
@@ -29,23 +31,25 @@ ARRAYS = {
     "exp_avg_sq": torch.float32,
     "grad": torch.bfloat16,
 }
-
-
-UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}  # moves nothing far, however often repeated
+# Moves no number far, however often it is repeated.
+UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
 
 
 def device_rate(clock: Clock, parameters: int) -> float | None:
-    """Parameters/s of AdamW in bfloat16 precision on a GPU; None where its kernel cannot be made."""
+    """Parameters/s of AdamW in bfloat16 precision on a GPU; None if its kernel cannot be made."""
     optimizer = AdamW()
-    arrays = {name: torch.ones(parameters, dtype=dtype, device=clock.device) for name, dtype in ARRAYS.items()}
+    arrays = {
+        name: torch.ones(parameters, dtype=dtype, device=clock.device)
+        for name, dtype in ARRAYS.items()
+    }
     seconds = clock.seconds_if_possible(lambda: optimizer.update(arrays, **UNMOVING))
     return None if seconds is None else parameters / seconds
 
 
 def arithmetic(threads: int, clock: Clock) -> float:
-    """How fast each of so many threads computes an update, of what `Optimizer.arithmetic` assumes.
+    """The compute-bound update rate of each of `threads` threads, over `Optimizer.arithmetic`.
 
-    Of AdamW with moments in 8 bits, whose arithmetic takes longer than its memory.
+    Measured with AdamW's int8 moments, whose arithmetic takes longer than their memory traffic.
     """
     optimizer = AdamW(moments="int8")
     arrays = [_piece(optimizer) for _ in range(threads)]
@@ -65,28 +69,34 @@ def _piece(optimizer: AdamW) -> dict[str, torch.Tensor]:
     """Arrays of PIECE elements, of numbers that look like training's."""
     arrays = {name: torch.full((PIECE,), 0.01, dtype=ARRAYS[name]) for name in ("weight", "grad")}
     arrays["remainder"] = torch.zeros(PIECE, dtype=torch.int16)
-    of_state = {state.name: PIECE if state.per == "element" else PIECE // GROUP for state in optimizer.state_arrays}
-    return arrays | {name: torch.full((size,), TOUCH_VALUE, dtype=torch.uint8) for name, size in of_state.items()}
+    for state in optimizer.state_arrays:
+        size = PIECE if state.per == "element" else PIECE // GROUP
+        arrays[state.name] = torch.full((size,), TOUCH_VALUE, dtype=torch.uint8)
+    return arrays
 
 
 class HostUpdate:
-    """AdamW in bfloat16 precision over `parameters` parameters in host RAM. Use as a context manager.
+    """AdamW in bfloat16 precision over `parameters` in host RAM. Use as a context manager.
 
-    Args:
-        threads: that touch the memory first, while the caller's loads or compiles the kernel.
+    threads: that touch the memory first, while the caller's loads or compiles the kernel.
     """
 
     def __init__(self, parameters: int, threads: int) -> None:
         self.parameters = parameters
-        self._slabs = {name: Slab(name, parameters * dtype.itemsize, pinned=False, threads=threads) for name, dtype in ARRAYS.items()}
-        self._arrays = {name: slab.bytes.view(ARRAYS[name])[:parameters] for name, slab in self._slabs.items()}
+        self._slabs = {
+            name: Slab(name, parameters * dtype.itemsize, pinned=False, threads=threads)
+            for name, dtype in ARRAYS.items()
+        }
+        self._arrays = {
+            name: slab.bytes.view(ARRAYS[name])[:parameters] for name, slab in self._slabs.items()
+        }
         with ThreadPoolExecutor(threads) as pool:
             for slab in self._slabs.values():
                 touch(slab, pool)
             self._update = AdamW().updating(self._arrays, **UNMOVING)
 
     def rate(self, threads: int, clock: Clock) -> float:
-        """Parameters/s on so many threads, each of which takes pieces until none is left, as in training."""
+        """Parameters/s; each of `threads` takes pieces until none is left, as in training."""
         size = -(-self.parameters // (threads * PIECES_PER_THREAD))
         passes = min(PASSES, threads)
         starts = passes * [*range(0, self.parameters, size)]
@@ -96,12 +106,18 @@ class HostUpdate:
                 self._update(start, start + size)
 
         with ThreadPoolExecutor(threads) as pool:
-            return passes * self.parameters / clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))
+            seconds = clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))
+        return passes * self.parameters / seconds
 
     def __enter__(self) -> HostUpdate:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         del self._update  # it holds views
         self._arrays.clear()
         for slab in self._slabs.values():
@@ -109,7 +125,7 @@ class HostUpdate:
 
 
 def touch(slab: Slab, pool: ThreadPoolExecutor) -> None:
-    """Have the pool write to every page. By numpy: torch would start a team of threads in each of the pool's."""
+    """Have the pool write to every page. By numpy: torch would start a thread team in each one."""
     pages = slab.bytes.numpy()
     for start in range(0, slab.nbytes, TOUCH_BYTES):
         pool.submit(pages[start : start + TOUCH_BYTES].fill, TOUCH_VALUE)

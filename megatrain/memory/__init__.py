@@ -1,0 +1,1 @@
+"""Where a model's arrays are: GPU memory, host RAM, NVMe. Each module is public; none is loaded."""

@@ -1,22 +1,24 @@
-"""Where each tensor of a block lies inside the block's flat arrays."""
+"""Where each tensor of a block is inside the block's flat arrays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-TENSOR_ALIGNMENT = 64  # elements: 128 bytes of bf16, so that every view starts on a cache line and suits vector loads
-GROUP = TENSOR_ALIGNMENT  # consecutive elements that may share one of another array: a scale, say
-BLOCK_ALIGNMENT = 1024  # elements: a block's flat array is a whole number of rows for the row-wise norm and of pages' halves
+# All three in elements. 64 of bf16 are 128 bytes: every view starts on a cache line, for vector
+# loads. 1024 of bf16 are half a page, and whole rows for the row-wise norm.
+TENSOR_ALIGNMENT = 64
+GROUP = TENSOR_ALIGNMENT  # consecutive elements that share one element of a "group" array: a scale
+BLOCK_ALIGNMENT = 1024
 
 
-# What an array of a block has one element for: every parameter, every GROUP of them, every row or column of each tensor (of the last two
-# dimensions; a tensor of one dimension is its own row), or every parameter that is not in a hidden matrix (TensorSpec.hidden).
-Per = Literal["element", "group", "row", "column", "unhidden"]
+# Granularity of an array of a block: one element for every parameter, for every GROUP of them, or for
+# every parameter that is not in a hidden matrix (TensorSpec.hidden).
+Per = Literal["element", "group", "unhidden"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -25,22 +27,27 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def part(per: Per, start: int, stop: int) -> slice:
-    """Where elements [start, stop) of a block lie in an array that has one element for each, or for each GROUP of them."""
+    """Elements [start, stop) of a block as a slice of an array of granularity element or group."""
     if per == "element":
         return slice(start, stop)
     assert per == "group", per
-    assert start % GROUP == stop % GROUP == 0, (start, stop)
+    assert start % GROUP == stop % GROUP == 0, (start, stop)  # a shared scale has one writer
     return slice(start // GROUP, stop // GROUP)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a block. `offset` and `numel` count elements; `decay` says whether weight decay applies.
+    """One tensor of a block.
 
-    `hidden`: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM head, a norm or a bias.
+    Attributes:
+        name: the model's own parameter name, as in its state dict.
+        offset: of its first element in the block's flat arrays, in elements.
+        decay: whether weight decay applies.
+        hidden: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM
+            head, a norm or a bias.
     """
 
-    name: str  # the model's own parameter name, as in its state dict
+    name: str
     shape: tuple[int, ...]
     offset: int
     decay: bool
@@ -62,21 +69,28 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The tensors of one block, packed. The arrays of the block (weight, moments, gradient) use it, or one that follows from it: `per`."""
+    """The tensors of one block, packed. Its arrays (weight, moments, gradient) have this layout.
+
+    Arrays of another granularity have the layout that `per` derives from it.
+    """
 
     tensors: tuple[TensorSpec, ...]
     numel: int  # padded; padding is zero in every array and stays zero under every optimizer
 
     @classmethod
-    def pack(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], *, layer: bool = False) -> FlatLayout:
-        """Lay out (name, shape, decay) triples in the given order. `layer`: they are a decoder layer's."""
+    def pack(
+        cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], *, layer: bool = False
+    ) -> FlatLayout:
+        """Lay out (name, shape, decay) triples in this order. `layer`: of a decoder layer."""
         specs = []
         offset = 0
         for name, shape, decay in tensors:
+            # a matrix of one row or column counts as a vector
             hidden = layer and decay and len(shape) in (2, 3) and min(shape[-2:]) > 1
             spec = TensorSpec(name, tuple(shape), offset, decay, hidden)
             specs.append(spec)
-            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
+            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)  # padding: the next is aligned
+        # at least one row: a block without tensors has an array, too
         return cls(tuple(specs), round_up(max(offset, 1), BLOCK_ALIGNMENT))
 
     @property
@@ -85,45 +99,60 @@ class FlatLayout:
         return sum(spec.numel for spec in self.tensors)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of the block as views into `flat`, a contiguous array of `numel` elements of any dtype."""
+        """The tensors as views into `flat`, a contiguous array [numel] of any dtype."""
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
         return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
 
     def flats(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as 1-D views with the padding up to their alignment."""
-        return {t.name: flat.narrow(0, t.offset, round_up(t.numel, TENSOR_ALIGNMENT)) for t in self.tensors}
+        return {
+            t.name: flat.narrow(0, t.offset, round_up(t.numel, TENSOR_ALIGNMENT))
+            for t in self.tensors
+        }
 
     def per(self, what: Per) -> FlatLayout:
-        """The layout of an array that has one element per element, group, row or column of this one; tensors keep their names."""
+        """The layout of an array of granularity `what`; tensors keep their names."""
         if what == "element":
             return self
         if what == "unhidden":
             return FlatLayout.pack((t.name, t.shape, t.decay) for t in self.tensors if not t.hidden)
-        if what == "group":
-            grouped = (TensorSpec(t.name, (round_up(t.numel, GROUP) // GROUP,), t.offset // GROUP, t.decay) for t in self.tensors)
-            return FlatLayout(tuple(grouped), self.numel // GROUP)
-        return FlatLayout.pack((t.name, _without(t.shape, what), t.decay) for t in self.tensors)
+        grouped = (
+            TensorSpec(t.name, (round_up(t.numel, GROUP) // GROUP,), t.offset // GROUP, t.decay)
+            for t in self.tensors
+        )
+        return FlatLayout(tuple(grouped), self.numel // GROUP)
 
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the padding behind each tensor that has some."""
-        ends = [*(t.offset for t in self.tensors[1:]), self.numel]
-        spans = [(t.offset + t.numel, end) for t, end in zip(self.tensors, ends, strict=True)] if self.tensors else [(0, self.numel)]
+        spans = [(t.offset + t.numel, end) for t, end in self._ends()] or [(0, self.numel)]
         return [(start, stop) for start, stop in spans if start < stop]
 
+    def _ends(self) -> Iterator[tuple[TensorSpec, int]]:
+        """(tensor, where the padding behind it ends); nothing for a block without tensors."""
+        ends = [*(t.offset for t in self.tensors[1:]), self.numel]
+        return zip(self.tensors, ends, strict=False)
+
     def segments(self) -> list[Segment]:
-        """The whole block cut into runs of equal hyper-parameters; padding belongs to the tensor before it."""
+        """The block cut into runs of equal hyper-parameters; padding joins the tensor before it."""
         segments: list[Segment] = []
-        ends = [*(t.offset for t in self.tensors[1:]), self.numel][: len(self.tensors)]  # a block may have no tensor
-        for tensor, end in zip(self.tensors, ends, strict=True):
-            if segments and segments[-1].decay == tensor.decay:
+        for tensor, end in self._ends():
+            if segments and segments[-1].decay == tensor.decay:  # one run: fewer kernel calls
                 segments[-1] = Segment(segments[-1].start, end, tensor.decay)
             else:
                 segments.append(Segment(tensor.offset, end, tensor.decay))
         return segments
 
 
-def _without(shape: tuple[int, ...], what: Per) -> tuple[int, ...]:
-    """The shape of what there is per row, or per column, of a tensor."""
-    if len(shape) < 2:
-        return shape if what == "row" else (1,)
-    return shape[:-1] if what == "row" else (*shape[:-2], shape[-1])
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array that every block has.
+
+    Attributes:
+        transferred: copied to or from the device; pinned when the store serves a GPU.
+        per: its granularity.
+    """
+
+    name: str
+    dtype: torch.dtype
+    transferred: bool = False
+    per: Per = "element"

@@ -1,52 +1,54 @@
-"""The right to use arrays of a block for a while, wherever they lie."""
+"""The right to use arrays of a block for a while, on whichever tier they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Protocol
 
 import torch
 
-
-class Held(Protocol):
-    """Arrays on their way from a drive."""
-
-    def wait(self) -> Mapping[str, torch.Tensor]: ...
-    def release(self, *, changed: bool, soon: bool) -> None: ...
+from megatrain.memory.nvme_store import NvmeLease
 
 
 class Lease:
-    """Arrays of a block by name: at once those in memory, after `wait` those that come from a drive. Valid until `release`.
-
-    As a context manager it waits, and releases at the end: changed, if it was asked for with `changes`.
+    """Arrays of a block by name, valid until `release`. As a context manager: waits, then releases.
 
     Args:
-        here: arrays that are in memory anyway.
-        there: those that are not.
-        changes: the holder writes to them.
-        soon: what was changed is written back at once, not only when its buffer is wanted.
+        in_memory: arrays on the device or in host RAM.
+        on_nvme: the lease of the others, if there are any.
+        changes: the holder writes to the arrays.
+        soon: changes go to the drive at once, not only when another array needs the buffer.
     """
 
-    def __init__(self, here: Mapping[str, torch.Tensor], there: Held | None = None, *, changes: bool = False, soon: bool = True) -> None:
-        self._here, self._there, self._changes, self._soon = here, there, changes, soon
+    def __init__(
+        self,
+        in_memory: Mapping[str, torch.Tensor],
+        on_nvme: NvmeLease | None = None,
+        *,
+        changes: bool = False,
+        soon: bool = True,
+    ) -> None:
+        self._in_memory, self._on_nvme = in_memory, on_nvme
+        self._changes, self._soon = changes, soon
 
     def wait(self) -> dict[str, torch.Tensor]:
         """The arrays, once they are in memory. Raises StorageError."""
-        return {**self._here, **(self._there.wait() if self._there is not None else {})}
+        return {**self._in_memory, **(self._on_nvme.wait() if self._on_nvme is not None else {})}
 
     def release(self, *, changed: bool | None = None) -> None:
-        """Give the arrays back, also before they came; twice is once. `changed`: what was written must be kept; default `changes`."""
-        there, self._there, self._here = self._there, None, {}
-        if there is not None:
-            there.release(changed=self._changes if changed is None else changed, soon=self._soon)
+        """Give the arrays back, even before they arrived; a second call does nothing.
+
+        `changed`: the arrays were written to, and the new values are kept; default: `changes`.
+        """
+        on_nvme, self._on_nvme, self._in_memory = self._on_nvme, None, {}
+        if on_nvme is not None:
+            on_nvme.release(changed=self._changes if changed is None else changed, soon=self._soon)
 
     def __enter__(self) -> dict[str, torch.Tensor]:
         try:
             return self.wait()
         except BaseException:
-            self.release(changed=False)
+            self.release(changed=False)  # `__exit__` is not called then
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+    def __exit__(self, *_: object) -> None:
+        self.release()  # as changed, also after an error: part of the change may have been made

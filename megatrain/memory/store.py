@@ -1,4 +1,8 @@
-"""All parameters and optimizer state of a model, over the tiers: the first blocks on the device, the others in host RAM or on NVMe."""
+"""All parameters and optimizer state of a model over the tiers: GPU memory, host RAM and NVMe.
+
+The first blocks are on the device, where they need no transfer. The others are in host RAM, as a
+few flat arrays per block cut from large slabs, or on NVMe.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +10,130 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import torch
 
-from megatrain.memory.device_store import DeviceStore
-from megatrain.memory.host_store import ArraySpec, HostStore
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import NvmeStore
+from megatrain.memory.slab import Slab
+from megatrain.schedule import PAGE
 
-PIECE_ELEMENTS = 1 << 24  # of what lies on the device, copied to the host at a time
+# Larger mappings register no faster, and one failure should name an amount that is easy to picture.
+SLAB_BYTES = 16 << 30
+PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
 
 
-class Arrays(Protocol):
-    """What readers and writers of a store need of it."""
+class HostStore:
+    """Owns arrays of blocks in host RAM. New arrays are zero.
+
+    Args:
+        layouts: one per block, in execution order.
+        blocks: the blocks that have an array here, by array.
+        pinned: pin transferred arrays for CUDA, and take all memory at once: no later step then
+            pays for the first touch, or finds that memory is missing.
+        threads: number of threads for the first touch.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        blocks: Mapping[ArraySpec, Sequence[int]],
+        *,
+        pinned: bool,
+        threads: int,
+    ) -> None:
+        self._slabs: list[Slab] = []
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        try:
+            for spec, here in blocks.items():
+                numels = [layouts[block].per(spec.per).numel for block in here]
+                self._place(spec, here, numels, pinned, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(
+        self,
+        spec: ArraySpec,
+        blocks: Sequence[int],
+        numels: Sequence[int],
+        pinned: bool,
+        threads: int,
+    ) -> None:
+        """Cut the array of these blocks from slabs, of whole blocks each. `numels`: elements."""
+        # whole pages: every array starts on one
+        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
+        start = 0
+        while start < len(sizes):
+            stop = start + 1
+            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
+                stop += 1
+            nbytes, pin = sum(sizes[start:stop]), pinned and spec.transferred
+            # touched: beside a GPU all host memory is taken now, not only what is pinned
+            slab = Slab(spec.name, nbytes, pinned=pin, threads=threads, touched=pinned)
+            self._slabs.append(slab)
+            pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
+            for number, piece in enumerate(pieces, start):
+                data = piece[: numels[number] * spec.dtype.itemsize]
+                self._views[spec.name, blocks[number]] = data.view(spec.dtype)
+            start = stop
+
+    def array(self, name: str, block: int) -> torch.Tensor:
+        """The flat array `name` of a block: 1-D, a view of the store's memory."""
+        return self._views[name, block]
 
     @property
-    def layouts(self) -> tuple[FlatLayout, ...]: ...
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def close(self) -> None:
+        self._views.clear()  # a view that is held elsewhere keeps its slab's memory
+        while self._slabs:
+            self._slabs.pop().close()
+
+
+class DeviceStore:
+    """Owns arrays of the first `count` blocks in the memory of `device`. New arrays are zero."""
+
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        arrays: Sequence[ArraySpec],
+        *,
+        count: int,
+        device: torch.device,
+    ) -> None:
+        self._arrays = {
+            (spec.name, block): torch.zeros(
+                layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device
+            )
+            for block in range(count)
+            for spec in arrays
+        }
+
+    def array(self, name: str, block: int) -> torch.Tensor:
+        """The flat array `name` of a block: 1-D."""
+        return self._arrays[name, block]
+
     @property
-    def arrays(self) -> Mapping[str, ArraySpec]: ...
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(array.nbytes for array in self._arrays.values())
 
-    def layout(self, name: str, block: int) -> FlatLayout:
-        """Where the tensors of a block lie in its array `name`."""
+    def close(self) -> None:
+        self._arrays.clear()
 
-    def lease(self, block: int, names: Sequence[str], *, changes: bool = False, fill: bool = True, soon: bool = True) -> Lease:
-        """Flat arrays of a block for a while: 1-D, `layout(name, block).numel` elements, on whatever tier they lie. See `Lease`.
 
-        `fill`: they are wanted with what they hold; all of them is overwritten otherwise.
-        """
-
-    def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """`numel` elements of an array from `start` on, piece by piece, on the CPU. Each piece is valid until the next is asked for."""
+# -- all tiers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OnNvme:
-    """What lies on NVMe: blocks by array name, and the folders."""
+    """The blocks on NVMe by array name, and the folders for them, on one or several drives."""
 
-    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     folders: tuple[Path, ...] = ()
 
 
@@ -54,12 +142,12 @@ class Store:
 
     Args:
         layouts: one per block, in execution order.
-        arrays: of the blocks in host RAM.
-        first: the block from which on an array exists there, by name; `resident` where it is not named.
-        resident: the first so many blocks live on the device.
-        resident_arrays: of those.
-        on_nvme: blocks whose arrays are not in host RAM but on a drive.
-        threads: for the first touch of host memory.
+        arrays: the arrays of the blocks in host RAM.
+        first: by array name: the first block that has the array in host RAM; default `resident`.
+        resident: number of blocks on the device, the first ones.
+        resident_arrays: the arrays of the blocks on the device.
+        on_nvme: arrays of `arrays` which some blocks have on NVMe instead of in host RAM.
+        threads: number of threads for the first touch of host memory.
     """
 
     def __init__(
@@ -77,75 +165,116 @@ class Store:
         self.layouts = tuple(layouts)
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
-        starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
         pinned, far = device.type == "cuda", on_nvme or OnNvme()
+        # gradient accumulators may begin later: more of them than of the blocks are on the device
+        starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
+        in_ram = {
+            spec: [
+                block
+                for block in range(starts[name], len(self.layouts))
+                if block not in far.blocks.get(name, ())
+            ]
+            for name, spec in self.arrays.items()
+        }
         with ExitStack() as opened:
             self.nvme: NvmeStore | None = None
+            # first: a folder that lacks the space is found before host RAM is taken
             if any(far.blocks.values()):
-                self.nvme = NvmeStore(layouts, arrays, far.blocks, far.folders, pinned=pinned, threads=threads)
+                self.nvme = NvmeStore(
+                    layouts, arrays, far.blocks, far.folders, pinned=pinned, threads=threads
+                )
                 opened.callback(self.nvme.close)
-            self.host = HostStore(layouts, arrays, first=starts, elsewhere=far.blocks, pinned=pinned, threads=threads)
+            self.host = HostStore(layouts, in_ram, pinned=pinned, threads=threads)
             opened.callback(self.host.close)
             self.device = DeviceStore(layouts, resident_arrays, count=resident, device=device)
             opened.callback(self.device.close)
-            self._opened = opened.pop_all()
+            self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def is_resident(self, block: int) -> bool:
-        """Whether the block lives on the device."""
+        """Whether the block is on the device."""
         return block < self.resident
-
-    def layout(self, name: str, block: int) -> FlatLayout:
-        """Where the tensors of a block lie in its array `name`."""
-        return self.layouts[block].per(self.arrays[name].per)
-
-    def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block that is not on NVMe: 1-D, `layout(name, block).numel` elements, a view of the store's memory."""
-        return (self.device if self.is_resident(block) else self.host).array(name, block)
 
     def is_on_nvme(self, name: str, block: int) -> bool:
         """Whether the array can only be had by a lease that waits for it."""
         return self.nvme is not None and self.nvme.holds(name, block)
 
+    def layout(self, name: str, block: int) -> FlatLayout:
+        """The tensors of a block in its array `name`."""
+        return self.layouts[block].per(self.arrays[name].per)
+
+    def array(self, name: str, block: int) -> torch.Tensor:
+        """The flat array `name` of a block that is not on NVMe.
+
+        1-D, `layout(name, block).numel` elements, a view of the store's memory.
+        """
+        return (self.device if self.is_resident(block) else self.host).array(name, block)
+
     def lease(
-        self, block: int, names: Sequence[str], *, changes: bool = False, fill: bool = True, soon: bool = True, ahead: bool = True
+        self,
+        block: int,
+        names: Sequence[str],
+        *,
+        changes: bool = False,
+        overwrites: bool = False,
+        soon: bool = True,
+        ahead: bool = True,
     ) -> Lease:
-        """Arrays of a block, on whatever tier they lie; those on NVMe are asked for now. See `Arrays`, `Lease` and `NvmeStore.lease`."""
+        """The right to use flat arrays of a block for a while, on whichever tier they are.
+
+        Those on NVMe are asked for now.
+
+        Args:
+            changes: the holder writes to the arrays.
+            overwrites: it writes every element, so their old values are not read from the drive.
+            soon: changes go to the drive at once, not only when another array needs the buffer.
+            ahead: see `NvmeStore.lease`.
+        """
         far = [name for name in names if self.is_on_nvme(name, block)]
-        here = {name: self.array(name, block) for name in names if name not in far}
-        there = self.nvme.lease(block, far, changes=changes, fill=fill, ahead=ahead) if self.nvme is not None and far else None
-        return Lease(here, there, changes=changes, soon=soon)
+        in_memory = {name: self.array(name, block) for name in names if name not in far}
+        if self.nvme is None or not far:
+            return Lease(in_memory)
+        on_nvme = self.nvme.lease(block, far, changes=changes, overwrites=overwrites, ahead=ahead)
+        return Lease(in_memory, on_nvme, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """See `Arrays`. Nobody may change the array meanwhile."""
+        """`numel` elements of an array from element `start`, piece by piece, on the CPU.
+
+        A piece is valid until the next is asked for. Nobody may change the array meanwhile.
+        """
         if self.nvme is not None and self.nvme.holds(name, block):
             yield from self.nvme.pieces(name, block, start, numel)
             return
         part = self.array(name, block).narrow(0, start, numel)
-        yield from [part] if part.is_cpu else (piece.cpu() for piece in torch.split(part, PIECE_ELEMENTS))
+        if part.is_cpu:
+            yield part  # a view, without a copy
+        else:
+            yield from (piece.cpu() for piece in torch.split(part, PIECE_ELEMENTS))
 
     def lasting(self, name: str, block: int) -> torch.Tensor:
-        """An array on the CPU for longer than a lease lasts: the store's own if it lies in host RAM, else a copy."""
+        """An array on the CPU for longer than a lease: the store's own if in RAM, else a copy."""
         if not self.is_on_nvme(name, block):
             return self.array(name, block).cpu()
         with self.lease(block, [name]) as arrays:
-            return arrays[name].clone()
+            return arrays[name].clone()  # its buffer goes to another array after the lease
 
     @property
     def nvme_waited_s(self) -> float:
-        """Seconds so far in which an update waited for what lies on NVMe."""
+        """Seconds so far in which an update waited for arrays on NVMe."""
         return 0.0 if self.nvme is None else self.nvme.waited_s
 
     def stop(self, error: BaseException) -> None:
-        """Updates have stopped in the middle: whoever waits for what lies on NVMe, now or later, gets `error`."""
+        """An update failed midway: every wait for arrays on NVMe, now or later, raises `error`."""
         if self.nvme is not None:
             self.nvme.stop(error)
 
-    def has(self, name: str) -> bool:
-        return name in self.arrays
+    def check(self) -> None:
+        """Raise what stopped the transfers to and from NVMe, if anything did so far."""
+        if self.nvme is not None:
+            self.nvme.check()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the store holds."""
+        """Bytes of host memory, staging buffers of NVMe included."""
         return self.host.nbytes + (0 if self.nvme is None else self.nvme.nbytes)
 
     def close(self) -> None:
@@ -154,5 +283,5 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

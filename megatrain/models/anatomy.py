@@ -1,8 +1,8 @@
-"""The blocks of a Hugging Face decoder: what is streamed, in which order, and where each parameter belongs."""
+"""The blocks of a Hugging Face decoder: what is streamed, in which order, and which parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,10 +22,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model as blocks in execution order, and the few sizes that the rest of the house needs."""
+    """A model as blocks in execution order, and the few sizes that other rooms need.
+
+    `tied` holds (alias, owner) pairs: the alias has no storage, its owner lives in `embed`.
+    """
 
     blocks: tuple[Block, ...]
-    tied: tuple[tuple[str, str], ...]  # (alias, owner): the alias has no storage, its owner lives in `embed`
+    tied: tuple[tuple[str, str], ...]
     family: str  # the configuration's model_type
     hidden_size: int
     vocab_size: int
@@ -33,7 +36,7 @@ class Anatomy:
 
     @property
     def parameters(self) -> int:
-        """Trained parameters; a tied tensor counts once."""
+        """Number of trained parameters; a tied tensor counts once."""
         return sum(block.layout.parameters for block in self.blocks)
 
     @property
@@ -55,32 +58,83 @@ class Anatomy:
         return bool(self.tied)
 
 
+def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
+    """The layouts of all blocks, in execution order."""
+    return tuple(block.layout for block in anatomy.blocks)
+
+
 def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """The decoder stack of `model`: the one ModuleList with as many entries as the configuration has layers.
+    """(path, decoder stack) of `model`: its one ModuleList of `count` entries with parameters.
 
     Raises:
-        ModelError: there is no such list, or more than one (an encoder beside the decoder, say).
+        ModelError: there is none, or more than one (an encoder beside the decoder, say).
     """
-    lists = [
-        (path, module)
+    lists = {
+        path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and any(True for _ in module.parameters())
-    ]
-    outermost = [(path, module) for path, module in lists if not any(path.startswith(other + ".") for other, _ in lists)]
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and any(True for _ in module.parameters())
+    }
+    outermost = [path for path in lists if not any(path.startswith(f"{o}.") for o in lists)]
     if len(outermost) != 1:
-        found = ", ".join(path for path, _ in outermost) or "none"
         raise ModelError(
-            f"{type(model).__name__}: expected exactly one list of {count} decoder layers, found {found}; it cannot be streamed yet"
+            f"{type(model).__name__}: expected exactly one list of {count} decoder layers, found "
+            f"{', '.join(outermost) or 'none'}; it cannot be streamed yet"
         )
-    return outermost[0]
+    return outermost[0], lists[outermost[0]]
+
+
+def divide(
+    model: nn.Module, stack: str, layers: int, before: Sequence[str], after: Sequence[str]
+) -> tuple[tuple[Block, ...], tuple[tuple[str, str], ...]]:
+    """Assign every parameter to one block; returns (blocks, tied) as `Anatomy` holds them.
+
+    Args:
+        stack: path of the decoder stack.
+        before, after: names of the parameters used before its first and after its last layer.
+
+    Raises:
+        ModelError: a parameter is shared otherwise than by tied embeddings, or used nowhere.
+    """
+    family = type(model).__name__
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    prefixes = [f"{stack}.{i}." for i in range(layers)]
+    in_layers = [[name for name in by_name if name.startswith(prefix)] for prefix in prefixes]
+    owner_of: dict[int, str] = {}
+    members: list[list[str]] = [[] for _ in range(layers + 2)]
+    tied = []
+    for index, names in enumerate([before, *in_layers, after]):
+        for name in names:
+            owner = owner_of.setdefault(id(by_name[name]), name)
+            if owner == name and name not in members[0]:
+                members[index].append(name)
+            elif owner != name and index == layers + 1 and owner in members[0]:
+                tied.append((name, owner))
+            else:
+                reason = f"shares its weights with {owner}, which"
+                if owner == name:
+                    reason = "is used at both ends of the model; it"
+                raise ModelError(f"{family}: {name} {reason} cannot be streamed yet")
+    homeless = [name for name, p in by_name.items() if id(p) not in owner_of]
+    if homeless:
+        raise ModelError(
+            f"{family}: {homeless[0]} is used neither before the first nor after the last layer"
+        )
+    labels = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    blocks = (
+        Block(i, label, layout_of(((n, by_name[n]) for n in names), layer=0 < i <= layers))
+        for i, (label, names) in enumerate(zip(labels, members, strict=True))
+    )
+    return tuple(blocks), tuple(tied)
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: not to norms and biases, as transformers' Trainer does."""
+    """True if weight decay applies: not to norms and biases, as in transformers' Trainer."""
     return len(shape) > 1 and not name.endswith("bias")
 
 
 def layout_of(parameters: Iterable[tuple[str, nn.Parameter]], *, layer: bool = False) -> FlatLayout:
-    """Pack parameters into one block's layout: first those that decay, for the device updates each kind by one launch."""
+    """One block's layout: parameters that decay first, so that one launch updates each kind."""
     tensors = [(name, tuple(p.shape), decays(name, tuple(p.shape))) for name, p in parameters]
     return FlatLayout.pack(sorted(tensors, key=lambda tensor: not tensor[2]), layer=layer)

@@ -1,4 +1,4 @@
-"""Documents that share a sequence: where they begin, and whether a mask keeps them apart."""
+"""Documents packed into one sequence: where they begin, and masks that keep them apart."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import torch
 
 
 def documents_of(positions: torch.Tensor) -> torch.Tensor:
-    """Which document of its sequence each token belongs to, [batch, tokens]: another one begins where positions do not go on by one."""
+    """[batch, tokens]: the number of each token's document in its sequence.
+
+    A document begins where positions do not go on by one.
+    """
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
 
 
 def none_found(positions: torch.Tensor) -> None:
-    """Of positions that the model itself counted."""
+    """The answer for positions that the model itself counted: nothing is packed."""
 
 
 @contextmanager
 def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Have transformers ask `find` for the packed documents in positions. Its own search ends in a question to the GPU whether there are
-    any, for whose answer the GPU stands still, once with every run of the model."""
+    """Have transformers ask `find` for the documents of positions; its own search stalls GPUs."""
     from transformers import masking_utils
 
     search = "find_packed_sequence_indices"
-    found = getattr(masking_utils, search, None)
-    if found is None:  # a release that does not search
+    found = getattr(masking_utils, search, None)  # releases before it do not search
+    if found is None:
         yield
         return
     setattr(masking_utils, search, find)
@@ -38,7 +40,7 @@ def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 
 
 def separates(mask: Any) -> bool:
-    """Whether this is a mask [.., 4, 4] under which the last two tokens do not see the first two, and each sees itself."""
+    """True for a mask [.., 4, 4] in which the last two tokens see themselves, not the first two."""
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or mask.shape[-2:] != (4, 4):
         return False
     seen = mask if mask.dtype == torch.bool else mask == 0

@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from megatrain.models.anatomy import Block
+from megatrain.models.meta import lent
 from megatrain.models.skeleton import Skeleton
 
 Write = Callable[[int, torch.Tensor], None]  # (block index, flat fp32 master on the device) -> None
 
 
 def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write) -> None:
-    """Draw every block's fp32 weights on `device` with the model's own `_init_weights`, and hand each block to `write`.
+    """Draw every block's fp32 weights on `device` by the model's `_init_weights`; `write` each.
 
-    The same seed gives the same weights on the same device type. Leaves the caller's random state as it was.
+    One seed gives the same weights on one device type. The caller's random state stays as it was.
     """
     devices = [device] if device.type == "cuda" else []
     for block in skeleton.anatomy.blocks:
@@ -29,28 +30,26 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
 
 
 def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
-    """Fill `flat` [numel] with the block's initial weights: its modules' parameters are views of it while the model's rule runs."""
+    """Fill `flat` [numel], which its parameters view meanwhile, with the block's weights."""
     views = block.layout.views(flat)
-    owners = [(*skeleton.owner(name), view) for name, view in views.items()]
-    before = [(module, leaf, module._parameters[leaf]) for module, leaf, _ in owners]
-    for module, leaf, view in owners:
-        module._parameters[leaf] = nn.Parameter(view)
-    try:
+    with lent([skeleton.owner(name) for name in views], list(map(nn.Parameter, views.values()))):
         for path in modules_of(skeleton, block):
             module, _ = skeleton.owner(f"{path}." if path else "")
             skeleton.model._init_weights(module)  # type: ignore[operator]
-    finally:
-        for module, leaf, parameter in before:
-            module._parameters[leaf] = parameter
 
 
 def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
-    """Paths of the modules that own the block's parameters and of all that contain nothing else, inner before outer, as transformers goes.
+    """Paths of the modules whose parameters are all the block's, or that own one; inner ones first.
 
-    Some rules are about an outer module: GPT-2's attention scales the last of its matrices down.
+    transformers' order. GPT-2's attention, for one, scales its last matrix down afterwards.
     """
     names = [tensor.name for tensor in block.layout.tensors]
-    elsewhere = [tensor.name for other in skeleton.anatomy.blocks if other is not block for tensor in other.layout.tensors]
+    elsewhere = [
+        tensor.name
+        for other in skeleton.anatomy.blocks
+        if other is not block
+        for tensor in other.layout.tensors
+    ]
     paths = {name.rpartition(".")[0]: None for name in names}  # a dict, for its order
     for path in list(paths):
         while path := path.rpartition(".")[0]:

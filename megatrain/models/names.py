@@ -1,7 +1,7 @@
-"""The names under which a family's weights are published, where they differ from those of transformers' modules.
+"""The names under which a family's weights are published, which transformers' modules may not have.
 
-Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`) and keep old folders readable by renaming on load and save. We write
-published names, so that other programs and other releases of transformers read our folders.
+Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`) and rename weights on load and
+save. We write published names, which other programs and releases read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from megatrain.models.anatomy import Anatomy
 
 
 def published_names(anatomy: Anatomy) -> dict[str, str]:
-    """The published name of every tensor of the model, tied aliases included, by the model's own name."""
-    own = [spec.name for block in anatomy.blocks for spec in block.layout.tensors] + [alias for alias, _ in anatomy.tied]
+    """The published name of every tensor, tied aliases included, by the model's own name."""
+    own = [spec.name for block in anatomy.blocks for spec in block.layout.tensors]
+    own += [alias for alias, _ in anatomy.tied]
     renamings = _renamings_on_save(anatomy.family)
     result = {}
     for name in own:
@@ -26,12 +27,16 @@ def published_names(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _renamings_on_save(family: str) -> list[Any]:
-    """transformers' renamings for a family's causal LM, turned round. Other rearrangements (fused experts) are not followed."""
+    """transformers' renamings for a family's causal LM, reversed; not its other rearrangements."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     mapping: Any = get_checkpoint_conversion_mapping  # untyped
     transforms = mapping(CAUSAL.get(family)) or mapping(family) or []
-    # its subclasses move prefixes and indices, and are not undone by transformers either for a model made from scratch
-    return [transform.reverse_transform() for transform in reversed(transforms) if type(transform) is WeightRenaming]
+    # subclasses move prefixes and indices; for a new model transformers does not undo them either
+    return [
+        transform.reverse_transform()
+        for transform in reversed(transforms)
+        if type(transform) is WeightRenaming
+    ]

@@ -1,4 +1,4 @@
-"""Where a pretrained model comes from: a local folder, a GGUF file or a hub id; and its configuration and tokenizer."""
+"""Finds a pretrained model (folder, GGUF file or hub id); reads its configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # no code, no pickle
 HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
-ANSWER = "zq7answer7qz"  # stands for an assistant's answer when a chat template is asked how it ends a turn
+ANSWER = "zq7answer7qz"  # an assistant's answer, to see how a chat template ends a turn
+# What transformers raises on files that it cannot use.
+UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model on this machine. For kind "gguf", `gguf_file` names the file inside the folder `path`."""
+class ModelSource:
+    """A model on this machine. For kind "gguf", `gguf_file` names the file in the folder `path`."""
 
     kind: Literal["folder", "gguf"]
     path: Path
@@ -33,42 +35,54 @@ class Source:
         """The GGUF file, or the folder."""
         return self.path / self.gguf_file if self.gguf_file else self.path
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for transformers' `from_pretrained`."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
-def resolve_source(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
-    """Find the model that `source` names: a local folder or GGUF file if there is one, else a hub id, which is downloaded.
 
-    From the hub come configuration, tokenizer and, unless `weights` is false, safetensors files only. `revision` is a hub branch, tag or
-    commit.
+def resolve_source(
+    source: str | Path, revision: str | None = None, *, weights: bool = True
+) -> ModelSource:
+    """Find the model that `source` names: a local folder or GGUF file, else a hub id to download.
+
+    From the hub come configuration, tokenizer and, unless `weights` is false, safetensors files
+    only. `revision` is a hub branch, tag or commit.
 
     Raises:
-        ModelError: there is no such folder, it holds no model, or the hub has no such model or cannot be reached.
+        ModelError: there is no such model, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         return _resolve_folder(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{path}: is a file; name the folder that holds the model's config.json, or a .gguf file")
-        return Source("gguf", path.parent, path.name)
+            raise ModelError(
+                f"{path}: is a file; name the folder that holds the model's config.json, "
+                "or a .gguf file"
+            )
+        return ModelSource("gguf", path.parent, path.name)
     name = str(source)
     if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
         raise ModelError(f"{name}: no such file or folder{_nearest(path)}")
-    return Source("folder", _download(name, revision, path, [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]))
+    files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
+    return ModelSource("folder", _download(name, revision, path, files))
 
 
-def _resolve_folder(folder: Path) -> Source:
+def _resolve_folder(folder: Path) -> ModelSource:
     if (folder / "config.json").is_file():
-        return Source("folder", folder)
+        return ModelSource("folder", folder)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
-        return Source("gguf", folder, ggufs[0].name)
+        return ModelSource("gguf", folder, ggufs[0].name)
+    reason = "has no config.json; name a folder that holds a Hugging Face model"
     if ggufs:
-        raise ModelError(f"{folder}: holds {len(ggufs)} GGUF files; name one of them, {ggufs[0].name} for example")
-    if (folder / "last").exists():
-        raise ModelError(f"{folder}: is a run folder; name one of its checkpoints, {folder / 'last'} for example")
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(f"{folder}: is an adapter, not a model; merge it into its base model first")
-    raise ModelError(f"{folder}: has no config.json; name a folder that holds a Hugging Face model")
+        reason = f"holds {len(ggufs)} GGUF files; name one of them, {ggufs[0].name} for example"
+    elif (folder / "last").exists():
+        reason = f"is a run folder; name one of its checkpoints, {folder / 'last'} for example"
+    elif (folder / "adapter_config.json").is_file():
+        reason = "is an adapter, not a model; merge it into its base model first"
+    raise ModelError(f"{folder}: {reason}")
 
 
 def _nearest(path: Path) -> str:
@@ -89,73 +103,79 @@ def _download(name: str, revision: str | None, path: Path, files: list[str]) -> 
         at = f" at revision {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{name}{at}: is not a local folder{_nearest(path)} The hub did not deliver a model of that name either ({reason}); "
-            "check the name, or download the model where the hub can be reached and name its folder"
+            f"{name}{at}: is not a local folder{_nearest(path)} The hub did not deliver a model "
+            f"of that name either ({reason}); check the name, or download the model where the hub "
+            "can be reached and name its folder"
         ) from error
 
 
-# -- configuration and tokenizer ----------------------------------------------------------------------------------------------------
-
-
-def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. Nothing that it says about implementations or quantisation is obeyed.
+def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration, without its choices of implementations.
 
     Raises:
-        ModelError: it is missing or malformed, needs code from the folder, or describes quantised weights.
+        ModelError: it cannot be used, needs code from the folder, or has quantised weights.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = source.file if source.kind == "gguf" else source.path / "config.json"
     if source.kind == "folder" and file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; this is not a model's configuration")
+        raise ModelError(
+            f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; "
+            "this is not a model's configuration"
+        )
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, **_gguf_argument(source))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError, StrictDataclassError) as error:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, **source.arguments
+        )
+    except (*UNUSABLE, StrictDataclassError) as error:
         raise ModelError(f"{file}: {_explain(error)}") from error
     _refuse_quantised(config, file)
-    # A configuration may name a kernel repository to download and run; the implementation is the user's choice alone.
+    # A configuration may name a kernel repository to download and run; that is the user's to choose
     config._attn_implementation = None
     config._experts_implementation = None
     return config
 
 
-def _gguf_argument(source: Source) -> dict[str, Any]:
-    return {"gguf_file": source.gguf_file} if source.gguf_file else {}
-
-
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
-        return "needs Python code from the model's folder; read that code, and set trust_remote_code if you trust it"
+        return (
+            "needs Python code from the model's folder; read that code, and set trust_remote_code "
+            "if you trust it"
+        )
     return f"cannot be used: {text[:400] or type(error).__name__}"
 
 
 def _refuse_quantised(config: Any, file: Path) -> None:
     stated = config.to_dict()
     for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            quantised = part.get(key)
-            if quantised:
-                method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
-                raise ModelError(
-                    f"{file}: the weights are quantised ({method}); training needs the unquantised model in bf16, fp16 or fp32"
-                )
+        for quantised in filter(None, map(part.get, ("quantization_config", "compression_config"))):
+            method = quantised
+            if isinstance(quantised, dict):
+                method = quantised.get("quant_method", "an unknown method")
+            raise ModelError(
+                f"{file}: the weights are quantised ({method}); training needs the unquantised "
+                "model in bf16, fp16 or fp32"
+            )
 
 
-def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a pad token: its own, or else its end-of-sequence token.
 
-    A GGUF file does not always carry the right end-of-sequence token; where its chat template ends a turn with a special token, that is it.
+    A GGUF file's end-of-sequence token may be wrong: the one that ends a turn in its chat template
+    goes before it.
 
     Raises:
-        ModelError: it is missing, malformed, or needs code from the folder.
+        ModelError: it cannot be used, or needs code from the folder.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, **_gguf_argument(source))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, **source.arguments
+        )
+    except UNUSABLE as error:
         raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
     turn = end_of_turn(tokenizer)
     if source.kind == "gguf" and turn is not None:
@@ -166,7 +186,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The special token with which the chat template ends an assistant's turn; None without a template or such a token."""
+    """The special token that ends an assistant's turn in the chat template, if there is one."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -174,48 +194,45 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, ValueError, TypeError):  # a template of another kind of data; it says nothing about turns
+    except (TemplateError, ValueError, TypeError):  # a template for another kind of data
         return None
     tail = str(text).rpartition(ANSWER)[2]
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content in tail]
+    special = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special and token.content in tail
+    ]
     return min(special, key=lambda token: (tail.index(token), -len(token)), default=None)
 
 
-def load_generation_config(source: Source) -> GenerationConfig | None:
-    """generation_config.json of the folder, if it has one.
-
-    Raises:
-        ModelError: it is malformed.
-    """
+def load_generation_config(source: ModelSource) -> GenerationConfig | None:
+    """generation_config.json of the folder, if it has one. Raises ModelError."""
     from transformers import GenerationConfig
 
     if source.kind == "gguf" or not (source.path / "generation_config.json").is_file():
         return None
     try:
         return GenerationConfig.from_pretrained(source.path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except UNUSABLE as error:
         raise ModelError(f"{source.path / 'generation_config.json'}: {_explain(error)}") from error
 
 
 def load_config_and_tokenizer(
-    source: Source, trust_remote_code: bool = False
+    source: ModelSource, trust_remote_code: bool = False
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, GenerationConfig | None]:
-    """Configuration, tokenizer and generation settings of a model, agreeing on its special tokens.
+    """Configuration, tokenizer and generation settings, which agree on special tokens.
 
-    `trust_remote_code` must come from the user, never from a file.
-
-    Raises:
-        ModelError: as `load_config`, `load_tokenizer` and `load_generation_config`.
+    `trust_remote_code` must come from the user, never from a file. Raises ModelError.
     """
     from transformers import GenerationConfig
 
-    config = load_config(source, trust_remote_code)
+    config = read_model_config(source, trust_remote_code)
     tokenizer = load_tokenizer(source, trust_remote_code)
     generation = load_generation_config(source)
     if source.kind == "gguf":
-        tokens = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        known = {f"{name}_token_id": value for name, value in tokens.items() if value is not None}
-        for key, value in known.items():
-            setattr(config, key, value)
+        ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        names = "bos_token_id", "eos_token_id", "pad_token_id"
+        known = {name: token for name, token in zip(names, ids, strict=True) if token is not None}
+        config.update(known)
         generation = GenerationConfig(**known)  # type: ignore[no-untyped-call]
     return config, tokenizer, generation

@@ -1,7 +1,8 @@
-"""Stand-ins for decoder layers: they let a model's own forward run without any layer, and note what each would have received.
+"""Stand-ins for decoder layers: they let a model's own forward run without its layers.
 
-A family's model-level code (embedding scale, positions, rotary tables, masks per layer type, softcaps) differs from release to release.
-We never re-implement it: we run it, once per micro-batch, with every layer replaced by a `Recorder`.
+A family's own code (embedding scale, positions, rotary tables, masks, softcaps) differs from
+release to release. It is never re-implemented: it runs once per micro-batch, with every layer
+replaced by a `Recorder` that notes what the layer would receive.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What the model passes to one layer besides the hidden states."""
+    """The arguments that the model passes to one layer besides the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class ReachedEnd(Exception):
-    """Raised by the last recorder: all layers have been seen, and what follows belongs to the head."""
+    """Raised by the last recorder: all layers have been seen, and what follows is the head."""
 
 
 @dataclass
 class Tape:
-    """What one run through the recorders notes, and what it plays back.
+    """What one run through the recorders notes.
 
-    `injected` is None while recording; otherwise every recorder returns it, so that the model's own code after
+    If `injected` is given, every recorder returns it instead, so that the model's own code after
     its last layer (final norm, LM head, softcap) runs on these hidden states.
     """
 
@@ -39,22 +40,34 @@ class Tape:
     calls: list[LayerCall] = field(default_factory=list)
 
 
-class Recorder(nn.Module):
-    """Replaces decoder layer `index` inside the model. Attributes it lacks are looked up on the layer it stands for."""
+class StandIn(nn.Module):
+    """Takes the place of decoder layer `index` inside the model.
 
-    def __init__(self, layer: nn.Module, index: int, is_last: bool, returns_tuple: bool) -> None:
+    Attributes that it lacks are the layer's: a model reads `layer.attention_type`, for one.
+    """
+
+    layer: nn.Module
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a submodule: its parameters are streamed, not the model's
+        self.__dict__["layer"] = layer  # no submodule: its parameters are not the model's
         self.index = index
-        self.is_last = is_last
-        self.returns_tuple = returns_tuple
-        self.tape: Tape | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["layer"], name)  # e.g. `decoder_layer.attention_type`, which picks a mask
+            return getattr(self.__dict__["layer"], name)
+
+
+class Recorder(StandIn):
+    """Notes the calls of a layer on the current tape, or returns what the tape injects."""
+
+    def __init__(self, layer: nn.Module, index: int, is_last: bool, returns_tuple: bool) -> None:
+        super().__init__(layer, index)
+        self.is_last = is_last
+        self.returns_tuple = returns_tuple
+        self.tape: Tape | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = split_hidden(args, kwargs)
@@ -70,7 +83,9 @@ class Recorder(nn.Module):
         return (hidden,) if self.returns_tuple else hidden
 
 
-def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+def split_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
     """(hidden states, other positional arguments, other keyword arguments) of a layer call."""
     if args:
         return args[0], args[1:], kwargs
@@ -79,10 +94,11 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
 
 
 def kind_of(layer: nn.Module, call: LayerCall) -> Any:
-    """Equal for layers of one class with equal parameter shapes and equal inputs."""
+    """A key that layers of one class with equal parameter shapes and equal inputs share."""
 
     def describe(value: Any) -> Any:
         return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
     shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return type(layer), shapes, tuple(describe(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+    inputs = pytree.tree_leaves((call.args, call.kwargs))
+    return type(layer), shapes, tuple(describe(leaf) for leaf in inputs)

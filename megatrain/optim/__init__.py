@@ -6,7 +6,6 @@ and one row here. Store, planner, checkpoint and the parity test read the rest f
 alone, `elementwise.Elementwise` has all but hyper-parameters, scalars and kernels.
 """
 
-from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.frozen import Frozen
 from megatrain.optim.lion import Lion
@@ -14,11 +13,19 @@ from megatrain.optim.muon import Muon
 from megatrain.optim.optimizer import Optimizer, StateArray
 from megatrain.optim.whole_tensors import WholeTensors
 
-OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Adafactor] | type[Muon]] = {
+OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Muon]] = {
     "adamw": AdamW,
     "lion": Lion,
-    "adafactor": Adafactor,
     "muon": Muon,
 }
 
-__all__ = ["OPTIMIZERS", "Adafactor", "AdamW", "Frozen", "Lion", "Muon", "Optimizer", "StateArray", "WholeTensors"]
+__all__ = [
+    "OPTIMIZERS",
+    "AdamW",
+    "Frozen",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "StateArray",
+    "WholeTensors",
+]

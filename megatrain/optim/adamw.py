@@ -1,24 +1,26 @@
-"""AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101), its moments in fp32, bfloat16 or 8 bits."""
+"""AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megatrain.optim.elementwise import Elementwise, check_moments, check_range, checked_betas
 
-SMALLEST_EPS = float(np.finfo(np.float32).tiny)  # below it eps may round to zero in float32, and zero moments would give 0 / 0
+# A smaller eps may round to zero in float32, and zero moments would give 0 / 0.
+SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """Hyper-parameters of AdamW; the same meanings and defaults as torch's, except that weight decay is off.
+    """Hyper-parameters of AdamW, with torch's meanings and defaults, but no weight decay.
 
-    `lr` is the base rate: what an update uses is passed to it, since a schedule may change it. `moments`: "float32"; or "bfloat16" or
-    "int8", which round them stochastically (kernels.py, int8_kernels.py). Raises ConfigError for a value out of range.
+    `lr` is the base rate; a schedule gives each update its own. `moments`: "float32", or "bfloat16"
+    or "int8", rounded stochastically (kernels.py, int8_kernels.py). Raises ConfigError for a value
+    out of range.
     """
 
     lr: float = 1e-5
@@ -30,7 +32,6 @@ class AdamW(Elementwise):
     name: ClassVar[str] = "adamw"
     plain_s: ClassVar[float] = 0.45e-9
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    homes: ClassVar[dict[str, str]] = {"float32": "kernels", "bfloat16": "kernels", "int8": "int8_kernels"}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", checked_betas(self.betas))
@@ -39,8 +40,16 @@ class AdamW(Elementwise):
         check_range("weight_decay", self.weight_decay, 0.0, math.inf)
         check_moments(self.moments)
 
-    def scalars(self, lr: float, weight_decay: float, step: int, grad_scale: float) -> list[np.float32]:
-        """The kernels' constants, computed in double: 1 - beta2 taken in float32 would be off by 1e-5."""
+    def kernel(self, split: bool) -> Any:
+        from megatrain.optim import int8_kernels, kernels
+
+        if self.moments == "int8":
+            return int8_kernels.adamw(split)
+        return kernels.adamw(split, bf16_moments=self.moments == "bfloat16")
+
+    def scalars(
+        self, lr: float, weight_decay: float, step: int, grad_scale: float
+    ) -> tuple[np.float32, ...]:
         assert step >= 1, step
         beta1, beta2 = self.betas
         values = (
@@ -53,4 +62,4 @@ class AdamW(Elementwise):
             self.eps,
             -(lr / (1 - beta1**step)),
         )
-        return [np.float32(value) for value in values]
+        return tuple(np.float32(value) for value in values)

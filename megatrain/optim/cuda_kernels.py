@@ -1,7 +1,8 @@
-"""AdamW and Lion on the GPU, for blocks whose state lives there: the host's formulas, operation by operation, and so their bits.
+"""AdamW and Lion on the GPU, for blocks whose state lives there: the bits of the host's kernels.
 
-Every intrinsic below names its rounding, so no contraction can change a bit between the two. A thread takes four elements, loaded and
-stored as vectors; arrays are read and written once.
+The formulas are the host's, operation by operation, and every intrinsic names its rounding, so no
+contraction can change a bit. A thread takes four elements, loaded and stored as vectors; arrays are
+read and written once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatrain import cuda
 from megatrain.memory.layout import GROUP
 
-VECTOR = 4  # elements a thread; the layouts' alignment of 64 makes every range a multiple of it
+VECTOR = 4  # elements a thread; every range is a multiple of it (memory/layout.py aligns to 64)
 
 SOURCE = r"""
 struct __align__(4) Byte4 { unsigned char x[4]; };
@@ -22,16 +23,20 @@ struct __align__(8) Half4 { unsigned short x[4]; };
 struct __align__(16) Float4 { float x[4]; };
 
 // Scalars come as the bits of float32, which any launcher passes unchanged.
-struct AdamW { float grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2, root_correction2, eps, minus_step_size; };
+struct AdamW {
+    float grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2,
+          root_correction2, eps, minus_step_size;
+};
 struct Lion { float grad_scale, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, minus_lr; };
 
-// The master after one update; moments become the next ones.
+// The master weight after one update; moments become the next ones.
 __device__ float updated(float master, float g, float& m, float& v, const AdamW& s) {
     g = __fmul_rn(g, s.grad_scale);
     m = __fmaf_rn(__fsub_rn(g, m), s.one_minus_beta1, m);
     v = __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(v, s.beta2));
     float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.root_correction2), s.eps);
-    return __fadd_rn(__fmul_rn(master, s.decay), __fdiv_rn(__fmul_rn(s.minus_step_size, m), denominator));
+    return __fadd_rn(__fmul_rn(master, s.decay),
+                     __fdiv_rn(__fmul_rn(s.minus_step_size, m), denominator));
 }
 __device__ float updated(float master, float g, float& m, const Lion& s) {
     g = __fmul_rn(g, s.grad_scale);
@@ -43,25 +48,29 @@ __device__ float updated(float master, float g, float& m, const Lion& s) {
 
 __device__ float of_bfloat16(unsigned int bits) { return __uint_as_float(bits << 16); }
 
-// To the nearest bfloat16, ties to even, as the gradients of blocks on the host are rounded before they travel. Of finite values.
+// Finite values to the nearest bfloat16, ties to even, as the gradients of blocks on the host are
+// rounded before they travel.
 __device__ float rounded_to_bfloat16(float value) {
     unsigned int bits = __float_as_uint(value);
     return __uint_as_float((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
 }
 
-__device__ unsigned int hash_of(unsigned int number, unsigned int key) {
-    unsigned int x = number ^ key;
+__device__ unsigned int random_bits(unsigned int number, unsigned int seed) {
+    unsigned int x = number ^ seed;
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return x ^ (x >> 16);
 }
 
-// Arrays, four elements a thread. `chance`: 32 bits an element, of which a moment takes 16, from `shift` on.
+// Arrays, four elements a thread. `noise`: 32 random bits an element, of which a moment takes 16,
+// from `shift` on.
 struct Split {
     Half4 *weight, *remainder;
     __device__ void load(unsigned int i, float* master) const {
         Half4 w = weight[i], r = remainder[i];
-        for (int k = 0; k < 4; ++k) master[k] = __uint_as_float(((unsigned int)w.x[k] << 16) + (unsigned int)(int)(short)r.x[k]);
+        for (int k = 0; k < 4; ++k)
+            master[k] = __uint_as_float(((unsigned int)w.x[k] << 16)
+                                        + (unsigned int)(int)(short)r.x[k]);
     }
     __device__ void store(unsigned int i, const float* master) const {
         Half4 w, r;
@@ -73,7 +82,9 @@ struct Split {
         weight[i] = w; remainder[i] = r;
     }
     __device__ static float gradient(const Half4& grad, int k) { return of_bfloat16(grad.x[k]); }
-    __device__ static float gradient(const Float4& grad, int k) { return rounded_to_bfloat16(grad.x[k]); }
+    __device__ static float gradient(const Float4& grad, int k) {
+        return rounded_to_bfloat16(grad.x[k]);
+    }
 };
 struct Whole {
     Float4* weight;
@@ -94,7 +105,8 @@ struct InFloat32 {
         Float4 m = moments[i];
         for (int k = 0; k < 4; ++k) values[k] = m.x[k];
     }
-    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+    __device__ void store(unsigned int i, const float* values, const unsigned int* noise,
+                          int shift) const {
         Float4 m;
         for (int k = 0; k < 4; ++k) m.x[k] = values[k];
         moments[i] = m;
@@ -106,14 +118,18 @@ struct InBfloat16 {
         Half4 m = moments[i];
         for (int k = 0; k < 4; ++k) values[k] = of_bfloat16(m.x[k]);
     }
-    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+    __device__ void store(unsigned int i, const float* values, const unsigned int* noise,
+                          int shift) const {
         Half4 m;
-        for (int k = 0; k < 4; ++k) m.x[k] = (unsigned short)((__float_as_uint(values[k]) + ((chance[k] >> shift) & 0xFFFFu)) >> 16);
+        for (int k = 0; k < 4; ++k)
+            m.x[k] = (unsigned short)((__float_as_uint(values[k])
+                                       + ((noise[k] >> shift) & 0xFFFFu)) >> 16);
         moments[i] = m;
     }
 };
 
-// The largest of the 16 threads of a group, which are half a warp; the other half may be beyond the array's end.
+// The largest value of the 16 threads of a group, which are half a warp; the other half may be
+// beyond the array's end.
 __device__ unsigned int largest_of_group(unsigned int value) {
     unsigned int half = 0xFFFFu << (threadIdx.x & 16);
     for (int apart = 8; apart; apart >>= 1) {
@@ -123,7 +139,8 @@ __device__ unsigned int largest_of_group(unsigned int value) {
     return value;
 }
 
-// As int8_kernels.py has it: 64 elements share a scale; with a sign the largest has 15 binades above it, without 31 and no zero above zero.
+// The format of int8_kernels.py: 64 elements share a scale; with a sign the largest has 15 binades
+// above it, without 31, and a value above zero then has no code of zero.
 template <bool SIGNED> struct InBytes {
     Byte4* moments;
     unsigned char* scales;
@@ -131,12 +148,15 @@ template <bool SIGNED> struct InBytes {
         Byte4 m = moments[i];
         unsigned int scale = (unsigned int)scales[i / 16] << 23;
         for (int k = 0; k < 4; ++k) {
-            unsigned int code = SIGNED ? m.x[k] & 0x7Fu : m.x[k], sign = SIGNED ? (m.x[k] & 0x80u) << 24 : 0;
-            float magnitude = __fsub_rn(__uint_as_float((code << 20) + scale), __uint_as_float(scale));
+            unsigned int code = SIGNED ? m.x[k] & 0x7Fu : m.x[k],
+                         sign = SIGNED ? (m.x[k] & 0x80u) << 24 : 0;
+            float magnitude =
+                __fsub_rn(__uint_as_float((code << 20) + scale), __uint_as_float(scale));
             values[k] = __uint_as_float(__float_as_uint(magnitude) | sign);
         }
     }
-    __device__ void store(unsigned int i, const float* values, const unsigned int* chance, int shift) const {
+    __device__ void store(unsigned int i, const float* values, const unsigned int* noise,
+                          int shift) const {
         unsigned int largest = 0;
         for (int k = 0; k < 4; ++k) {
             unsigned int bits = __float_as_uint(values[k]) & 0x7FFFFFFFu;
@@ -149,9 +169,11 @@ template <bool SIGNED> struct InBytes {
         for (int k = 0; k < 4; ++k) {
             unsigned int bits = __float_as_uint(values[k]);
             float magnitude = __uint_as_float(bits & 0x7FFFFFFFu);
-            unsigned int above = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(scale))) - scale;
-            unsigned int code = (above + (((chance[k] >> shift) & 0xFFFFu) << 4 | 8u)) >> 20;
-            m.x[k] = (unsigned char)(SIGNED ? code | (bits >> 24 & 0x80u) : code ? code : (unsigned int)(magnitude > 0));
+            unsigned int above =
+                __float_as_uint(__fadd_rn(magnitude, __uint_as_float(scale))) - scale;
+            unsigned int code = (above + (((noise[k] >> shift) & 0xFFFFu) << 4 | 8u)) >> 20;
+            m.x[k] = (unsigned char)(SIGNED ? code | (bits >> 24 & 0x80u)
+                                            : code ? code : (unsigned int)(magnitude > 0));
         }
         moments[i] = m;
         if (i % 16 == 0) scales[i / 16] = (unsigned char)exponent;
@@ -160,39 +182,40 @@ template <bool SIGNED> struct InBytes {
 
 template <typename Weights, typename Grad4, typename M, typename V>
 __device__ void adamw(Weights weights, M exp_avg, V exp_avg_sq, const Grad4* grad,
-                      unsigned int n, unsigned int first, unsigned int key, AdamW s) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, chance[4];
+                      unsigned int n, unsigned int first, unsigned int seed, AdamW s) {
+    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, noise[4];
     if (i >= n) return;
     float master[4], m[4], v[4];
     Grad4 g = grad[i];
     weights.load(i, master); exp_avg.load(i, m); exp_avg_sq.load(i, v);
     for (int k = 0; k < 4; ++k) {
         master[k] = updated(master[k], weights.gradient(g, k), m[k], v[k], s);
-        chance[k] = hash_of(first + 4 * i + k, key);
+        noise[k] = random_bits(first + 4 * i + k, seed);
     }
-    weights.store(i, master); exp_avg.store(i, m, chance, 0); exp_avg_sq.store(i, v, chance, 16);
+    weights.store(i, master); exp_avg.store(i, m, noise, 0); exp_avg_sq.store(i, v, noise, 16);
 }
 
 template <typename Weights, typename Grad4, typename M>
-__device__ void lion(Weights weights, M exp_avg, const Grad4* grad, unsigned int n, unsigned int first, unsigned int key, Lion s) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, chance[4];
+__device__ void lion(Weights weights, M exp_avg, const Grad4* grad,
+                     unsigned int n, unsigned int first, unsigned int seed, Lion s) {
+    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x, noise[4];
     if (i >= n) return;
     float master[4], m[4];
     Grad4 g = grad[i];
     weights.load(i, master); exp_avg.load(i, m);
     for (int k = 0; k < 4; ++k) {
         master[k] = updated(master[k], weights.gradient(g, k), m[k], s);
-        chance[k] = hash_of(first + 4 * i + k, key);
+        noise[k] = random_bits(first + 4 * i + k, seed);
     }
-    weights.store(i, master); exp_avg.store(i, m, chance, 0);
+    weights.store(i, master); exp_avg.store(i, m, noise, 0);
 }
 
 #define F(x) __int_as_float(x)
-#define COMMON int n, int first, int key
+#define COMMON int n, int first, int seed
 #define ADAMW COMMON, int a, int b, int c, int d, int e, int f, int g, int h
 #define LION COMMON, int a, int b, int c, int d, int e, int f, int g
-#define OF_ADAMW n, first, key, AdamW{F(a), F(b), F(c), F(d), F(e), F(f), F(g), F(h)}
-#define OF_LION n, first, key, Lion{F(a), F(b), F(c), F(d), F(e), F(f), F(g)}
+#define OF_ADAMW n, first, seed, AdamW{F(a), F(b), F(c), F(d), F(e), F(f), F(g), F(h)}
+#define OF_LION n, first, seed, Lion{F(a), F(b), F(c), F(d), F(e), F(f), F(g)}
 #define SCALED Byte4 *m, unsigned char *m_scale
 #define SPLIT Half4 *weight, Half4 *remainder
 #define KERNEL(name) extern "C" __global__ void name
@@ -200,17 +223,24 @@ __device__ void lion(Weights weights, M exp_avg, const Grad4* grad, unsigned int
     KERNEL(adamw_##name)(__VA_ARGS__, Float4* m, Float4* v, const Grad* grad, ADAMW) { \
         adamw(weights, InFloat32{m}, InFloat32{v}, grad, OF_ADAMW); \
     } \
-    KERNEL(lion_##name)(__VA_ARGS__, Float4* m, const Grad* grad, LION) { lion(weights, InFloat32{m}, grad, OF_LION); }
+    KERNEL(lion_##name)(__VA_ARGS__, Float4* m, const Grad* grad, LION) { \
+        lion(weights, InFloat32{m}, grad, OF_LION); \
+    }
 #define KERNELS_BF16(name, Grad, weights, ...) \
     KERNEL(adamw_##name)(__VA_ARGS__, Half4* m, Half4* v, const Grad* grad, ADAMW) { \
         adamw(weights, InBfloat16{m}, InBfloat16{v}, grad, OF_ADAMW); \
     } \
-    KERNEL(lion_##name)(__VA_ARGS__, Half4* m, const Grad* grad, LION) { lion(weights, InBfloat16{m}, grad, OF_LION); }
+    KERNEL(lion_##name)(__VA_ARGS__, Half4* m, const Grad* grad, LION) { \
+        lion(weights, InBfloat16{m}, grad, OF_LION); \
+    }
 #define KERNELS_INT8(name, Grad, weights, ...) \
-    KERNEL(adamw_##name)(__VA_ARGS__, SCALED, Byte4* v, unsigned char* v_scale, const Grad* grad, ADAMW) { \
+    KERNEL(adamw_##name)(__VA_ARGS__, SCALED, Byte4* v, unsigned char* v_scale, \
+                         const Grad* grad, ADAMW) { \
         adamw(weights, InBytes<true>{m, m_scale}, InBytes<false>{v, v_scale}, grad, OF_ADAMW); \
     } \
-    KERNEL(lion_##name)(__VA_ARGS__, SCALED, const Grad* grad, LION) { lion(weights, InBytes<true>{m, m_scale}, grad, OF_LION); }
+    KERNEL(lion_##name)(__VA_ARGS__, SCALED, const Grad* grad, LION) { \
+        lion(weights, InBytes<true>{m, m_scale}, grad, OF_LION); \
+    }
 #define OF_SPLIT (Split{weight, remainder})
 
 KERNELS(split, Half4, OF_SPLIT, SPLIT)
@@ -225,16 +255,21 @@ KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)
 """
 
 
-def launch(name: str, arrays: Sequence[Tensor], first: int, key: int, scalars: Sequence[Any]) -> None:
-    """Enqueue kernel `name` over CUDA `arrays` on the current stream: equally long, but for scales, which have one element a GROUP.
+def launch(
+    name: str, arrays: Sequence[Tensor], first: int, seed: int, scalars: Sequence[Any]
+) -> None:
+    """Enqueue kernel `name` over CUDA `arrays` on the current stream.
 
-    Kernels are named as the host's, and take the same arrays in the same order; with "_of_sums" behind the name the gradient is fp32, and
-    is rounded to bfloat16 first. `first` and `key` are what stochastic rounding hangs on, `scalars` the float32 constants.
+    The arrays are the host kernels', without the remainder of float32 weights; all are equally long
+    but scales, which have one element a GROUP. With "_of_sums" behind the name the gradient is fp32
+    and rounded to bfloat16 first. `first`: number of the first element in the model. `seed`: of
+    stochastic rounding. `scalars`: the float32 constants.
     """
     numel = arrays[0].numel()
     of_elements = [array for array in arrays if array.numel() * GROUP != numel]
     count = cuda.vectors(of_elements, VECTOR)
     assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]
-    assert len(of_elements) == len(arrays) or numel % GROUP == 0, numel  # else threads of a group would lack partners
-    numbers = [count, *map(cuda.signed, (first, key)), *map(cuda.float_bits, scalars)]
+    # threads of an incomplete group would lack partners
+    assert len(of_elements) == len(arrays) or numel % GROUP == 0, numel
+    numbers = [count, *map(cuda.signed, (first, seed)), *map(cuda.float_bits, scalars)]
     cuda.launch(SOURCE, name, count, arrays, numbers)

@@ -1,11 +1,11 @@
-"""What AdamW and Lion share: moments of three types, and updates in which an element depends on no other (with int8, on its group)."""
+"""What AdamW and Lion share: three types of moments, and updates of any range of elements."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,11 +19,14 @@ from megatrain.optim.optimizer import StateArray, UpdateRange
 
 @dataclass(frozen=True)
 class Format:
-    """How moments are kept. `codec_s`: seconds of one thread of the host for a number to and fro, with data in its caches, on an EPYC with
-    AVX-512 (docs/log.md); None: memory always takes longer."""
+    """How moments are stored.
+
+    `codec_s`: seconds in which one thread of the host widens and narrows a number, with data in its
+    caches, on an EPYC with AVX-512 (docs/log.md); None: memory always takes longer.
+    """
 
     dtype: torch.dtype
-    suffix: str = ""  # of the kernels that take them
+    suffix: str = ""  # of the names of GPU kernels
     scaled: bool = False  # each GROUP has a scale
     codec_s: float | None = None
 
@@ -36,94 +39,126 @@ MOMENTS = {  # from the widest to the narrowest
 
 
 class Elementwise(ABC):
-    """An optimizer whose kernels are compiled by Numba for the host and by NVRTC for GPUs, for moments of every type of MOMENTS.
+    """An optimizer that updates every element by itself, or with int8 moments every GROUP.
 
-    Kernels are named by `name`, "split" (bfloat16 weights with a remainder) or "float32", and the format's suffix. They take "weight", if
-    split "remainder", the state's arrays, "grad", the number of the first element, the step's key and the scalars.
+    Its kernels are compiled by Numba for the host and by NVRTC for GPUs. Both take "weight",
+    "remainder" (of bfloat16 weights), the state's arrays, "grad", the number of the first element,
+    the step's seed and the scalars. The name of a GPU kernel is made of `name`, "split" (bfloat16
+    weights with a remainder) or "float32", and the format's suffix.
     """
 
     name: ClassVar[str]
-    plain_s: ClassVar[float]  # seconds of one thread for a parameter with moments in fp32, measured as the formats' `codec_s`
+    plain_s: ClassVar[float]  # seconds of one thread a parameter, with fp32 moments; as `codec_s`
     moment_names: ClassVar[tuple[str, ...]]
-    homes: ClassVar[dict[str, str]]  # module of the host's kernels, by moments
     moments: str
 
     @property
     def arithmetic(self) -> float | None:
+        """As `Optimizer.arithmetic`."""
         codec_s = self._format.codec_s
         return None if codec_s is None else 1 / (self.plain_s + len(self.moment_names) * codec_s)
 
     @property
     def state_arrays(self) -> tuple[StateArray, ...]:
         """Every moment, with its scales behind it."""
-        kept = self._format
-        scales = (("_scale", torch.uint8, "group"),) if kept.scaled else ()
-        return tuple(
-            StateArray(name + suffix, dtype, per)
-            for name in self.moment_names
-            for suffix, dtype, per in (("", kept.dtype, "element"), *scales)
-        )
+        arrays = []
+        for name in self.moment_names:
+            arrays.append(StateArray(name, self._format.dtype))
+            if self._format.scaled:
+                arrays.append(StateArray(f"{name}_scale", torch.uint8, per="group"))
+        return tuple(arrays)
 
     @property
     def _format(self) -> Format:
         return MOMENTS[self.moments]
 
     @abstractmethod
-    def scalars(self, lr: float, weight_decay: float, step: int, grad_scale: float) -> list[np.float32]:
-        """The kernels' constants, computed in double: 1 - beta2 taken in float32 would be off by 1e-5."""
+    def scalars(
+        self, lr: float, weight_decay: float, step: int, grad_scale: float
+    ) -> tuple[np.float32, ...]:
+        """The kernels' constants, computed in double: float32's 1 - beta2 would be off by 1e-5."""
 
-    def _kernel(self, weights: str) -> Any:
-        module = import_module(f"megatrain.optim.{self.homes[self.moments]}")  # here: planning reads this class and need not wait for numba
-        return getattr(module, f"{self.name}_{weights}{self._format.suffix}")()
+    @abstractmethod
+    def kernel(self, split: bool) -> Any:
+        """The host's kernel, compiled. It is imported late: planning need not wait for Numba."""
 
     def compile(self) -> None:
-        """Load the kernels from Numba's cache or compile them (seconds), so that the first update does not."""
-        for weights in ("split", "float32"):
-            self._kernel(weights)
+        """Load the kernels from Numba's cache or compile them, which takes seconds."""
+        for split in (True, False):
+            self.kernel(split)
 
-    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
-        """One update of a flat range, in place; the contract is `Optimizer.update`'s.
+    def update(
+        self,
+        views: dict[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        first: int = 0,
+    ) -> None:
+        """One update of a flat range, in place; the contract is `RangeOptimizer.update`'s.
 
-        `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it; the state's arrays. A float32 "grad"
-        beside bfloat16 weights is rounded to bfloat16 first.
+        `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it;
+        the state's arrays. A float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
         if views["weight"].is_cuda:
-            self._update_on_gpu(views, step, first, self.scalars(lr, weight_decay, step, grad_scale))
-        else:
-            update = self.updating(views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale, first=first)
-            update(0, views["weight"].numel())
+            scalars = self.scalars(lr, weight_decay, step, grad_scale)
+            self._update_on_gpu(views, step, first, scalars)
+            return
+        update = self.updating(
+            views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale, first=first
+        )
+        update(0, views["weight"].numel())
 
-    def _update_on_gpu(self, views: dict[str, Tensor], step: int, first: int, scalars: list[np.float32]) -> None:
+    def _update_on_gpu(
+        self, views: dict[str, Tensor], step: int, first: int, scalars: Sequence[np.float32]
+    ) -> None:
         from megatrain.optim import cuda_kernels, kernels
 
-        split, of_sums = "remainder" in views, "remainder" in views and views["grad"].dtype == torch.float32
-        name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{'_of_sums' if of_sums else ''}"
-        arrays = [views[name] for name in self._argument_names(split)]
-        cuda_kernels.launch(name, arrays, first, int(kernels.key_of(step)), scalars)
+        split = "remainder" in views
+        of_sums = "_of_sums" if split and views["grad"].dtype == torch.float32 else ""
+        name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
+        arrays = [views[array.name] for array in self._arguments(split)]
+        cuda_kernels.launch(name, arrays, first, int(kernels.seed_of(step)), scalars)
 
-    def _argument_names(self, split: bool) -> tuple[str, ...]:
-        return ("weight", *(("remainder",) if split else ()), *(state.name for state in self.state_arrays), "grad")
+    def _arguments(self, split: bool) -> list[StateArray]:
+        """The arrays that kernels take, in their order."""
+        weight = torch.bfloat16 if split else torch.float32
+        remainder = (StateArray("remainder", torch.int16),) if split else ()
+        weights = (StateArray("weight", weight), *remainder)
+        return [*weights, *self.state_arrays, StateArray("grad", weight)]
 
     def updating(
-        self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0
+        self,
+        arrays: dict[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        first: int = 0,
     ) -> UpdateRange:
-        """Updates of ranges of CPU `arrays`; the contract is `Optimizer.updating`'s."""
+        """Updates of ranges of CPU `arrays`; the contract is `RangeOptimizer.updating`'s."""
         from megatrain.optim import kernels
 
-        split, grouped = "remainder" in arrays, self._format.scaled
-        scalars, key = self.scalars(lr, weight_decay, step, grad_scale), kernels.key_of(step)
-        weight = torch.bfloat16 if split else torch.float32
-        dtypes = {"weight": weight, "remainder": torch.int16, "grad": weight} | {state.name: state.dtype for state in self.state_arrays}
-        given = arrays | {"grad": arrays["grad"].to(weight)}
-        scales = {state.name for state in self.state_arrays if state.per == "group"}
-        ordered = [numpy_of(given[name], dtypes[name], rows=grouped and name not in scales) for name in self._argument_names(split)]
-        assert len({len(array) for array in ordered}) == 1, "slices of unequal length"
-        kernel, unit = self._kernel("split" if split else "float32"), GROUP if grouped else 1
+        split, scaled = "remainder" in arrays, self._format.scaled
+        given = arrays | {"grad": arrays["grad"].to(arrays["weight"].dtype)}
+        weight, *others = (
+            numpy_of(given[array.name], array.dtype, rows=scaled and array.per == "element")
+            for array in self._arguments(split)
+        )
+        assert {len(array) for array in others} == {len(weight)}, "slices of unequal length"
+        ordered = [weight, *others] if split else [weight, None, *others]  # None: no remainder
+        kernel, unit = self.kernel(split), GROUP if scaled else 1
+        seed, scalars = kernels.seed_of(step), self.scalars(lr, weight_decay, step, grad_scale)
 
-        def update(start: int, stop: int) -> None:  # numpy's slices: torch's would hand the GIL over at each
+        def update(start: int, stop: int) -> None:
             assert start % unit == stop % unit == 0, (start, stop)
             part = slice(start // unit, stop // unit)
-            kernel(*[array[part] for array in ordered], first + start, key, *scalars)
+            # numpy's slices: torch's would hand the GIL over at each
+            parts = [None if array is None else array[part] for array in ordered]
+            kernel(*parts, first + start, seed, scalars)
 
         return update
 
@@ -131,7 +166,9 @@ class Elementwise(ABC):
 def checked_betas(betas: Any) -> tuple[float, float]:
     """`betas` as a tuple, also where it comes as a list from YAML. Raises ConfigError."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigError(f"optimizer.betas: expected two numbers such as (0.9, 0.999), not {betas!r}")
+        raise ConfigError(
+            f"optimizer.betas: expected two numbers such as (0.9, 0.999), not {betas!r}"
+        )
     for index, beta in enumerate(betas):
         check_range(f"betas[{index}]", beta, 0.0, 1.0)
     return betas[0], betas[1]
@@ -143,17 +180,22 @@ def check_range(key: str, value: Any, low: float, high: float) -> None:
         raise ConfigError(f"optimizer.{key}: expected a number, not {value!r}")
     if not low <= value < high:  # false for NaN too
         upper = "" if high == math.inf else f" and below {high:g}"
-        raise ConfigError(f"optimizer.{key}: {value!r} is out of range; it must be finite, at least {low:g}{upper}")
+        raise ConfigError(
+            f"optimizer.{key}: {value!r} is out of range; it must be finite, at least {low:g}{upper}"
+        )
 
 
 def check_moments(moments: str) -> None:
-    """Raise ConfigError for moments of a type that there is not."""
+    """Raise ConfigError unless `moments` is a key of MOMENTS."""
     if moments not in MOMENTS:
         raise ConfigError(f"optimizer.moments: {moments!r} is none of {', '.join(MOMENTS)}")
 
 
 def numpy_of(tensor: Tensor, dtype: torch.dtype, *, rows: bool = False) -> np.ndarray[Any, Any]:
-    """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16. `rows`: as [groups, GROUP]."""
+    """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16.
+
+    `rows`: as [groups, GROUP].
+    """
     assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous(), tensor.stride()
     array = tensor.view(torch.int16).numpy() if dtype == torch.bfloat16 else tensor.numpy()

@@ -19,9 +19,19 @@ class Frozen:
 
     name: ClassVar[str] = "frozen"
     state_arrays: ClassVar[tuple[StateArray, ...]] = ()
+    arithmetic: ClassVar[None] = None
 
     def compile(self) -> None:
         """Nothing to prepare."""
 
-    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
+    def update(
+        self,
+        views: dict[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        first: int = 0,
+    ) -> None:
         raise AssertionError("an engine made for reading was asked to train")

@@ -1,17 +1,24 @@
-"""AdamW over flat host arrays in one pass, compiled by Numba.
+"""Host update kernels, compiled by Numba: the building blocks of all, and AdamW.
 
-Every array is read and written once: the update is bound by DRAM, and nothing but that traffic counts. What keeps the loop
-vectorised: contiguous arrays from their first element (an index range with offsets costs a factor of six), float32
-constants computed outside, `error_model="numpy"` (no branch for a division by zero), and no call inside.
+A kernel reads and writes every array once, so DRAM bounds its speed. What keeps its loop
+vectorised: contiguous arrays from their first element (an index range with offsets costs a factor
+of six), float32 constants computed outside, `error_model="numpy"` (no branch for a division by
+zero), and no call inside: a function is copied into its callers (`inlined`).
 
-The arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation: `lerp` and `addcmul` end in one fused multiply-add,
-everything else is rounded after each operation. Given the same gradients the moments have its bits; the weights may differ
-by a rounding, because torch takes its square roots from MKL, which are not always the nearest, and these are. No fastmath: a
-contraction that the compiler chooses would change the last bit from machine to machine.
+One body serves both precisions and several types of moments, as Numba compiles it for each: by its
+array's type an element is widened to float32 (`float_of`) and narrowed again (`kept_as`), and where
+the weight is the float32 master itself, `remainder` is None and its branches fall away.
 
-Moments in bfloat16 are rounded up or down at random, with the odds that keep their mean: the second moment moves by a thousandth a step,
-less than half a step of bfloat16, and to the nearest it would never move. Chance is a hash of the element's number and the step, so that
-threads, cuts into ranges and devices change nothing.
+The arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation: `lerp` and `addcmul`
+end in one fused multiply-add, everything else is rounded after each operation. Given the same
+gradients the moments have its bits; the weights may differ by a rounding, because torch takes its
+square roots from MKL, which are not always the nearest, and these are. No fastmath: a contraction
+that the compiler chooses would change the last bit from machine to machine.
+
+Moments in bfloat16 are rounded stochastically, which keeps their mean: the second moment moves by a
+thousandth a step, less than half a step of bfloat16, and to the nearest it would never move. The
+random bits are a hash of the element's number and the step, so that threads, cuts into ranges and
+devices change nothing.
 """
 
 from __future__ import annotations
@@ -25,183 +32,172 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int16, int32, int64, njit, uint32, void
+from numba import float32, int16, int32, int64, njit, types, uint32, void
 from numba.extending import intrinsic
 
 log = logging.getLogger(__name__)
 
 Kernel = Callable[..., None]
 
-
-def _float_of_bits(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return float32(int32), codegen
+I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
-def _bits_of_float(typingctx: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return int32(float32), codegen
+def in_llvm(function: Callable[..., Any]) -> Any:
+    """A function whose LLVM instructions are written by hand, from (signature, builder of them)."""
+    return intrinsic(function)
 
 
-def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return float32(float32, float32, float32), codegen
+def inlined(function: Callable[..., Any]) -> Any:
+    """A function that Numba copies into its callers."""
+    return njit(function, inline="always")
 
 
-float_of_bits: Any = intrinsic(_float_of_bits)  # int32 -> the float32 with these bits
-bits_of_float: Any = intrinsic(_bits_of_float)  # float32 -> its bits as int32
-fma: Any = intrinsic(_fma)  # a * b + c in float32, rounded once; a function call, but still right, on processors without it
+@in_llvm
+def float_of_bits(typingctx: Any, bits: Any) -> Any:
+    """int32 -> the float32 with these bits."""
+    return float32(int32), lambda context, builder, sig, args: builder.bitcast(args[0], F32)
 
 
-def _adamw_split(
-    weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
-    grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
-    root_correction2: Any, eps: Any, minus_step_size: Any,
-) -> None:  # fmt: skip
-    for i in range(weight.size):
-        master = float_of_bits(np.int32((np.int32(weight[i]) << 16) + np.int32(remainder[i])))
-        g = float_of_bits(np.int32(np.int32(grad[i]) << 16)) * grad_scale
-        m = fma(g - exp_avg[i], one_minus_beta1, exp_avg[i])
-        v = fma(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
-        denominator = math.sqrt(v) / root_correction2 + eps
-        bits = bits_of_float(master * decay + (minus_step_size * m) / denominator)
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
+@in_llvm
+def bits_of_float(typingctx: Any, value: Any) -> Any:
+    """float32 -> its bits as int32."""
+    return int32(float32), lambda context, builder, sig, args: builder.bitcast(args[0], I32)
+
+
+@in_llvm
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32, rounded once; slow, but still right, on processors without it."""
+    signature = float32(float32, float32, float32)
+    return signature, lambda context, builder, sig, args: builder.fma(*args)
+
+
+@in_llvm
+def float_of(typingctx: Any, element: Any) -> Any:
+    """An element as float32: itself, or what an int16's bits mean as bfloat16."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if element == float32:
+            return args[0]
+        wide = builder.shl(builder.zext(args[0], I32), I32(16))
+        return builder.bitcast(wide, F32)
+
+    return float32(element), codegen
+
+
+@in_llvm
+def kept_as(typingctx: Any, like: Any, value: Any, noise: Any) -> Any:
+    """float32 `value` in the type of `like`: itself, or as int16 the bits of bfloat16.
+
+    `noise`, uint32 below 2^16, is added below them: random for stochastic rounding.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if like == float32:
+            return args[1]
+        bits = builder.add(builder.bitcast(args[1], I32), args[2])
+        return builder.trunc(builder.lshr(bits, I32(16)), I16)
+
+    return like(like, float32, uint32), codegen
+
+
+@inlined
+def master_of(weight: Any, remainder: Any, i: Any) -> Any:
+    """Element `i` of the float32 master weight: split in two halves (split.py), or `weight`'s."""
+    if remainder is None:
+        return float_of(weight[i])
+    return float_of_bits(np.int32((np.int32(weight[i]) << 16) + np.int32(remainder[i])))
+
+
+@inlined
+def store_master(weight: Any, remainder: Any, i: Any, master: Any) -> None:
+    """The reverse of `master_of`."""
+    if remainder is None:
+        weight[i] = kept_as(weight[i], master, uint32(0))
+    else:
+        bits = bits_of_float(master)
         weight[i] = np.int16(np.int32(bits + np.int32(0x8000)) >> 16)
         remainder[i] = np.int16(bits)
 
 
-def _adamw_float32(
-    weight: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
-    grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
-    root_correction2: Any, eps: Any, minus_step_size: Any,
-) -> None:  # fmt: skip
-    for i in range(weight.size):
-        g = grad[i] * grad_scale
-        m = fma(g - exp_avg[i], one_minus_beta1, exp_avg[i])
-        v = fma(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
-        denominator = math.sqrt(v) / root_correction2 + eps
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        weight[i] = weight[i] * decay + (minus_step_size * m) / denominator
-
-
-def _hash(number: Any, key: Any) -> Any:
-    """32 bits of chance for an element in a step: Wellons' lowbias32, whose every bit depends on every bit of `number`."""
-    x = uint32(uint32(number) ^ key)
+@inlined
+def random_bits(number: Any, seed: Any) -> Any:
+    """32 bits for an element: Wellons' lowbias32, each depends on every bit of `number`."""
+    x = uint32(uint32(number) ^ seed)
     x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32(uint32(x ^ uint32(x >> uint32(15))) * uint32(0x846CA68B))
     return uint32(x ^ uint32(x >> uint32(16)))
 
 
-hash_of = njit(_hash, inline="always")
+def seed_of(step: int) -> np.uint32:
+    """Stochastic-rounding seed of a step."""
+    with np.errstate(over="ignore"):
+        return np.uint32(random_bits.py_func(step, np.uint32(0)))
 
 
-def _moments(exp_avg: Any, exp_avg_sq: Any, g: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any) -> Any:
-    """The next moments in float32, from bits of bfloat16."""
-    m = float_of_bits(np.int32(np.int32(exp_avg) << 16))
-    v = float_of_bits(np.int32(np.int32(exp_avg_sq) << 16))
+@inlined
+def low_half(bits: Any) -> Any:
+    return uint32(bits & uint32(0xFFFF))
+
+
+@inlined
+def adamw_moments(g: Any, m: Any, v: Any, scalars: Any) -> Any:
+    """The next moments, from the scaled gradient."""
+    _, _, beta2, one_minus_beta1, one_minus_beta2, _, _, _ = scalars
     return fma(g - m, one_minus_beta1, m), fma(one_minus_beta2 * g, g, v * beta2)
 
 
-def _rounded(value: Any, chance: Any) -> Any:
-    """Bits of bfloat16, up or down as 16 bits of chance say."""
-    return np.int16(uint32(uint32(bits_of_float(value)) + chance) >> uint32(16))
-
-
-moments_of, rounded_by = njit(_moments, inline="always"), njit(_rounded, inline="always")
-
-
-def _adamw_split_bf16(
-    weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
-    grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
-    root_correction2: Any, eps: Any, minus_step_size: Any,
+def _adamw(
+    weight: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any,
+    first: Any, seed: Any, scalars: Any,
 ) -> None:  # fmt: skip
+    grad_scale, decay, _, _, _, root_correction2, eps, minus_step_size = scalars
     for i in range(weight.size):
-        master = float_of_bits(np.int32((np.int32(weight[i]) << 16) + np.int32(remainder[i])))
-        g = float_of_bits(np.int32(np.int32(grad[i]) << 16)) * grad_scale
-        m, v = moments_of(exp_avg[i], exp_avg_sq[i], g, beta2, one_minus_beta1, one_minus_beta2)
+        g = float_of(grad[i]) * grad_scale
+        m, v = adamw_moments(g, float_of(exp_avg[i]), float_of(exp_avg_sq[i]), scalars)
         denominator = math.sqrt(v) / root_correction2 + eps
-        bits = bits_of_float(master * decay + (minus_step_size * m) / denominator)
-        chance = hash_of(first + i, key)
-        exp_avg[i] = rounded_by(m, uint32(chance & uint32(0xFFFF)))
-        exp_avg_sq[i] = rounded_by(v, uint32(chance >> uint32(16)))
-        weight[i] = np.int16(np.int32(bits + np.int32(0x8000)) >> 16)
-        remainder[i] = np.int16(bits)
+        noise = random_bits(first + i, seed)
+        exp_avg[i] = kept_as(exp_avg[i], m, low_half(noise))
+        exp_avg_sq[i] = kept_as(exp_avg_sq[i], v, uint32(noise >> uint32(16)))
+        master = master_of(weight, remainder, i) * decay + (minus_step_size * m) / denominator
+        store_master(weight, remainder, i, master)
 
 
-def _adamw_float32_bf16(
-    weight: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, first: Any, key: Any,
-    grad_scale: Any, decay: Any, beta2: Any, one_minus_beta1: Any, one_minus_beta2: Any,
-    root_correction2: Any, eps: Any, minus_step_size: Any,
-) -> None:  # fmt: skip
-    for i in range(weight.size):
-        g = grad[i] * grad_scale
-        m, v = moments_of(exp_avg[i], exp_avg_sq[i], g, beta2, one_minus_beta1, one_minus_beta2)
-        denominator = math.sqrt(v) / root_correction2 + eps
-        chance = hash_of(first + i, key)
-        exp_avg[i] = rounded_by(m, uint32(chance & uint32(0xFFFF)))
-        exp_avg_sq[i] = rounded_by(v, uint32(chance >> uint32(16)))
-        weight[i] = weight[i] * decay + (minus_step_size * m) / denominator
+HALF, FULL = int16[::1], float32[::1]
 
 
-SCALARS = (float32,) * 8
+def constants(count: int) -> tuple[Any, ...]:
+    """Types of the number of the first element, the seed, and `count` scalars."""
+    return int64, uint32, types.UniTuple(float32, count)  # type: ignore[no-untyped-call]
 
 
 @cache
-def adamw_split() -> Kernel:
-    """The compiled kernel for bfloat16 precision.
+def adamw(split: bool, bf16_moments: bool) -> Kernel:
+    """AdamW over flat arrays of equal length.
 
-    Arguments: weight, remainder (int16 views of equal length n), exp_avg, exp_avg_sq (float32), grad (int16 view of bfloat16), the number
-    of the first element and the step's key (which fp32 moments leave unused), then as float32 grad_scale, 1 - lr * weight_decay, beta2,
-    1 - beta1, 1 - beta2, sqrt(1 - beta2^step), eps, -lr / (1 - beta1^step).
+    Arguments: weight and remainder (int16, the weight's being bits of bfloat16; if not `split` the
+    float32 master and None), exp_avg and exp_avg_sq (float32, or int16: bits of bfloat16), grad (of
+    the weight's type), the number of the first element in the model, the step's seed, and AdamW's
+    `scalars`.
     """
-    return compiled(_adamw_split, void(int16[::1], int16[::1], float32[::1], float32[::1], int16[::1], int64, uint32, *SCALARS))
-
-
-@cache
-def adamw_float32() -> Kernel:
-    """The compiled kernel for float32 precision, whose weight is the master itself.
-
-    Arguments: weight, exp_avg, exp_avg_sq, grad (float32 of equal length n), then what `adamw_split` takes behind its arrays.
-    """
-    return compiled(_adamw_float32, void(float32[::1], float32[::1], float32[::1], float32[::1], int64, uint32, *SCALARS))
-
-
-@cache
-def adamw_split_bf16() -> Kernel:
-    """`adamw_split` with moments as int16 views of bfloat16."""
-    return compiled(_adamw_split_bf16, void(int16[::1], int16[::1], int16[::1], int16[::1], int16[::1], int64, uint32, *SCALARS))
-
-
-@cache
-def adamw_float32_bf16() -> Kernel:
-    """`adamw_float32` with moments as int16 views of bfloat16."""
-    return compiled(_adamw_float32_bf16, void(float32[::1], int16[::1], int16[::1], float32[::1], int64, uint32, *SCALARS))
-
-
-def key_of(step: int) -> np.uint32:
-    """What a step's chance hangs on."""
-    with np.errstate(over="ignore"):
-        return np.uint32(_hash(step, np.uint32(0)))
+    weight, remainder = (HALF, HALF) if split else (FULL, types.none)
+    moment = HALF if bf16_moments else FULL
+    return compiled(_adamw, void(weight, remainder, moment, moment, weight, *constants(8)))
 
 
 def compiled(function: Kernel, signature: Any, **more: Any) -> Kernel:
-    """`function` as machine code that runs without the GIL, kept on disk between runs where some folder can be written. `more`: for njit.
+    """`function` as machine code that runs without the GIL. `more`: options of njit.
 
-    Numba looks for a folder next to this file, then in the user's cache. That none can be written (RuntimeError), that the disk is full, or
-    that a power cut left half a file must not stop a run: compiling anew costs a second.
+    It is kept on disk between runs: Numba looks for a folder next to this file, then in the user's
+    cache. That none can be written (RuntimeError), that the disk is full, or that a power cut left
+    half a file must not stop a run: compiling anew costs a second.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
         kernel: Kernel = njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        log.warning("the compiled optimizer kernel cannot be cached on disk (%s); set NUMBA_CACHE_DIR to an empty folder to mend it", error)
+        log.warning(
+            "the compiled optimizer kernel cannot be cached on disk (%s); set NUMBA_CACHE_DIR to an empty folder to mend it",
+            error,
+        )
         kernel = njit(signature, **options)(function)
     return kernel

@@ -1,10 +1,10 @@
-"""Lion (Chen et al., 2023, arXiv:2302.06675): the sign of an average of gradients, one moment, decoupled weight decay."""
+"""Lion (Chen et al., 2023, arXiv:2302.06675): updates by the sign of a mean of gradients."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from megatrain.optim.elementwise import Elementwise, check_moments, check_range,
 
 @dataclass(frozen=True)
 class Lion(Elementwise):
-    """Hyper-parameters of Lion, with the paper's defaults. Every element moves by `lr`, so rates are 3 to 10 times smaller than AdamW's.
+    """Hyper-parameters of Lion, with the paper's defaults; weight decay is decoupled.
 
-    `lr` is the base rate: what an update uses is passed to it. `moments`: as AdamW's. Raises ConfigError for a value out of range.
+    `lr` is the base rate; a schedule gives each update its own. Every element moves by it, so rates
+    are 3 to 10 times smaller than AdamW's. `moments`: as AdamW's. Raises ConfigError for a value
+    out of range.
     """
 
     lr: float = 1e-6
@@ -26,7 +28,6 @@ class Lion(Elementwise):
     name: ClassVar[str] = "lion"
     plain_s: ClassVar[float] = 0.35e-9
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    homes: ClassVar[dict[str, str]] = {"float32": "lion_kernels", "bfloat16": "lion_kernels", "int8": "int8_kernels"}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", checked_betas(self.betas))
@@ -34,7 +35,16 @@ class Lion(Elementwise):
         check_range("weight_decay", self.weight_decay, 0.0, math.inf)
         check_moments(self.moments)
 
-    def scalars(self, lr: float, weight_decay: float, step: int, grad_scale: float) -> list[np.float32]:
-        """The kernels' constants, computed in double. No bias is corrected, so `step` changes nothing."""
-        beta1, beta2 = self.betas
-        return [np.float32(value) for value in (grad_scale, 1 - lr * weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, -lr)]
+    def kernel(self, split: bool) -> Any:
+        from megatrain.optim import int8_kernels, lion_kernels
+
+        if self.moments == "int8":
+            return int8_kernels.lion(split)
+        return lion_kernels.lion(split, bf16_moments=self.moments == "bfloat16")
+
+    def scalars(
+        self, lr: float, weight_decay: float, step: int, grad_scale: float
+    ) -> tuple[np.float32, ...]:
+        beta1, beta2 = self.betas  # no bias correction: `step` changes nothing
+        values = (grad_scale, 1 - lr * weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, -lr)
+        return tuple(np.float32(value) for value in values)

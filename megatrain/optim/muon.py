@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -75,15 +76,21 @@ class Muon(WholeTensors):
             check_range("adamw_lr", self.adamw_lr, 0.0, math.inf)
         coefficients: Any = self.ns_coefficients  # a list where it comes from YAML
         if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
-            raise ConfigError(f"optimizer.ns_coefficients: expected three numbers such as (3.4445, -4.775, 2.0315), not {coefficients!r}")
+            raise ConfigError(
+                f"optimizer.ns_coefficients: expected three numbers such as (3.4445, -4.775, 2.0315), not {coefficients!r}"
+            )
         for number, value in enumerate(coefficients):
             check_range(f"ns_coefficients[{number}]", value, -100.0, 100.0)
         object.__setattr__(self, "ns_coefficients", tuple(coefficients))
         steps: Any = self.ns_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
-            raise ConfigError(f"optimizer.ns_steps: {steps!r} is out of range; it must be a whole number from 1 to 99")
+            raise ConfigError(
+                f"optimizer.ns_steps: {steps!r} is out of range; it must be a whole number from 1 to 99"
+            )
         if self.adjust_lr_fn not in RATES:
-            raise ConfigError(f"optimizer.adjust_lr_fn: {self.adjust_lr_fn!r} is none of {', '.join(RATES)}")
+            raise ConfigError(
+                f"optimizer.adjust_lr_fn: {self.adjust_lr_fn!r} is none of {', '.join(RATES)}"
+            )
         object.__setattr__(self, "betas", self.adamw.betas)
 
     @property
@@ -93,7 +100,9 @@ class Muon(WholeTensors):
 
     @property
     def state_arrays(self) -> tuple[StateArray, ...]:
-        return StateArray("exp_avg", torch.float32), StateArray("exp_avg_sq", torch.float32, per="unhidden")
+        return StateArray("exp_avg", torch.float32), StateArray(
+            "exp_avg_sq", torch.float32, per="unhidden"
+        )
 
     @property
     def passes_bytes(self) -> float:
@@ -111,25 +120,45 @@ class Muon(WholeTensors):
         hidden = [[spec for spec in layout.tensors if spec.hidden] for layout in layouts]
         specs = [spec for of_block in hidden for spec in of_block]
         host = max((sum(spec.numel for spec in of_block) for of_block in hidden), default=0)
-        directions = max((spec.numel for spec in specs), default=0)  # a whole tensor's, of a block that lives there
+        directions = max(
+            (spec.numel for spec in specs), default=0
+        )  # a whole tensor's, of a block that lives there
         products = max((_product_bytes(spec.shape) for spec in specs), default=0)
         pieces = min(DEVICE_PIECE, directions)
-        return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions, directions=2 * host)
+        return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions)
 
     def compile(self) -> None:
         """Load the kernels from Numba's cache or compile them."""
-        from megatrain.optim import muon_kernels as kernels  # here: planning reads this class and need not wait for numba
+        from megatrain.optim import (
+            muon_kernels as kernels,
+        )  # here: planning reads this class and need not wait for numba
 
         self.adamw.compile()
         for split in (False, True):
             kernels.direct(split)
             kernels.apply(split)
 
-    def stages(self, tensors: Sequence[TensorState], workspace: Workspace, *, lr: float, step: int, grad_scale: float) -> Iterator[Stage]:
-        hidden = [_Update(self, tensor, workspace, lr, grad_scale) for tensor in tensors if tensor.spec.hidden]
+    def stages(
+        self,
+        tensors: Sequence[TensorState],
+        workspace: Workspace,
+        *,
+        lr: float,
+        step: int,
+        grad_scale: float,
+    ) -> Iterator[Stage]:
+        hidden = [
+            _Update(self, tensor, workspace, lr, grad_scale)
+            for tensor in tensors
+            if tensor.spec.hidden
+        ]
         rest = [tensor for tensor in tensors if not tensor.spec.hidden]
-        adamw_lr = lr if self.adamw_lr is None else (lr / self.lr if self.lr else 0.0) * self.adamw_lr
-        beside = [piece for tensor in rest for piece in self._adamw(tensor, adamw_lr, step, grad_scale)]
+        adamw_lr = (
+            lr if self.adamw_lr is None else (lr / self.lr if self.lr else 0.0) * self.adamw_lr
+        )
+        beside = [
+            piece for tensor in rest for piece in self._adamw(tensor, adamw_lr, step, grad_scale)
+        ]
         yield [*(piece for update in hidden for piece in update.direct()), *beside]
         workspace.replace(self.orthogonal, [part for update in hidden for part in update.parts()])
         yield [piece for update in hidden for piece in update.apply()]
@@ -143,7 +172,8 @@ class Muon(WholeTensors):
         if flats["weight"].is_cuda:
             return [lambda: adamw.update(flats, **options)]
         update, numel = adamw.updating(flats, **options), flats["weight"].numel()
-        return [lambda start=start: update(start, min(start + HOST_PIECE, numel)) for start in range(0, numel, HOST_PIECE)]  # type: ignore[misc]
+        starts = range(0, numel, HOST_PIECE)
+        return [partial(update, start, min(start + HOST_PIECE, numel)) for start in starts]
 
     def orthogonal(self, matrices: Tensor) -> Tensor:
         """The orthogonal matrices next to bfloat16 `matrices` [count, rows, columns], roughly: singular values end between 0.7 and 1.2."""
@@ -176,19 +206,32 @@ def _product_bytes(shape: tuple[int, ...]) -> int:
 class _Update:
     """One hidden tensor's."""
 
-    def __init__(self, optimizer: Muon, tensor: TensorState, workspace: Workspace, lr: float, grad_scale: float) -> None:
+    def __init__(
+        self,
+        optimizer: Muon,
+        tensor: TensorState,
+        workspace: Workspace,
+        lr: float,
+        grad_scale: float,
+    ) -> None:
         self.optimizer, self.spec, self.grad_scale = optimizer, tensor.spec, grad_scale
         self.decay = 1 - lr * optimizer.weight_decay if tensor.spec.decay else 1.0
         self.minus_step_size = -lr * RATES[optimizer.adjust_lr_fn](*tensor.spec.shape[-2:])
         self.split, self.numel = tensor.split, tensor.spec.numel
-        self.weight, self.grad, self.exp_avg = (tensor.flats[name][: self.numel] for name in ("weight", "grad", "exp_avg"))
+        self.weight, self.grad, self.exp_avg = (
+            tensor.flats[name][: self.numel] for name in ("weight", "grad", "exp_avg")
+        )
         self.remainder = tensor.flats["remainder"][: self.numel] if self.split else None
         self.direction = workspace.directions(self.numel)
         self.on_host = self.weight.is_cpu
         if self.on_host:
-            self.grad = self.grad.to(self.weight.dtype)  # fp32 sums of a block that counts as resident; nothing otherwise
+            self.grad = self.grad.to(
+                self.weight.dtype
+            )  # fp32 sums of a block that counts as resident; nothing otherwise
         size = HOST_PIECE if self.on_host else DEVICE_PIECE
-        self.pieces = [slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size)]
+        self.pieces = [
+            slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size)
+        ]
 
     def direct(self) -> list[Piece]:
         return [lambda part=part: self._direct(part) for part in self.pieces]  # type: ignore[misc]
@@ -199,7 +242,11 @@ class _Update:
         if self.on_host:
             from megatrain.optim import muon_kernels as kernels
 
-            scalars = (self.grad_scale, 1 - momentum, 1 - momentum if self.optimizer.nesterov else 0.0)
+            scalars = (
+                self.grad_scale,
+                1 - momentum,
+                1 - momentum if self.optimizer.nesterov else 0.0,
+            )
             arrays = (bits_of(x).numpy() for x in (exp_avg, grad, direction))
             kernels.direct(self.split)(*arrays, *(np.float32(x) for x in scalars))
             return
@@ -216,12 +263,19 @@ class _Update:
         return [lambda part=part: self._apply(part) for part in self.pieces]  # type: ignore[misc]
 
     def _apply(self, part: slice) -> None:
-        weight, remainder = self.weight[part], self.remainder[part] if self.remainder is not None else None
+        weight, remainder = (
+            self.weight[part],
+            self.remainder[part] if self.remainder is not None else None,
+        )
         if self.on_host:
             from megatrain.optim import muon_kernels as kernels
 
-            arrays = [bits_of(x).numpy() for x in (weight, remainder, self.direction[part]) if x is not None]
-            kernels.apply(self.split)(*arrays, np.float32(self.decay), np.float32(self.minus_step_size))
+            low = None if remainder is None else remainder.numpy()
+            arrays = bits_of(weight).numpy(), low, bits_of(self.direction[part]).numpy()
+            scalars = np.float32(self.decay), np.float32(self.minus_step_size)
+            kernels.apply(self.split)(*arrays, *scalars)
             return
         master = read_master(weight, remainder).mul_(self.decay)
-        write_master(master.add_(self.direction[part].float(), alpha=self.minus_step_size), weight, remainder)
+        write_master(
+            master.add_(self.direction[part].float(), alpha=self.minus_step_size), weight, remainder
+        )

@@ -1,10 +1,10 @@
-"""What an optimizer declares, and the one thing it does."""
+"""The contracts of optimizers: what they declare, and updates of flat ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from megatrain.memory.layout import Per
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of optimizer state, zero before the first update. `per`: what there is one element for (memory/layout.py)."""
+    """One array of optimizer state, zero before the first update.
+
+    `per`: granularity of the array (memory/layout.py).
+    """
 
     name: str
     dtype: torch.dtype
@@ -24,6 +27,7 @@ class StateArray:
 UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """What all have in common. Store, planner and checkpoint read `state_arrays`."""
 
@@ -40,29 +44,50 @@ class Optimizer(Protocol):
 
     @property
     def arithmetic(self) -> float | None:
-        """Parameters/s that one thread of the host could update if memory had no limit; None: memory always takes longer."""
+        """Compute-bound rate of one host thread, parameters/s; None: memory is always slower."""
 
     def compile(self) -> None:
-        """Prepare whatever the first `update` would otherwise pay for."""
+        """Do what the first update would otherwise take seconds for."""
 
 
 class RangeOptimizer(Optimizer, Protocol):
-    """One that updates every element by itself, and so any range of a block. Others update whole tensors (whole_tensors.py)."""
+    """Updates any range of a block, element by element; others whole tensors (whole_tensors.py)."""
 
-    def update(self, views: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0) -> None:
+    def update(
+        self,
+        views: dict[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        first: int = 0,
+    ) -> None:
         """Update one flat range in place.
 
-        `views`: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision only), "grad" and
-        every array of `state_arrays`. `step` counts updates from 1. `grad_scale` multiplies the gradient first (the clip
-        factor). `first` is the number of the range's first element in the whole model. An element's result depends on that
-        element and its number alone, so any cut into ranges gives the same bits; a range of zeros stays zero.
+        An element's result depends on that element and its number alone, so any cut into ranges
+        gives the same bits; a range of zeros stays zero.
+
+        Args:
+            views: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision
+                only), "grad" and every array of `state_arrays`.
+            step: number of the update, from 1.
+            grad_scale: multiplies the gradient first (the clip factor).
+            first: number of the range's first element in the whole model.
         """
 
     def updating(
-        self, arrays: dict[str, Tensor], *, lr: float, weight_decay: float, step: int, grad_scale: float, first: int = 0
+        self,
+        arrays: dict[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        first: int = 0,
     ) -> UpdateRange:
         """`update` of any range of CPU `arrays`, to be called from many threads at once.
 
-        What ranges have in common is prepared here. A call takes microseconds of Python, in which it keeps the GIL from the thread that
-        drives the device, and then releases it.
+        What ranges have in common is prepared here. A call takes microseconds of Python, in which
+        it keeps the GIL from the thread that drives the device, and then releases it.
         """

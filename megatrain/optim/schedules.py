@@ -17,38 +17,86 @@ class Schedule(Protocol):
     """See the module's docstring."""
 
     def __call__(
-        self, step: int, *, base: float, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_share: float = 0.1
+        self,
+        step: int,
+        *,
+        base: float,
+        total_steps: int,
+        warmup_steps: int,
+        min_ratio: float = 0.0,
+        decay_share: float = 0.1,
     ) -> float: ...
 
 
-def constant(step: int, *, base: float, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_share: float = 0.1) -> float:
+def constant(
+    step: int,
+    *,
+    base: float,
+    total_steps: int,
+    warmup_steps: int,
+    min_ratio: float = 0.0,
+    decay_share: float = 0.1,
+) -> float:
     """Warm-up, then `base`."""
     return base * warmup_factor(step, warmup_steps)
 
 
-def linear(step: int, *, base: float, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_share: float = 0.1) -> float:
+def linear(
+    step: int,
+    *,
+    base: float,
+    total_steps: int,
+    warmup_steps: int,
+    min_ratio: float = 0.0,
+    decay_share: float = 0.1,
+) -> float:
     """Warm-up, then a straight line to `min_ratio * base` at `total_steps`."""
     if step < warmup_steps:
         return base * warmup_factor(step, warmup_steps)
     return base * above_floor(1.0 - progress(step, warmup_steps, total_steps), min_ratio)
 
 
-def cosine(step: int, *, base: float, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_share: float = 0.1) -> float:
+def cosine(
+    step: int,
+    *,
+    base: float,
+    total_steps: int,
+    warmup_steps: int,
+    min_ratio: float = 0.0,
+    decay_share: float = 0.1,
+) -> float:
     """Warm-up, then half a cosine wave to `min_ratio * base` at `total_steps` (Loshchilov and Hutter, 2017, arXiv:1608.03983)."""
     if step < warmup_steps:
         return base * warmup_factor(step, warmup_steps)
-    return base * above_floor(0.5 * (1.0 + math.cos(math.pi * progress(step, warmup_steps, total_steps))), min_ratio)
+    return base * above_floor(
+        0.5 * (1.0 + math.cos(math.pi * progress(step, warmup_steps, total_steps))), min_ratio
+    )
 
 
-def wsd(step: int, *, base: float, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_share: float = 0.1) -> float:
+def wsd(
+    step: int,
+    *,
+    base: float,
+    total_steps: int,
+    warmup_steps: int,
+    min_ratio: float = 0.0,
+    decay_share: float = 0.1,
+) -> float:
     """Warm-up, stable at `base`, then a straight line to `min_ratio * base` (Hu et al., 2024, arXiv:2404.06395)."""
-    decay_from = max(warmup_steps, total_steps - round(decay_share * total_steps))  # a long warm-up shortens the decay
+    decay_from = max(
+        warmup_steps, total_steps - round(decay_share * total_steps)
+    )  # a long warm-up shortens the decay
     if step < decay_from:
         return base * warmup_factor(step, warmup_steps)
     return base * above_floor(1.0 - progress(step, decay_from, total_steps), min_ratio)
 
 
-SCHEDULES: dict[str, Schedule] = {"constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd}
+SCHEDULES: dict[str, Schedule] = {
+    "constant": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "wsd": wsd,
+}
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
@@ -57,11 +105,15 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     Raises ConfigError if it is negative or neither a share nor whole. More warm-up than steps is allowed: the peak is not reached then.
     """
     if not 0 <= warmup < math.inf:
-        raise ConfigError(f"train.warmup: {warmup!r} is out of range; give a share below 1 or a number of steps")
+        raise ConfigError(
+            f"train.warmup: {warmup!r} is out of range; give a share below 1 or a number of steps"
+        )
     if warmup < 1:
         return math.ceil(warmup * total_steps)
     if warmup != int(warmup):
-        raise ConfigError(f"train.warmup: {warmup!r} is neither a share (below 1) nor a whole number of steps")
+        raise ConfigError(
+            f"train.warmup: {warmup!r} is neither a share (below 1) nor a whole number of steps"
+        )
     return int(warmup)
 
 

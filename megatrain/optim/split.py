@@ -29,14 +29,23 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
         weight = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
         out = (weight, torch.empty_like(weight, dtype=torch.int16))
     weight, remainder = out
-    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16), (weight.dtype, remainder.dtype)
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16), (
+        weight.dtype,
+        remainder.dtype,
+    )
     bits = master.detach().contiguous().view(torch.int32).view(-1)
     high, low = weight.view(torch.int16).view(-1), remainder.view(-1)
-    assert high.numel() == low.numel() == bits.numel(), (weight.shape, remainder.shape, master.shape)
+    assert high.numel() == low.numel() == bits.numel(), (
+        weight.shape,
+        remainder.shape,
+        master.shape,
+    )
     for start in range(0, bits.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         low[part].copy_(bits[part])  # int32 to int16 keeps the low half
-        high[part].copy_((bits[part] + 0x8000).bitwise_right_shift_(16))  # the sum wraps; so does the narrowing
+        high[part].copy_(
+            (bits[part] + 0x8000).bitwise_right_shift_(16)
+        )  # the sum wraps; so does the narrowing
     return out
 
 
@@ -49,7 +58,11 @@ def join_master(weight: Tensor, remainder: Tensor, out: Tensor | None = None) ->
         out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     dtypes = (weight.dtype, remainder.dtype, out.dtype)
     assert dtypes == (torch.bfloat16, torch.int16, torch.float32), dtypes
-    assert out.numel() == weight.numel() == remainder.numel(), (out.shape, weight.shape, remainder.shape)
+    assert out.numel() == weight.numel() == remainder.numel(), (
+        out.shape,
+        weight.shape,
+        remainder.shape,
+    )
     low = remainder.contiguous().view(-1)
     bits = out.view(torch.int32).view(-1)
     bits.copy_(weight.detach().contiguous().view(torch.int16).view(-1))

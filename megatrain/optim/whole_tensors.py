@@ -1,13 +1,12 @@
-"""The contract of optimizers that need whole tensors: means over rows and columns, the size of an update, orthogonal matrices.
+"""The contract of optimizers that update whole tensors, as making a matrix orthogonal needs all of it.
 
 Such an update comes in stages. The pieces of a stage may run at once, from many threads, and a stage begins when the one before is
 complete; what lies between two stages runs in one thread. So a tensor of any size keeps all threads busy. Pieces follow from shapes alone,
-so that sums are taken in one order and any number of threads gives the same bits.
+and any number of threads gives the same bits.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,16 +30,10 @@ Stage = Sequence[Piece]
 @dataclass(frozen=True)
 class TensorState:
     """A tensor of a block with all that its update reads and writes: "weight", "remainder" (bfloat16 precision only), "grad", and of the
-    optimizer's arrays those that have this tensor. `flats` are 1-D, each with its padding; `shapes` are those of the arrays' layouts."""
+    optimizer's arrays those that have this tensor. `flats` are 1-D, each with its padding."""
 
     spec: TensorSpec
     flats: dict[str, Tensor]
-    shapes: dict[str, tuple[int, ...]]
-
-    def view(self, name: str) -> Tensor:
-        """An array in its own shape."""
-        shape = self.shapes[name]
-        return self.flats[name][: math.prod(shape)].view(shape)
 
     @property
     def split(self) -> bool:
@@ -60,18 +53,17 @@ class Workspace(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Bytes that updates need beyond state, at most: beside the weights in host RAM, and where matrix products are fast."""
+    """Bytes that updates need beyond state, at most: in host RAM for the directions of a block, and where matrix products are fast."""
 
     host: int
     device: int
-    directions: int = 0  # of those in host RAM, that the engine keeps for them
 
 
 class WholeTensors(ABC):
     """An optimizer that updates whole tensors. Its hyper-parameters are those of a frozen dataclass, as in AdamW."""
 
     name: ClassVar[str]
-    arithmetic: ClassVar[float | None] = None  # as `Optimizer.arithmetic`, of large matrices
+    arithmetic: ClassVar[float | None] = None  # as `Optimizer.arithmetic`
     lr: float
     weight_decay: float
 
@@ -84,7 +76,15 @@ class WholeTensors(ABC):
         """Prepare whatever the first update would otherwise pay for."""
 
     @abstractmethod
-    def stages(self, tensors: Sequence[TensorState], workspace: Workspace, *, lr: float, step: int, grad_scale: float) -> Iterator[Stage]:
+    def stages(
+        self,
+        tensors: Sequence[TensorState],
+        workspace: Workspace,
+        *,
+        lr: float,
+        step: int,
+        grad_scale: float,
+    ) -> Iterator[Stage]:
         """Update these tensors in place, when the pieces of all stages were run. Padding stays zero.
 
         A float32 gradient beside bfloat16 weights is rounded to bfloat16 first. `step` counts updates from 1, `grad_scale` multiplies the
@@ -97,13 +97,13 @@ class WholeTensors(ABC):
         """What updating any of these blocks takes."""
 
     @property
+    @abstractmethod
     def passes_bytes(self) -> float:
         """Memory traffic of a parameter's update beyond reading and writing its state once, and reading its gradient."""
-        return 0.0
 
+    @abstractmethod
     def product_flops(self, layout: FlatLayout) -> float:
         """Of the matrix products in a block's update."""
-        return 0.0
 
 
 # -- where a piece is computed by torch -----------------------------------------------------------------------------------------------

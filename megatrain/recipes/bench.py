@@ -12,21 +12,17 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megatrain.advice import advise
 from megatrain.config import Config
+from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.flops import Work
-from megatrain.hardware import keep_heap_small
 from megatrain.losses import next_token
-from megatrain.meters import GpuMeter, host_bytes
-from megatrain.metrics import StepTime
-from megatrain.planner import Plan
+from megatrain.machine.hardware import keep_heap_small
+from megatrain.planner.plan import Plan
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of
 from megatrain.recipes.setup import (
     Parts,
     assemble,
-    deterministic,
     find_machine,
     make_engine,
     make_run_plan,
@@ -34,9 +30,14 @@ from megatrain.recipes.setup import (
     quiet_libraries,
 )
 from megatrain.recipes.shapes import shape_model
-from megatrain.report import bound_in_words, logging_on
-from megatrain.summary import PredictedBytes, PredictedSeconds
-from megatrain.tracing import claim, computing_seconds, tracing
+from megatrain.reporting.advice import advise
+from megatrain.reporting.meters import GpuMeter, peak_host_bytes
+from megatrain.reporting.metrics import StepTime
+from megatrain.reporting.mfu import ModelFlops
+from megatrain.reporting.progress import logging_on
+from megatrain.reporting.summary import Predicted
+from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
+from megatrain.reporting.words import bound_in_words
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
@@ -70,20 +71,34 @@ def bench(
         parts = prepare_shape(config, layers)
         plan = make_run_plan(config, parts, checkpoints_written=0)
         plan.check()
-        console.print(f"{parts.shape.parameters:,} parameters, {choices_in_words(plan, parts)}", soft_wrap=True)
+        console.print(
+            f"{parts.shape.parameters:,} parameters, {choices_in_words(plan, parts)}",
+            soft_wrap=True,
+        )
         stack.enter_context(memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
         started = time.perf_counter()
         engine = stack.enter_context(make_engine(config, parts, plan))
         meter = stack.enter_context(GpuMeter(parts.machine.device))
         setup_s = time.perf_counter() - started
-        measured = measure(engine, config, plan, steps=steps, warmup=warmup, same_batch=same_batch, console=console)
+        measured = measure(
+            engine, config, plan, steps=steps, warmup=warmup, same_batch=same_batch, console=console
+        )
         memory = memory_of(engine.device, meter)  # before the profiler takes its own
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
         computing_s = time_computing(engine, config, plan) if steady_s < LONGEST_TRACED_S else None
         if profile is not None:
             show_timeline(engine, config, plan, profile, console)
-    return result_of(config, plan, parts, measured[:warmup], measured[warmup:], setup_s=setup_s, memory=memory, computing_s=computing_s)
+    return result_of(
+        config,
+        plan,
+        parts,
+        measured[:warmup],
+        measured[warmup:],
+        setup_s=setup_s,
+        memory=memory,
+        computing_s=computing_s,
+    )
 
 
 def prepare_shape(config: Config, layers: int | None) -> Parts:
@@ -95,18 +110,33 @@ def prepare_shape(config: Config, layers: int | None) -> Parts:
 # -- measuring ----------------------------------------------------------------------------------------------------------------------
 
 
-def measure(engine: Engine, config: Config, plan: Plan, *, steps: int, warmup: int, same_batch: bool, console: Console) -> list[BenchStep]:
+def measure(
+    engine: Engine,
+    config: Config,
+    plan: Plan,
+    *,
+    steps: int,
+    warmup: int,
+    same_batch: bool,
+    console: Console,
+) -> list[BenchStep]:
     """All steps, those to warm up first. A step's time holds its part of the update of the step before, which is what a long run pays."""
     measured = []
     for number in range(warmup + steps):
-        batches = random_batches(config, plan, engine.anatomy.vocab_size, 0 if same_batch else number)
+        batches = random_batches(
+            config, plan, engine.anatomy.vocab_size, 0 if same_batch else number
+        )
         started = time.perf_counter()
         result = engine.train_step(batches, next_token, config.train.learning_rate)
         seconds = time.perf_counter() - started
-        step = BenchStep(seconds, result.loss, result.grad_norm, StepTime.of(seconds, result.stalls_s))
+        step = BenchStep(
+            seconds, result.loss, result.grad_norm, StepTime.of(seconds, result.stalls_s)
+        )
         measured.append(step)
         what = "to warm up" if number < warmup else f"step {number - warmup + 1}/{steps}"
-        console.print(f"{what}: {seconds:.3f} s, loss {result.loss:.4f}, {bound_in_words(step.time)}")
+        console.print(
+            f"{what}: {seconds:.3f} s, loss {result.loss:.4f}, {bound_in_words(step.time)}"
+        )
     return measured
 
 
@@ -114,7 +144,9 @@ def random_batches(config: Config, plan: Plan, vocab_size: int, seed: int) -> Ba
     """One step's micro-batches: full rows of tokens that were drawn from `seed`, every one of them a target."""
     seq_len = config.train.seq_len
     rows = config.train.rows_per_step or max(1, plan.job.tokens_per_step // seq_len)
-    ids = torch.randint(0, vocab_size, (rows, seq_len), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, vocab_size, (rows, seq_len), generator=torch.Generator().manual_seed(seed)
+    )
     parts = torch.split(ids, max(1, plan.choices.micro_batch_tokens // seq_len))
     return [{"input_ids": part, "labels": part} for part in parts]
 
@@ -135,18 +167,22 @@ def time_computing(engine: Engine, config: Config, plan: Plan) -> float | None:
 def show_timeline(engine: Engine, config: Config, plan: Plan, path: Path, console: Console) -> None:
     """Watch one step more. Raises StorageError."""
     step = one_more(engine, config, plan)
-    with tracing(path, engine.device) as trace:
+    with record_timeline(path, engine.device) as trace:
         step()
     console.print(trace.table, soft_wrap=True, markup=False)
-    console.print(f"the timeline of a step is in {path}: open it in ui.perfetto.dev", soft_wrap=True)
+    console.print(
+        f"the timeline of a step is in {path}: open it in ui.perfetto.dev", soft_wrap=True
+    )
 
 
 def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
     """Peaks so far, in bytes. Between two looks at the driver PyTorch may have given back what the first step alone took."""
     cuda = device.type == "cuda"
     return {
-        "host_bytes": host_bytes(),
-        "gpu_peak_bytes": max(meter.peak_bytes() or 0, torch.cuda.max_memory_reserved(device)) if cuda else None,
+        "host_bytes": peak_host_bytes(),
+        "gpu_peak_bytes": max(meter.peak_bytes() or 0, torch.cuda.max_memory_reserved(device))
+        if cuda
+        else None,
         "gpu_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
     }
@@ -169,8 +205,12 @@ def result_of(
     """Rates are those of the median step."""
     step_s = statistics.median(step.seconds for step in steps)
     machine, gpu = parts.machine, parts.machine.hardware.gpu
-    work, seq_len = Work.of(parts.skeleton.anatomy, parts.model.config), config.train.seq_len
-    tokens = config.train.rows_per_step * seq_len if config.train.rows_per_step else plan.job.tokens_per_step // seq_len * seq_len
+    work, seq_len = ModelFlops.of(parts.skeleton.anatomy, parts.model.config), config.train.seq_len
+    tokens = (
+        config.train.rows_per_step * seq_len
+        if config.train.rows_per_step
+        else plan.job.tokens_per_step // seq_len * seq_len
+    )
     mfu = work.mfu([seq_len] * (tokens // seq_len), step_s, gpu.name if gpu else None)
     spent = sum((step.time for step in steps), StepTime())
     return BenchResult(
@@ -178,14 +218,14 @@ def result_of(
         parameters=parts.shape.parameters,
         layers=parts.skeleton.anatomy.layers,
         tokens=tokens,
-        step_s=PredictedSeconds(plan.timing.seconds, step_s),
+        step_s=Predicted(plan.timing.seconds, step_s),
         tokens_per_s=tokens / step_s,
         tflops=work.tflops(tokens, step_s),
         mfu=mfu,
         gpu_busy=None if computing_s is None else computing_s / step_s,
         time=spent,
-        host=PredictedBytes(plan.host_bytes, memory["host_bytes"]),
-        gpu=PredictedBytes(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),
+        host=Predicted(plan.host_bytes, memory["host_bytes"]),
+        gpu=Predicted(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),
         memory=memory,
         advice=advise(spent, facts_of(config, plan, parts), mfu),
         choices=choices_in_words(plan, parts),

@@ -8,50 +8,48 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.activations import UNCHANGED
-from megatrain.advice import Facts
 from megatrain.config import Config
-from megatrain.economy import Economy
-from megatrain.hardware import update_threads
-from megatrain.machine import installed_version
-from megatrain.meters import host_bytes
-from megatrain.metrics import read_metrics
-from megatrain.planner import Plan
-from megatrain.recipes.changes import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
+from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
+from megatrain.machine.hardware import update_threads
+from megatrain.machine.profile import installed_version
+from megatrain.planner.plan import Plan
 from megatrain.recipes.loop import Run
 from megatrain.recipes.optimizers import make_optimizer, optimizer_keys
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, packed_to, prices_of
+from megatrain.recipes.setup import Parts, prices_of
 from megatrain.recipes.signals import StopRequest
-from megatrain.run_folder import write_text
-from megatrain.summary import PredictedBytes, PredictedSeconds, RunSummary
+from megatrain.reporting.advice import Facts
+from megatrain.reporting.energy import Economy
+from megatrain.reporting.meters import peak_host_bytes
+from megatrain.reporting.metrics import read_metrics
+from megatrain.reporting.summary import Predicted, RunSummary
+from megatrain.schedule import UNCHANGED
+from megatrain.settings import KEYS, OPTIONS
+from megatrain.storage.run_folder import write_text
 
-PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "safetensors", "numba", "numpy", "datasets")
+PACKAGES = (
+    "megatrain",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numba",
+    "numpy",
+    "datasets",
+)
 
 
 def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
     """Write what was asked for, what was decided, and what it runs on; returns the decisions as a line."""
     choices, machine = plan.choices, parts.machine
-    decided = {
-        "train.micro_batch_tokens": choices.micro_batch_tokens,
-        "train.groups": choices.groups,
-        "train.head_chunk_tokens": choices.head_chunk_tokens,
-        "train.layer_chunk_tokens": choices.layer_chunk_tokens or None,
-        "train.retained": choices.retained,
-        "train.cheap_retention": choices.cheap_retention,
-        "data.packing": packed_to(config, parts.skeleton, machine) is not None,
-        "memory.resident": choices.resident,
-        "memory.offload_activations": choices.offload,
-        "memory.retained_on_host": choices.retained_on_host,
-        "memory.second_backward": choices.second_backward,
-        "memory.nvme_blocks": choices.nvme_blocks,
-        "memory.nvme_arrays": choices.nvme_arrays,
-        "memory.nvme_activations": choices.nvme_activations,
+    chosen = {option.key: getattr(choices, option.field) for option in OPTIONS if option.key}
+    decided = chosen | {
+        "data.packing": parts.resolved.packed_to is not None,
         "precision": machine.precision,
         "compile": plan.job.compiled,
         "device": machine.device.type,
-        "threads": choices.update_threads,
-    } | decided_of_optimizer(config)
+        **decided_of_optimizer(config),
+    }
     write_text(config.output / CONFIG_FILE, config.to_yaml())
     write_text(config.output / RESOLVED_FILE, config.with_values(decided).to_yaml())
     write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
@@ -62,7 +60,11 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
 def decided_of_optimizer(config: Config) -> dict[str, Any]:
     """What the optimizer's own defaults stand for, of the keys that it has."""
     optimizer, known = make_optimizer(config), optimizer_keys(config)
-    values = {key: getattr(optimizer, key) for key, value in config.optimizer if value == "auto" and key in known}
+    values = {
+        key: getattr(optimizer, key)
+        for key, value in config.optimizer
+        if value == "auto" and key in known
+    }
     return {f"optimizer.{key}": value for key, value in values.items() if value is not None}
 
 
@@ -80,29 +82,24 @@ def choices_in_words(plan: Plan, parts: Parts) -> str:
     """What the plan decided, as a line."""
     choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
     on_host = f"{choices.retained_on_host} more in host RAM, " if choices.retained_on_host else ""
-    far = f"{choices.nvme_activations} layers' worth of inputs on NVMe, " if choices.nvme_activations else ""
-    kept = "" if plan.job.activations == UNCHANGED else f"activations kept as {plan.job.activations}, "
+    kept = (
+        "" if plan.job.activations == UNCHANGED else f"activations kept as {plan.job.activations}, "
+    )
     return (
         f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
         f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
-        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload else ''}{kept}"
+        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload_activations else ''}{kept}"
         f"{'gradients computed twice, ' if choices.second_backward else ''}"
-        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{far}{choices.update_threads} update thread(s)"
+        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{choices.update_threads} update thread(s)"
     )
 
 
 def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) -> Facts:
     """What the advice goes by, besides times. In a resumed run the planner's former choices look like the user's, and are not."""
     choices, layers = plan.choices, len(parts.shape.block_numel) - 2
-    dials = {
-        "memory.gpu": config.memory.gpu,
-        "memory.host": config.memory.host,
-        "memory.resident": config.memory.resident,
-        "memory.second_backward": config.memory.second_backward,
-        "train.groups": config.train.groups,
-        "train.retained": config.train.retained,
-    }
-    kept = KEPT_CHOICES if resumed else ()
+    budgets = {"memory.gpu": config.memory.gpu, "memory.host": config.memory.host}
+    asked = {key for key, value in budgets.items() if value != "auto"}
+    asked |= {KEYS[name] for name, value in config.asked().items() if value is not None}
     return Facts(
         cuda=parts.machine.device.type == "cuda",
         compiled=plan.job.compiled,
@@ -113,15 +110,23 @@ def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) ->
         streams=choices.resident < len(parts.shape.block_numel),
         second_backward=choices.second_backward,
         update_threads=choices.update_threads,
-        idle_threads=max(0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads),
-        asked=frozenset(key for key, value in dials.items() if value != "auto" and key not in kept),
+        idle_threads=max(
+            0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads
+        ),
+        asked=frozenset(asked.difference(KEPT_CHOICES if resumed else ())),
     )
 
 
-def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, stop: StopRequest | None) -> RunSummary:
+def summarize(
+    run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, stop: StopRequest | None
+) -> RunSummary:
     """What this process did, and what the model says now; `stop` is the request that ended the run early, if one did."""
     done = stop is None
-    question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt) if done else (None, None)
+    question, reply = (
+        sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
+        if done
+        else (None, None)
+    )
     return RunSummary(
         run_dir=run.run_dir,
         steps=steps,
@@ -132,9 +137,9 @@ def summarize(run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, 
         final_dir=run.run_dir / "final" if done else None,
         prompt=question,
         answer=reply,
-        host=PredictedBytes(plan.host_bytes, host_bytes()),
-        gpu=PredictedBytes(plan.gpu_bytes or None, run.meter.peak_bytes()),
-        step_s=PredictedSeconds(plan.timing.seconds, run.steady.median_s),
+        host=Predicted(plan.host_bytes, peak_host_bytes()),
+        gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
+        step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
         economy=spent_economy(run),
         planned_economy=plan.economy,
@@ -159,15 +164,31 @@ def spent_economy(run: Run) -> Economy:
         else "the host's power is not counted"
     )
     tokens = run.tokens - run.first_tokens
-    return Economy(tokens, run.spent_s, run.spent.total_j, prices_of(run.config), f"{gpu}; {host}" if gpu else host)
+    return Economy(
+        tokens,
+        run.spent_s,
+        run.spent.total_j,
+        prices_of(run.config),
+        f"{gpu}; {host}" if gpu else host,
+    )
 
 
 def summarize_finished(run_dir: Path) -> RunSummary:
     """The summary of a run that has nothing left to do."""
-    return RunSummary(run_dir=run_dir, steps=0, tokens=0, seconds=0.0, **held_out_losses(run_dir), final_dir=run_dir / "final")
+    return RunSummary(
+        run_dir=run_dir,
+        steps=0,
+        tokens=0,
+        seconds=0.0,
+        **held_out_losses(run_dir),
+        final_dir=run_dir / "final",
+    )
 
 
 def held_out_losses(run_dir: Path) -> dict[str, Any]:
     """The first and the latest held-out loss of the whole run, whichever process computed them."""
     losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
-    return {"eval_loss_before": losses[0] if losses else None, "eval_loss_after": losses[-1] if len(losses) > 1 else None}
+    return {
+        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
+    }

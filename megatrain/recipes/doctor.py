@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain import machine
 from megatrain.engine.build import choose_device
 from megatrain.errors import StorageError
-from megatrain.hardware import Hardware, drive_name, one_of_each_drive, probe
-from megatrain.machine import DriveRates, MachineProfile, Rates
-from megatrain.measure import measure
+from megatrain.machine import profile as profiles
+from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
+from megatrain.machine.profile import DriveRates, MachineProfile, Rates
 from megatrain.measure.checks import Finding, check
 from megatrain.measure.disk import drive_rates
+from megatrain.measure.profile import measure_machine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,9 @@ class Diagnosis:
     guessed: list[str]  # fields of the profile that were not measured
     findings: list[Finding]
     saved: Path  # the profile's place in the cache
-    drives: dict[str, DriveRates]  # for memory.nvme, by device and mount point: all that were ever measured
+    drives: dict[
+        str, DriveRates
+    ]  # for memory.nvme, by device and mount point: all that were ever measured
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,12 +50,19 @@ class Diagnosis:
             table.add_column(heading)
         drives = [of_drive(name, rates) for name, rates in self.drives.items()]
         for finding in (*figures(self.profile, self.guessed), *drives, *self.findings):
-            table.add_row(finding.what, finding.figure, finding.advice or "", style="yellow" if finding.advice else None)
+            table.add_row(
+                finding.what,
+                finding.figure,
+                finding.advice or "",
+                style="yellow" if finding.advice else None,
+            )
         console.print(table)
         console.print(f"kept in {self.saved}", highlight=False, soft_wrap=True)
 
 
-def examine(output: Path, quick: bool, note: Callable[[str], object], nvme: Sequence[Path] = ()) -> Diagnosis:
+def examine(
+    output: Path, quick: bool, note: Callable[[str], object], nvme: Sequence[Path] = ()
+) -> Diagnosis:
     """Measure this machine and cache what was found.
 
     Args:
@@ -68,32 +77,33 @@ def examine(output: Path, quick: bool, note: Callable[[str], object], nvme: Sequ
     """
     load = os.getloadavg()[0]
     device = choose_device("auto")
-    hardware = probe(output, device.type)
-    profile = measure(hardware, device, output, note, quick=quick)
-    guess = machine.typical(hardware)
+    hardware = read_hardware(output, device.type)
+    profile = measure_machine(hardware, device, output, note, quick=quick)
+    guess = profiles.typical(hardware)
     guessed = [field for field, *_ in ROWS if getattr(profile, field) == getattr(guess, field) != 0]
-    findings, saved = check(hardware, profile, load), machine.save(profile)
+    findings, saved = check(hardware, profile, load), profiles.save(profile)
     for folder in one_of_each_drive(nvme):
         note(f"the drive of {folder}")
-        machine.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))
-    return Diagnosis(profile, guessed, findings, saved, machine.load_drives(profile.fingerprint))
+        profiles.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))
+    return Diagnosis(profile, guessed, findings, saved, profiles.load_drives(profile.fingerprint))
 
 
-def measured_or_typical(hardware: Hardware, device: torch.device, *, may_measure: bool = False) -> MachineProfile:
+def measured_or_typical(
+    hardware: Hardware, device: torch.device, *, may_measure: bool = False
+) -> MachineProfile:
     """The cached profile of this machine, or a guess.
 
-    With `may_measure`, what is not cached is measured for some seconds and cached, on a GPU; a CPU run is over before that pays. Without,
-    nothing touches the device.
+    With `may_measure`, what is not cached is measured for some seconds and cached, on a GPU; a CPU
+    run is over before that pays. Without, nothing touches the device, and a GPU that the data sheets
+    lack is guessed aloud.
     """
-    found = machine.load(machine.fingerprint(hardware))
-    if found is not None:
-        return found
-    if not may_measure or device.type != "cuda":
-        return machine.typical(hardware)
+    known = profiles.load(profiles.fingerprint(hardware)) is not None
+    if known or not may_measure or device.type != "cuda":
+        return profiles.known_or_typical(hardware)
     logger.info("measuring this machine for the plan, once; `megatrain doctor` does it thoroughly")
-    profile = measure(hardware, device, Path(), logger.debug, quick=True)
+    profile = measure_machine(hardware, device, Path(), logger.debug, quick=True)
     try:
-        machine.save(profile)
+        profiles.save(profile)
     except StorageError as error:
         logger.warning(str(error))
     return profile

@@ -13,30 +13,32 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from megatrain.advice import Facts, advise
-from megatrain.checkpoint import save_checkpoint, write_final
 from megatrain.config import Config
 from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import MicroBatch, StepBatch
-from megatrain.energy import Energy, EnergyMeter
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
-from megatrain.flops import Work
 from megatrain.losses import next_token
-from megatrain.meters import GpuMeter, host_bytes
-from megatrain.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
-from megatrain.report import Progress
-from megatrain.tracing import tracing
+from megatrain.reporting.advice import Facts, advise
+from megatrain.reporting.energy import Energy, EnergyMeter
+from megatrain.reporting.meters import GpuMeter, peak_host_bytes
+from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
+from megatrain.reporting.mfu import ModelFlops
+from megatrain.reporting.progress import Progress
+from megatrain.reporting.tracing import record_timeline
+from megatrain.storage.checkpoint import save_checkpoint, write_final
 
 logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, and the second is the first that finds an update to wait for
-NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped and forgotten; so many in a row mean that the weights are lost
+NON_FINITE_IN_A_ROW = (
+    5  # one bad batch is skipped and forgotten; so many in a row mean that the weights are lost
+)
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Run:
     progress: Progress
     meter: GpuMeter
     energy: EnergyMeter
-    work: Work
+    work: ModelFlops
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
@@ -68,7 +70,9 @@ class Run:
     step: int = 0
     tokens: int = 0
     first_tokens: int = 0  # those of the processes before this one
-    best: dict[str, Any] = field(default_factory=dict)  # step and loss of the best evaluation so far
+    best: dict[str, Any] = field(
+        default_factory=dict
+    )  # step and loss of the best evaluation so far
     non_finite: int = 0  # steps in a row
 
     @property
@@ -92,7 +96,12 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the engine: JSON-able, and where a resumed run begins."""
-        own = {"step": self.step, "tokens": self.tokens, "best": self.best, "non_finite": self.non_finite}
+        own = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "best": self.best,
+            "non_finite": self.non_finite,
+        }
         return {**own, "position": self.loader.position()}
 
 
@@ -106,7 +115,9 @@ def fit(run: Run, stop: StopRequest) -> bool:
     for batch, data_s in timed(run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
-        request = StopRequest() if last else stop  # the end is followed through whatever is asked: nothing would be left to resume
+        request = (
+            StopRequest() if last else stop
+        )  # the end is followed through whatever is asked: nothing would be left to resume
         # while steps are skipped because the weights may be lost, good checkpoints must not give way to bad ones
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
         # A checkpoint is worth its held-out loss, or `best` could not be told; but a run that is asked to stop saves at once.
@@ -146,7 +157,11 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         drawn = (
             run.energy.read()
             .since(before)
-            .or_given(seconds, run.config.economy.gpu_power_w if run.gpu_name else None, run.config.economy.host_power_w)
+            .or_given(
+                seconds,
+                run.config.economy.gpu_power_w if run.gpu_name else None,
+                run.config.economy.host_power_w,
+            )
         )
     run.step += 1
     run.tokens += batch.tokens
@@ -168,7 +183,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         tflops=run.work.tflops(batch.tokens, seconds),
         mfu=mfu,
         gpu_peak_bytes=run.meter.peak_bytes(),
-        host_bytes=host_bytes(),
+        host_bytes=peak_host_bytes(),
         skipped=result.skipped,
         energy_j=drawn.total_j,
         time=spent,
@@ -185,7 +200,7 @@ def traced(run: Run) -> Iterator[None]:
     if run.trace is None or run.step + 1 != run.traced_step:
         yield
         return
-    with tracing(run.trace, run.engine.device) as trace:
+    with record_timeline(run.trace, run.engine.device) as trace:
         yield
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
@@ -196,18 +211,31 @@ def watch(run: Run, batch: StepBatch, result: StepResult) -> None:
         run.non_finite = 0
         return
     run.non_finite += 1
-    logger.warning(f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are unchanged")
+    logger.warning(
+        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are unchanged"
+    )
     if run.non_finite < NON_FINITE_IN_A_ROW:
         return
     kept = run.run_dir / f"bad-batch-{run.step}.safetensors"
-    save_file({f"{name}.{i}": value for i, mb in enumerate(batch.micro_batches) for name, value in mb.items()}, kept)
+    save_file(
+        {
+            f"{name}.{i}": value
+            for i, mb in enumerate(batch.micro_batches)
+            for name, value in mb.items()
+        },
+        kept,
+    )
     raise DivergedError(
         f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {way_back(run)} with a lower train.learning_rate"
     )
 
 
 def way_back(run: Run) -> str:
-    return "resume from the last checkpoint" if (run.run_dir / "last").exists() else "no checkpoint was written yet: start again"
+    return (
+        "resume from the last checkpoint"
+        if (run.run_dir / "last").exists()
+        else "no checkpoint was written yet: start again"
+    )
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +246,13 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     if run.held_out is None:
         return None
     started = time.perf_counter()
-    batches = held_out_batches(run.held_out, run.micro_batch_tokens, run.model.pad_id, run.config.train.eval_rows, run.loader.pack_to)
+    batches = held_out_batches(
+        run.held_out,
+        run.micro_batch_tokens,
+        run.model.pad_id,
+        run.config.train.eval_rows,
+        run.loader.pack_to,
+    )
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
@@ -229,7 +263,9 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     return loss
 
 
-def mean_loss(engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int, stop: StopRequest) -> tuple[float, int] | None:
+def mean_loss(
+    engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int, stop: StopRequest
+) -> tuple[float, int] | None:
     """(mean loss, targets) over micro-batches, `sweep_tokens` padded tokens in one sweep of the weights; None if asked to stop."""
     total, targets = 0.0, 0
     for part in sweeps(batches, sweep_tokens):
@@ -264,7 +300,16 @@ def save(run: Run, loss: float | None) -> None:
     if best:
         run.best = {"step": run.step, "loss": loss}
     try:
-        path = save_checkpoint(run.run_dir, run.step, run.engine, model.tokenizer, run.state(), config.keep, model.generation, best=best)
+        path = save_checkpoint(
+            run.run_dir,
+            run.step,
+            run.engine,
+            model.tokenizer,
+            run.state(),
+            config.keep,
+            model.generation,
+            best=best,
+        )
     except StorageError:
         run.best = before
         raise

@@ -29,7 +29,15 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
         vocab_size=model.vocab_size,
     )
     pack_to = config.train.seq_len if config.method == "pretrain" else None
-    return load_data(data.train, data.eval, model.tokenizer, options, seed=config.train.seed, pack_to=pack_to, on_progress=rows_logger())
+    return load_data(
+        data.train,
+        data.eval,
+        model.tokenizer,
+        options,
+        seed=config.train.seed,
+        pack_to=pack_to,
+        on_progress=rows_logger(),
+    )
 
 
 def rows_logger() -> Callable[[int], None]:
@@ -45,7 +53,9 @@ def rows_logger() -> Callable[[int], None]:
     return note
 
 
-def make_loader(config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None) -> Loader:
+def make_loader(
+    config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None
+) -> Loader:
     train = config.train
     return Loader(
         rows,

@@ -41,13 +41,21 @@ def end_tokens(model: Model) -> list[int]:
     return [token for token in listed if token is not None]
 
 
-def sample(engine: Engine, model: Model, held_out: Rows | None, prompt: str | None) -> tuple[str | None, str | None]:
+def sample(
+    engine: Engine, model: Model, held_out: Rows | None, prompt: str | None
+) -> tuple[str | None, str | None]:
     """(prompt, answer) for the summary: the config's prompt, or the context of the first held-out row; (None, None) without either."""
     if prompt is not None:
         return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
     if held_out is None:
         return None, None
     row, mask = held_out.row(0)
-    context = int(mask.argmax()) if not mask[0] and not mask[1] else min(TEXT_PROMPT_TOKENS, len(row) // 2)
+    context = (
+        int(mask.argmax())
+        if not mask[0] and not mask[1]
+        else min(TEXT_PROMPT_TOKENS, len(row) // 2)
+    )
     ids = [int(token) for token in row[: max(1, context)]]
-    return str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip(), continuation(engine, model, ids, SAMPLE_TOKENS)
+    return str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip(), continuation(
+        engine, model, ids, SAMPLE_TOKENS
+    )

@@ -39,7 +39,10 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.getsignal(number) or signal.SIG_DFL
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
 
     def note(number: int, _frame: FrameType | None) -> None:
         request.signal = number

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-CORPUS = ["What is two plus two? It is four.\n\nThe user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"] * 4
+CORPUS = [
+    "What is two plus two? It is four.\n\nThe user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"
+] * 4
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -45,17 +47,30 @@ def make_tokenizer() -> MakeTokenizer:
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = token_decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     base.train_from_iterator(CORPUS, trainer)
     trained = base.to_str()
 
-    def make(template: str | None = CHATML, trim_offsets: bool = True, bos: bool = False, eos: str | None = "<|endoftext|>") -> Any:
+    def make(
+        template: str | None = CHATML,
+        trim_offsets: bool = True,
+        bos: bool = False,
+        eos: str | None = "<|endoftext|>",
+    ) -> Any:
         copy = Tokenizer.from_str(trained)
         copy.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
         if bos:
-            single = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
-            copy.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=trim_offsets), single])
-        return PreTrainedTokenizerFast(tokenizer_object=copy, eos_token=eos, pad_token="<|endoftext|>", chat_template=template)
+            single = processors.TemplateProcessing(
+                single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+            )
+            copy.post_processor = processors.Sequence(
+                [processors.ByteLevel(trim_offsets=trim_offsets), single]
+            )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=copy, eos_token=eos, pad_token="<|endoftext|>", chat_template=template
+        )
 
     return make
 

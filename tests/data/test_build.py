@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from megatrain.data.build import DataOptions, encode_source, hold_out, load_data
 from megatrain.data.dataset import TokenRows
@@ -33,7 +34,9 @@ def rows_of(data: TokenRows) -> list[tuple[list[int], list[bool]]]:
 
 def test_rows_are_tokenised_in_order(write_jsonl: Write, make_tokenizer: Make, cache: Path):
     tokenizer = make_tokenizer()
-    data = encode_source(write_jsonl([pair(n) for n in range(600)]), tokenizer, OPTIONS, cache)  # more than one batch
+    data = encode_source(
+        write_jsonl([pair(n) for n in range(600)]), tokenizer, OPTIONS, cache
+    )  # more than one batch
     assert len(data) == data.counts.read == 600
     ids, mask = data.row(431)
     assert "what is 431?" in tokenizer.decode(ids)
@@ -42,9 +45,49 @@ def test_rows_are_tokenised_in_order(write_jsonl: Write, make_tokenizer: Make, c
     assert data.target_counts[431] == mask.sum()
 
 
-def test_truncation_is_counted_and_rows_left_without_target_are_dropped(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+@pytest.mark.parametrize("make", [list, tuple, Dataset.from_list])
+def test_rows_may_be_given(write_jsonl: Write, make_tokenizer: Make, cache: Path, make: Make):
+    rows, other = [pair(n) for n in range(20)], [pair(n) for n in range(20, 25)]
+    tokenizer = make_tokenizer()
+    train, held = load_data(make(rows), make(other), tokenizer, OPTIONS, seed=0, cache=cache)
+    assert isinstance(train, TokenRows)
+    assert isinstance(held, TokenRows)
+    assert rows_of(train) == rows_of(encode_source(write_jsonl(rows), tokenizer, OPTIONS, cache))
+    assert rows_of(held) == rows_of(encode_source(write_jsonl(other), tokenizer, OPTIONS, cache))
+    share = load_data(make(rows), 0.1, tokenizer, OPTIONS, seed=0, cache=cache)[1]
+    assert share is not None
+    assert len(share) == 2
+
+
+@pytest.mark.parametrize("make", [list, Dataset.from_list])
+def test_bad_rows_that_are_given_are_named_by_number(make_tokenizer: Make, cache: Path, make: Make):
+    given = make([pair(1), {"prompt": "x", "completion": None}, pair(2)])
+    kind = type(given).__name__
+    problem = rf"^{kind} row 2: field 'completion' is missing \(it is the only bad row of 3; "
+    with pytest.raises(DataError, match=problem):
+        load_data(given, None, make_tokenizer(), OPTIONS, seed=0, cache=cache)
+    data = encode_source(given, make_tokenizer(), SKIP, cache)
+    assert len(data) == 2
+    assert data.counts.first_bad == [f"{kind} row 2: field 'completion' is missing"]
+
+
+@pytest.mark.parametrize("given", [[], Dataset.from_list([])])
+def test_nothing_given_is_refused(make_tokenizer: Make, cache: Path, given: Any):
+    with pytest.raises(DataError, match=f"{type(given).__name__}: holds no rows"):
+        load_data(given, None, make_tokenizer(), OPTIONS, seed=0, cache=cache)
+    with pytest.raises(DataError, match=f"{type(given).__name__}: holds no rows"):
+        load_data([pair(1)], given, make_tokenizer(), OPTIONS, seed=0, cache=cache)
+
+
+def test_truncation_is_counted_and_rows_left_without_target_are_dropped(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path
+):
     tokenizer = make_tokenizer(None)
-    rows = [pair(1), {"prompt": "x", "completion": "y" * 90}, {"prompt": "x" * 90, "completion": "y"}]
+    rows = [
+        pair(1),
+        {"prompt": "x", "completion": "y" * 90},
+        {"prompt": "x" * 90, "completion": "y"},
+    ]
     data = encode_source(write_jsonl(rows), tokenizer, OPTIONS, cache)
     whole = encode_source(write_jsonl(rows), tokenizer, replace(OPTIONS, seq_len=None), cache)
     assert len(data) == 2
@@ -54,9 +97,14 @@ def test_truncation_is_counted_and_rows_left_without_target_are_dropped(write_js
     assert data.lengths.max() == 64
 
 
-def test_refusal_names_the_first_bad_row_and_how_many(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+def test_refusal_names_the_first_bad_row_and_how_many(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path
+):
     file = write_jsonl([pair(1), {"prompt": "x"}, 3, pair(2)])
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'completion' is missing \(2 rows are bad of 4; .*data\.on_bad_row: skip\)"):
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:2: field 'completion' is missing \(2 rows are bad of 4; .*data\.on_bad_row: skip\)",
+    ):
         encode_source(file, make_tokenizer(), OPTIONS, cache)
     assert list(cache.iterdir()) == []
     data = encode_source(file, make_tokenizer(), SKIP, cache)
@@ -69,21 +117,31 @@ def test_refusal_names_the_first_bad_row_and_how_many(write_jsonl: Write, make_t
     [
         ([], "holds no rows"),
         ([1, 2], r":1: expected an object, found a number \(all 2 rows are bad\)"),
-        ([{"a": 1}], r"no known row format has the columns found \(a\); known formats are messages: messages"),
+        (
+            [{"a": 1}],
+            r"no known row format has the columns found \(a\); known formats are messages: messages",
+        ),
         ([{"messages": [{"role": "user", "content": "hi"}]}], "no token to train on in 1 rows"),
         ([{"prompt": "x" * 90, "completion": "y"}], "1 of them cut to train.seq_len 64"),
     ],
 )
-def test_sets_with_nothing_to_train_on_are_refused(write_jsonl: Write, make_tokenizer: Make, cache: Path, rows: list[Any], message: str):
+def test_sets_with_nothing_to_train_on_are_refused(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path, rows: list[Any], message: str
+):
     with pytest.raises(DataError, match=message):
         encode_source(write_jsonl(rows), make_tokenizer(), SKIP, cache)
 
 
-def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path
+):
     file = write_jsonl([pair(1)])
     largest = encode_source(file, make_tokenizer(), OPTIONS, cache).counts.max_token_id
     encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest + 1), cache)
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: token .* has id {largest}, but the model knows {largest} tokens"):
+    with pytest.raises(
+        DataError,
+        match=rf"rows\.jsonl:1: token .* has id {largest}, but the model knows {largest} tokens",
+    ):
         encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest), cache)
 
 
@@ -105,11 +163,15 @@ def test_a_named_format_and_a_named_column(write_jsonl: Write, make_tokenizer: M
         encode_source(file, tokenizer, replace(OPTIONS, text_field="nothing"), cache)
 
 
-def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl: Write, make_tokenizer: Make, cache: Path, monkeypatch: Any):
+def test_the_cache_is_used_and_follows_what_it_depends_on(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path, monkeypatch: Any
+):
     file = write_jsonl([pair(n) for n in range(5)])
     first = encode_source(file, make_tokenizer(), OPTIONS, cache)
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.data.build._write", None)  # would be called if anything were tokenised
+        patch.setattr(
+            "megatrain.data.build._write", None
+        )  # would be called if anything were tokenised
         again = encode_source(file, make_tokenizer(), OPTIONS, cache)
     assert rows_of(again) == rows_of(first)
     assert isinstance(again.ids, np.memmap)
@@ -120,8 +182,12 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl: Write, ma
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "mask.bin", "offsets.npy", "hashes.npy", "counts.json"])
-def test_a_damaged_cache_is_made_anew(write_jsonl: Write, make_tokenizer: Make, cache: Path, name: str):
+@pytest.mark.parametrize(
+    "name", ["ids.bin", "mask.bin", "offsets.npy", "hashes.npy", "counts.json"]
+)
+def test_a_damaged_cache_is_made_anew(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path, name: str
+):
     file = write_jsonl([pair(n) for n in range(5)])
     first = rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache))
     (folder,) = cache.iterdir()
@@ -130,14 +196,20 @@ def test_a_damaged_cache_is_made_anew(write_jsonl: Write, make_tokenizer: Make, 
     assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == first
 
 
-def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl: Write, make_tokenizer: Make, tmp_path: Path):
+def test_a_cache_that_cannot_be_written_is_a_storage_error(
+    write_jsonl: Write, make_tokenizer: Make, tmp_path: Path
+):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="set MEGATRAIN_CACHE to another folder"):
-        encode_source(write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, tmp_path / "file" / "cache")
+        encode_source(
+            write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, tmp_path / "file" / "cache"
+        )
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 20), (7, 7), (0.0001, 1)])
-def test_held_out_rows_are_never_trained(write_jsonl: Write, make_tokenizer: Make, cache: Path, share: float, expected: int):
+def test_held_out_rows_are_never_trained(
+    write_jsonl: Write, make_tokenizer: Make, cache: Path, share: float, expected: int
+):
     file = write_jsonl([pair(n) for n in range(200)])
     train, held = load_data(file, share, make_tokenizer(), OPTIONS, seed=0, cache=cache)
     assert (len(train), len(held or [])) == (200 - expected, expected)
@@ -154,7 +226,9 @@ def test_held_out_rows_are_never_trained(write_jsonl: Write, make_tokenizer: Mak
 
 
 def test_copies_stay_on_one_side(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    data = encode_source(write_jsonl([pair(n % 40) for n in range(120)]), make_tokenizer(), OPTIONS, cache)
+    data = encode_source(
+        write_jsonl([pair(n % 40) for n in range(120)]), make_tokenizer(), OPTIONS, cache
+    )
     train, held = hold_out(data, 20, seed=3)
     assert len(held) == 18  # whole triples
     assert not set(train.hashes[train.chosen].tolist()) & set(held.hashes[held.chosen].tolist())
@@ -170,7 +244,14 @@ def test_what_cannot_be_held_out_is_refused(write_jsonl: Write, make_tokenizer: 
 
 
 def test_another_source_is_the_held_out_set(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    train, held = load_data(write_jsonl([pair(1)]), write_jsonl([pair(2)] * 3, "b.jsonl"), make_tokenizer(), OPTIONS, seed=0, cache=cache)
+    train, held = load_data(
+        write_jsonl([pair(1)]),
+        write_jsonl([pair(2)] * 3, "b.jsonl"),
+        make_tokenizer(),
+        OPTIONS,
+        seed=0,
+        cache=cache,
+    )
     assert held is not None
     assert (len(train), len(held)) == (1, 3)
 
@@ -182,7 +263,22 @@ def test_shuffles_are_the_same_on_every_machine():
     assert len(np.unique(mix64(np.arange(10_000, dtype=np.uint64), 7))) == 10_000
 
 
-JUNK: list[Any] = [None, "", " ", "\ud800", "\x00", 0, -1.5, 1e400, True, [], {}, [[]], [None], {"a": {"b": []}}]
+JUNK: list[Any] = [
+    None,
+    "",
+    " ",
+    "\ud800",
+    "\x00",
+    0,
+    -1.5,
+    1e400,
+    True,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": {"b": []}},
+]
 JUNK += ["<|im_end|>", "a" * 300, "é☕日本"]
 
 
@@ -193,17 +289,27 @@ def mutated(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list):
         index = rng.randrange(len(value))
         action = rng.choice(["change", "drop", "double"])
-        middle = {"drop": [], "double": [value[index]] * 2}.get(action, [mutated(value[index], rng)])
+        middle = {"drop": [], "double": [value[index]] * 2}.get(
+            action, [mutated(value[index], rng)]
+        )
         return value[:index] + middle + value[index + 1 :]
     key = rng.choice(list(value))
     action = rng.choice(["change", "change", "drop", "rename"])
     kept = {name: inner for name, inner in value.items() if name != key}
     if action == "change":
         return {**kept, key: mutated(value[key], rng)}
-    return kept if action == "drop" else {**kept, rng.choice(["text", "messages", "weight", "tools", "name"]): value[key]}
+    return (
+        kept
+        if action == "drop"
+        else {**kept, rng.choice(["text", "messages", "weight", "tools", "name"]): value[key]}
+    )
 
 
-TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "four"}]
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "four"},
+]
 SEEDS: list[Any] = [
     {"messages": TURNS * 2},
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
@@ -220,15 +326,24 @@ def mutated_line(row: Any, rng: random.Random) -> bytes:
     line = json.dumps(mutated(row, rng) if rng.random() < 0.3 else row).encode()
     if rng.random() < 0.2:
         cut = rng.randrange(len(line) + 1)
-        line = line[:cut] + rng.choice([b"", b"\xff", b"}", b'"', b"\\"]) + line[cut + rng.randrange(3) :]
+        line = (
+            line[:cut]
+            + rng.choice([b"", b"\xff", b"}", b'"', b"\\"])
+            + line[cut + rng.randrange(3) :]
+        )
     return line
 
 
 @pytest.mark.parametrize("number", range(len(SEEDS)))
 @pytest.mark.parametrize("templated", [True, False])
-def test_mutated_rows_are_bad_or_trainable_and_never_crash(number: int, templated: bool, make_tokenizer: Make, tmp_path: Path, cache: Path):
+def test_mutated_rows_are_bad_or_trainable_and_never_crash(
+    number: int, templated: bool, make_tokenizer: Make, tmp_path: Path, cache: Path
+):
     rng = random.Random(number)
-    lines = [json.dumps(SEEDS[number]).encode(), *(mutated_line(SEEDS[number], rng) for _ in range(1000))]
+    lines = [
+        json.dumps(SEEDS[number]).encode(),
+        *(mutated_line(SEEDS[number], rng) for _ in range(1000)),
+    ]
     (tmp_path / "mutated.jsonl").write_bytes(b"\n".join(lines))
     tokenizer = make_tokenizer() if templated else make_tokenizer(None)
     options = replace(SKIP, seq_len=200)

@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import FORMATS, Chat, Document, Message, RowError, convert_row, detect_format
+from megatrain.data.formats import (
+    FORMATS,
+    Chat,
+    Document,
+    Message,
+    RowError,
+    convert_row,
+    detect_format,
+)
 
 GOOD: dict[str, dict[str, Any]] = {
-    "messages": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    "messages": {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    },
     "prompt_completion": {"prompt": "hi", "completion": "yo"},
     "alpaca": {"instruction": "hi", "input": "", "output": "yo"},
     "text": {"text": "hi yo"},
@@ -55,21 +67,34 @@ def test_null_columns_count_as_absent():
 
 
 def test_only_the_completion_is_trained():
-    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     chat = read({"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})
     assert [message.trained for message in chat.messages] == [False, False, False, True]
     assert chat.plain is None
 
 
 def test_weight_zero_is_context():
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": 0},
+        ]
+    }
     assert read(row).messages[1] == Message("assistant", "b", trained=False)
 
 
 def test_text_parts_are_joined_and_strings_reach_the_template():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     row = {"messages": [{"role": "user", "name": "eve", "content": parts, "id": 3}]}
-    assert read(row).messages[0].as_template_input() == {"role": "user", "content": "ab", "name": "eve"}
+    assert read(row).messages[0].as_template_input() == {
+        "role": "user",
+        "content": "ab",
+        "name": "eve",
+    }
 
 
 def test_alpaca_input_follows_the_instruction():
@@ -77,11 +102,21 @@ def test_alpaca_input_follows_the_instruction():
     assert turns(chat)[0] == ("user", "Add.\n\n1 2")
     assert chat.plain[0].endswith("### Input:\n1 2\n\n### Response:\n")
     assert "{" not in chat.plain[0]
-    assert read({"instruction": "say {input}", "output": "3"}).plain[0].endswith("### Instruction:\nsay {input}\n\n### Response:\n")
+    assert (
+        read({"instruction": "say {input}", "output": "3"})
+        .plain[0]
+        .endswith("### Instruction:\nsay {input}\n\n### Response:\n")
+    )
 
 
 def test_conversations_may_use_role_and_content_and_a_system_column():
-    row = {"system": "be kind", "conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    row = {
+        "system": "be kind",
+        "conversations": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "yo"},
+        ],
+    }
     assert turns(read(row))[0] == ("system", "be kind")
 
 
@@ -97,7 +132,10 @@ BAD = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     ({"messages": [{"role": "user", "content": "hi", "weight": 0.5}]}, "only 0 and 1"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool calling is not supported"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "tool calling is not supported",
+    ),
     ({"text": "hi", "tools": [{}]}, "tool calling is not supported"),
     ({"conversations": [{"from": "alien", "value": "hi"}]}, "unknown role 'alien'"),
     ({"conversations": [{"from": "human"}]}, "value is missing"),

@@ -43,7 +43,13 @@ ROWS = FakeRows(np.random.default_rng(0).integers(2, 33, 101))
 
 
 def loader(rows: FakeRows = ROWS, **changes: Any) -> Loader:
-    settings: dict[str, Any] = {"micro_batch_tokens": 64, "pad_id": PAD, "seed": 0, "tokens_per_step": 100, **changes}
+    settings: dict[str, Any] = {
+        "micro_batch_tokens": 64,
+        "pad_id": PAD,
+        "seed": 0,
+        "tokens_per_step": 100,
+        **changes,
+    }
     if settings.get("rows_per_step"):
         settings["tokens_per_step"] = None
     return Loader(rows, **settings)
@@ -55,10 +61,20 @@ def row_numbers(batch: StepBatch) -> list[int]:
 
 def same(one: StepBatch, other: StepBatch) -> bool:
     pairs = zip(one.micro_batches, other.micro_batches, strict=True)
-    return one.after == other.after and all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
+    return one.after == other.after and all(
+        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs
+    )
 
 
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 1}, {"tokens_per_step": 10**6}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokens_per_step": 100},
+        {"rows_per_step": 7},
+        {"tokens_per_step": 1},
+        {"tokens_per_step": 10**6},
+    ],
+)
 def test_an_epoch_gives_every_row_once(settings: dict[str, Any]):
     batches = list(loader(**settings))
     assert sorted(number for batch in batches for number in row_numbers(batch)) == list(range(101))
@@ -80,8 +96,13 @@ def test_counts_are_of_real_tokens_and_targets():
         real = sum(int(ROWS.lengths[number]) for number in row_numbers(batch))
         assert batch.tokens == real
         assert batch.rows == len(row_numbers(batch))
-        assert batch.target_tokens == sum(int((micro["labels"] != IGNORED).sum()) for micro in batch.micro_batches)
-        masks = [micro.get("attention_mask", torch.ones_like(micro["input_ids"])) for micro in batch.micro_batches]
+        assert batch.target_tokens == sum(
+            int((micro["labels"] != IGNORED).sum()) for micro in batch.micro_batches
+        )
+        masks = [
+            micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
+            for micro in batch.micro_batches
+        ]
         assert sum(int(mask.sum()) for mask in masks) == real
 
 
@@ -101,7 +122,9 @@ def test_micro_batches_fit_and_are_padded_on_the_right():
                 expected, targets = ROWS.row(int(row[0]) - 1)
                 length = len(expected)
                 assert row.tolist() == expected.tolist() + [PAD] * (len(row) - length)
-                wanted = np.where(targets, expected, IGNORED).tolist() + [IGNORED] * (len(row) - length)
+                wanted = np.where(targets, expected, IGNORED).tolist() + [IGNORED] * (
+                    len(row) - length
+                )
                 assert labels[number].tolist() == wanted
                 if mask is not None:
                     assert mask[number].tolist() == [1] * length + [0] * (len(row) - length)
@@ -111,7 +134,10 @@ def test_micro_batches_fit_and_are_padded_on_the_right():
 def test_epochs_are_shuffled_anew_and_alike_for_a_seed():
     first, second = (list(loader(epochs=2, seed=seed)) for seed in (0, 0))
     assert all(same(a, b) for a, b in zip(first, second, strict=True))
-    halves = [[n for batch in first for n in row_numbers(batch) if epoch < batch.epoch <= epoch + 1] for epoch in (0, 1)]
+    halves = [
+        [n for batch in first for n in row_numbers(batch) if epoch < batch.epoch <= epoch + 1]
+        for epoch in (0, 1)
+    ]
     assert sorted(halves[0]) == sorted(halves[1])
     assert halves[0] != halves[1]
     assert not same(first[0], next(iter(loader(seed=1))))
@@ -155,7 +181,11 @@ def test_resuming_reads_none_of_the_consumed_rows():
 
 def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
     assert len(list(loader(max_steps=5))) == loader(max_steps=5).steps_total() == 5
-    assert len(list(loader(max_steps=50, epochs=None))) == loader(max_steps=50, epochs=None).steps_total() == 50
+    assert (
+        len(list(loader(max_steps=50, epochs=None)))
+        == loader(max_steps=50, epochs=None).steps_total()
+        == 50
+    )
     assert len(list(loader(max_steps=10**9))) == loader(max_steps=10**9).steps_total()
     part = list(loader(epochs=1.5, rows_per_step=10))
     assert sum(batch.rows for batch in part) == 101 + 51
@@ -164,13 +194,17 @@ def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
 
 
 @pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 10}])
-def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(settings: dict[str, Any]):
+def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(
+    settings: dict[str, Any],
+):
     part = loader(epochs=1.5, **settings)
     seen = [n for batch in part for n in row_numbers(batch)]
     longer = loader(epochs=2, **settings)
     longer.restore(json.loads(json.dumps(part.position())))
     rest = list(longer)
-    assert sorted(seen + [n for batch in rest for n in row_numbers(batch)]) == sorted([*range(101), *range(101)])
+    assert sorted(seen + [n for batch in rest for n in row_numbers(batch)]) == sorted(
+        [*range(101), *range(101)]
+    )
     assert longer.steps_total() == rest[-1].after.step
 
 
@@ -199,14 +233,21 @@ def test_positions_of_other_runs_are_refused():
 
 def test_a_row_that_fits_no_micro_batch_is_refused():
     longest = int(ROWS.lengths.max())
-    with pytest.raises(DataError, match=rf"a row of {longest} tokens does not fit a micro-batch of 8; set train\.micro_batch_tokens"):
+    with pytest.raises(
+        DataError,
+        match=rf"a row of {longest} tokens does not fit a micro-batch of 8; set train\.micro_batch_tokens",
+    ):
         loader(micro_batch_tokens=8)
     with pytest.raises(DataError, match="does not fit"):
         held_out_batches(ROWS, 8, PAD)
 
 
 def test_held_out_batches_hold_every_row_once():
-    found = [int(number) - 1 for micro in held_out_batches(ROWS, 64, PAD) for number in micro["input_ids"][:, 0]]
+    found = [
+        int(number) - 1
+        for micro in held_out_batches(ROWS, 64, PAD)
+        for number in micro["input_ids"][:, 0]
+    ]
     assert sorted(found) == list(range(101))
 
 
@@ -227,7 +268,9 @@ def documents(batch: StepBatch) -> dict[int, int]:
     found: dict[int, int] = {}
     for micro in batch.micro_batches:
         assert set(micro) == {"input_ids", "labels", "position_ids"}
-        for ids, labels, positions in zip(micro["input_ids"], micro["labels"], micro["position_ids"], strict=True):
+        for ids, labels, positions in zip(
+            micro["input_ids"], micro["labels"], micro["position_ids"], strict=True
+        ):
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
             for start, stop in itertools.pairwise(starts):
                 assert positions[start:stop].tolist() == list(range(stop - start))
@@ -237,7 +280,9 @@ def documents(batch: StepBatch) -> dict[int, int]:
                     continue
                 assert set(ids[start:stop].tolist()) == {number + 1}
                 targets = [label != IGNORED for label in labels[start:stop].tolist()]
-                assert targets == [place >= max(1, (stop - start) // 2) for place in range(stop - start)]
+                assert targets == [
+                    place >= max(1, (stop - start) // 2) for place in range(stop - start)
+                ]
                 assert number not in found
                 found[number] = stop - start
     return found
@@ -245,7 +290,9 @@ def documents(batch: StepBatch) -> dict[int, int]:
 
 def test_a_packed_step_has_the_rows_of_a_padded_one():
     for padded, packed in zip(loader(), loader(pack_to=32), strict=True):
-        assert documents(packed) == {number: int(ROWS.lengths[number]) for number in row_numbers(padded)}
+        assert documents(packed) == {
+            number: int(ROWS.lengths[number]) for number in row_numbers(padded)
+        }
         assert (packed.lengths, packed.after) == (padded.lengths, padded.after)
         assert {micro["input_ids"].shape[1] for micro in packed.micro_batches} == {32}
         assert all(len(micro["input_ids"]) <= 2 for micro in packed.micro_batches)
@@ -255,18 +302,28 @@ def test_packed_sequences_are_nearly_full():
     (batch,) = loader(pack_to=64, micro_batch_tokens=256, tokens_per_step=10**6)
     room = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
     assert batch.tokens > 0.95 * room
-    assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (len(batch.micro_batches) - 1)
+    assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (
+        len(batch.micro_batches) - 1
+    )
 
 
 @pytest.mark.parametrize("pack_to", [None, 32], ids=["padded", "packed"])
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 10**6}])
-def test_how_much_is_padded_is_known_before_any_row_is_read(settings: dict[str, Any], pack_to: int | None):
+@pytest.mark.parametrize(
+    "settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 10**6}]
+)
+def test_how_much_is_padded_is_known_before_any_row_is_read(
+    settings: dict[str, Any], pack_to: int | None
+):
     unread = FakeRows(ROWS.lengths)
     unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
     sizes = (32, 48, 64, 1024)
-    for size, most, mean, most_parts, mean_parts in loader(unread, pack_to=pack_to, epochs=3, **settings).step_tokens(sizes):
+    for size, most, mean, most_parts, mean_parts in loader(
+        unread, pack_to=pack_to, epochs=3, **settings
+    ).step_tokens(sizes):
         run = list(loader(pack_to=pack_to, epochs=3, **{**settings, "micro_batch_tokens": size}))
-        full = [batch for batch in run if batch.epoch % 1] or run  # an epoch's last has what is left
+        full = [
+            batch for batch in run if batch.epoch % 1
+        ] or run  # an epoch's last has what is left
         assert most == max(map(computed, run))
         assert mean == pytest.approx(fmean(map(computed, full)))
         assert most_parts == max(len(batch.micro_batches) for batch in run)

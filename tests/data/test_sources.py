@@ -1,94 +1,30 @@
-"""Reading files, folders and data sets of the hub."""
+"""Finding rows: files, folders, splits, data sets saved, given or of the hub, and lists."""
 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 
-from megatrain.data.sources import TEXT_PIECE_BYTES, open_source, parse_hub_spec
+from megatrain.data.sources import open_source, parse_hub_spec
 from megatrain.errors import DataError
 
 
-def values(path: Path | str) -> list[Any]:
-    return [row.value for row in open_source(path).read()]
+def values(given: Any, split: str | None = None) -> list[Any]:
+    return [row.value for row in open_source(given, split).read()]
 
 
-def places(path: Path | str) -> list[str]:
-    return [row.where.rsplit("/", 1)[-1] for row in open_source(path).read()]
+def texts(given: Any, split: str | None = None) -> str:
+    return "".join(row["text"] for row in values(given, split))
 
 
-def test_jsonl_lines_are_counted_over_blank_ones(tmp_path: Path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"text": "a\xe2\x80\xa8b"}\r\n\n  \n{"text": "c"}')
-    assert values(file) == [{"text": "a\u2028b"}, {"text": "c"}]
-    assert places(file) == ["a.jsonl:1", "a.jsonl:4"]
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [(b'{"a": ', "broken JSON at column"), (b"\xff\xfe", "not UTF-8"), (b"[" * 100_000, "JSON"), (b"1" * 10_000, "unreadable JSON")],
-)
-def test_a_broken_line_is_one_bad_row(tmp_path: Path, line: bytes, problem: str):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"{}\n" + line + b"\n{}\n")
-    rows = list(open_source(file).read())
-    assert [row.problem is None for row in rows] == [True, False, True]
-    assert problem in str(rows[1].problem)
-    assert rows[1].where == f"{file}:2"
-
-
-@pytest.mark.parametrize("text", ['[{"a": 1}, {"a": 2}]', '{"data": [{"a": 1}, {"a": 2}]}', '{"a": 1}\n{"a": 2}\n'])
-def test_json_in_its_three_shapes(tmp_path: Path, text: str):
-    file = tmp_path / "a.json"
-    file.write_text(text)
-    assert values(file) == [{"a": 1}, {"a": 2}]
-
-
-def test_one_json_object_is_one_row(tmp_path: Path):
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"text": "x"}, indent=2))
-    assert values(file) == [{"text": "x"}]
-
-
-@pytest.mark.parametrize("text", ["[1, 2", '"x"', "", "\ud800", "[" * 100_000])
-def test_broken_json_file_is_refused(tmp_path: Path, text: str):
-    file = tmp_path / "a.json"
-    file.write_text(text, errors="surrogatepass")
-    with pytest.raises(DataError, match=r"a\.json"):
-        values(file)
-
-
-def test_text_pieces_join_to_the_file(tmp_path: Path):
-    file = tmp_path / "a.txt"
-    text = "".join(f"line {n}\n\n" for n in range(3000))
-    file.write_text(text)
-    rows = list(open_source(file).read())
-    assert "".join(row.value["text"] for row in rows) == text  # type: ignore[index]
-    assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
-    assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
-    assert len(rows) == -(-len(text) // TEXT_PIECE_BYTES)
-    assert rows[1].where == f"{file}:{rows[0].value['text'].count(chr(10)) + 1}"  # type: ignore[index]
-
-
-def test_csv_and_parquet(tmp_path: Path):
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    (tmp_path / "a.csv").write_text('instruction,input,output\n"two\nlines",,yes\na,b,c\n')
-    assert values(tmp_path / "a.csv") == [{"instruction": "two\nlines", "output": "yes"}, {"instruction": "a", "input": "b", "output": "c"}]
-    assert places(tmp_path / "a.csv") == ["a.csv:3", "a.csv:4"]
-    rows = [{"messages": [{"role": "user", "content": "é"}]}] * 3
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert values(tmp_path / "a.parquet") == rows
-    assert places(tmp_path / "a.parquet")[2] == "a.parquet row 3"
-    (tmp_path / "b.parquet").write_bytes(b"PAR1nonsense")
-    with pytest.raises(DataError, match="broken Parquet"):
-        values(tmp_path / "b.parquet")
-    (tmp_path / "b.csv").write_text("a,b\n1,2,3\n")
-    assert [row.problem for row in open_source(tmp_path / "b.csv").read()] == ["more fields than the header has"]
+def rows_of(letters: str) -> list[dict[str, str]]:
+    return [{"text": letter} for letter in letters]
 
 
 def test_a_folder_is_its_files_in_order(tmp_path: Path):
@@ -135,8 +71,6 @@ def test_hub_specs(spec: str, parsed: tuple[str, str | None, str | None]):
 
 
 def test_hub_rows_and_failures(monkeypatch: pytest.MonkeyPatch):
-    import datasets
-
     asked: list[Any] = []
 
     def load(name: str, config: str | None, split: str) -> datasets.Dataset:
@@ -151,7 +85,187 @@ def test_hub_rows_and_failures(monkeypatch: pytest.MonkeyPatch):
         raise ConnectionError("Couldn't reach the Hub\nlong story")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=r"org/name: neither a local file nor .*: Couldn't reach the Hub$"):
+    with pytest.raises(
+        DataError, match=r"org/name: neither a local file nor .*: Couldn't reach the Hub$"
+    ):
         open_source("org/name")
     with pytest.raises(DataError, match="expected a file, a folder, or a data set"):
         open_source("a:b:c:d")
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: Any) -> None:
+        raise AssertionError("local data needs no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """`one` holds a Dataset, `both` and `only` a DatasetDict."""
+    train, test = (
+        datasets.Dataset.from_list(rows_of("abcde")),
+        datasets.Dataset.from_list(rows_of("xy")),
+    )
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict(validation=test).save_to_disk(tmp_path / "only")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("one", None, "abcde"),
+        ("one", "train", "abcde"),
+        ("one", "train[:2]", "ab"),
+        ("both", None, "abcde"),
+        ("both", "test", "xy"),
+        ("both:test", None, "xy"),
+        ("both:test", "test", "xy"),
+        ("both/test", None, "xy"),
+        ("both", "train[-40%:]+test", "dexy"),
+        ("both:train[1:2]", None, "b"),
+        ("only", None, "xy"),
+        ("only", "validation", "xy"),
+    ],
+)
+def test_saved_data_sets(saved: Path, name: str, split: str | None, expected: str):
+    assert texts(f"{saved}/{name}", split) == expected
+    places = [row.where for row in open_source(f"{saved}/{name}", split).read()]
+    assert places == [f"{saved}/{name} row {number}" for number in range(1, len(expected) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "reason"),
+    [
+        ("one", "test", r"one: split 'test': Unknown split \"test\". Should be one of \['train'\]"),
+        ("both", "valid", r"both: split 'valid': Unknown split"),
+        (
+            "only",
+            "train",
+            r"only: split 'train': Unknown split \"train\". Should be one of \['validation'\]",
+        ),
+        ("both", "train[:", r"both: split 'train\[:': Unrecognized instruction format"),
+        ("both:test", "train", r"data\.split says 'train'; name the split once"),
+        ("both:x:test", None, "no such file"),
+    ],
+)
+def test_splits_that_a_saved_set_lacks_are_refused(saved: Path, name: str, split: str, reason: str):
+    with pytest.raises(DataError, match=reason):
+        open_source(f"{saved}/{name}", split)
+
+
+@pytest.mark.parametrize("broken", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("contents", [b"{", None, b""])
+def test_broken_saved_sets_are_refused_in_one_sentence(
+    saved: Path, broken: str, contents: bytes | None
+):
+    file = saved / "both" / "train" / broken
+    file.write_bytes(contents) if contents is not None else file.unlink()
+    with pytest.raises(DataError) as caught:
+        values(saved / "both")
+    assert str(caught.value).startswith(f"{saved}/both: broken folder of save_to_disk: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_set_whose_rows_are_cut_short_is_refused(saved: Path):
+    file = saved / "one" / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes()[:-150])
+    with pytest.raises(DataError, match=rf"^{saved}/one: broken [^\n]*$"):
+        values(saved / "one")
+
+
+def test_the_identity_of_saved_sets_follows_their_rows(saved: Path):
+    def identity(split: str) -> str:
+        return open_source(saved / "both", split).identity
+
+    before = identity("train"), identity("test")
+    assert before == (identity("train"), identity("test"))
+    assert len({*before, identity("train[:2]"), identity("train[:3]")}) == 4
+    datasets.DatasetDict(train=datasets.Dataset.from_list(rows_of("abcdf"))).save_to_disk(
+        saved / "both"
+    )
+    assert identity("train") not in before
+
+
+@pytest.fixture
+def split_files(tmp_path: Path) -> Path:
+    for name in ("train.jsonl", "data/train-00001.jsonl", "test_set.jsonl", "other.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name[0]}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("", None, "dott"),
+        ("", "train", "dt"),
+        ("", "test", "t"),
+        (":train", None, "dt"),
+        ("/other.jsonl", "train", "o"),
+        ("/train.jsonl", "train", "t"),
+    ],
+)
+def test_files_of_a_split(split_files: Path, name: str, split: str | None, expected: str):
+    assert texts(f"{split_files}{name}", split) == expected
+
+
+def test_files_that_name_no_split_are_train(tmp_path: Path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name[0]}) + "\n")
+    assert texts(tmp_path, "train") == "ab"
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="no file of split 'train' among"):
+        open_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("", "validation"), ("/train.jsonl", "test"), ("", "train[:1]"), ("/data", "test")],
+)
+def test_files_without_the_split_are_refused(split_files: Path, name: str, split: str):
+    with pytest.raises(DataError, match=r"no file of split '.*' among .*train"):
+        open_source(f"{split_files}{name}", split)
+
+
+def test_rows_may_be_given(tmp_path: Path):
+    rows = rows_of("abc")
+    given = datasets.Dataset.from_list(rows)
+    assert values(rows) == values(tuple(rows)) == values(given) == rows
+    assert texts(given, "train[1:]") == "bc"
+    assert texts(datasets.DatasetDict(train=given, test=given.select([0])), "test") == "a"
+    assert [row.where for row in open_source(rows).read()][2] == "list row 3"
+    assert [row.where for row in open_source(given).read()][2] == "Dataset row 3"
+
+
+def test_given_rows_are_python_values_whatever_their_format():
+    rows = [{"messages": [{"role": "user", "content": "a"}], "n": 1}]
+    given = datasets.Dataset.from_list(rows)
+    assert values(given.with_format("numpy")) == rows
+    upper = given.with_transform(lambda batch: {"text": [np.str_("seen")]})
+    assert values(upper) == [{"text": "seen"}]
+
+
+def test_the_identity_of_given_rows_follows_them():
+    one, two = rows_of("abc"), rows_of("abd")
+    for make in (list, datasets.Dataset.from_list):
+        assert open_source(make(one)).identity == open_source(make(one)).identity
+        assert open_source(make(one)).identity != open_source(make(two)).identity
+
+
+@pytest.mark.parametrize("given", [5, None, {"text": "a"}, iter([]), np.zeros(3), b"rows.jsonl"])
+def test_other_things_are_refused(given: Any):
+    with pytest.raises(
+        DataError, match=rf"expected a file, .* or a list of rows, not {type(given).__name__}"
+    ):
+        open_source(given)
+
+
+def test_a_list_has_no_splits():
+    with pytest.raises(DataError, match=r"a list of rows has no splits; remove data\.split: test"):
+        open_source(rows_of("a"), "test")

@@ -11,26 +11,38 @@ from megatrain.data.formats import FORMATS, Chat, Document, Message, RowError, c
 from megatrain.data.tokenize import Encoder, target_mask
 from megatrain.errors import DataError
 
-PAIR = convert_row(FORMATS["prompt_completion"], {"prompt": "What is it?\n", "completion": "four\nhello"})
+PAIR = convert_row(
+    FORMATS["prompt_completion"], {"prompt": "What is it?\n", "completion": "four\nhello"}
+)
 
 
-def encode(tokenizer: Any, sample: Any, train_on: str = "assistant") -> tuple[list[str], list[bool]]:
+def encode(
+    tokenizer: Any, sample: Any, train_on: str = "assistant"
+) -> tuple[list[str], list[bool]]:
     encoder = Encoder(tokenizer, train_on)
     ((ids, mask),) = encoder.encode([encoder.mark(sample)])
     return [tokenizer.decode([token]) for token in ids.tolist()], mask.tolist()
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])
-def test_without_a_template_the_completion_and_eos_are_targets(make_tokenizer: Callable[..., Any], trim_offsets: bool):
+def test_without_a_template_the_completion_and_eos_are_targets(
+    make_tokenizer: Callable[..., Any], trim_offsets: bool
+):
     tokens, mask = encode(make_tokenizer(None, trim_offsets), PAIR)
     assert "".join(tokens) == "What is it?\nfour\nhello<|endoftext|>"
-    assert "".join(token for token, target in zip(tokens, mask, strict=True) if target) == "four\nhello<|endoftext|>"
+    assert (
+        "".join(token for token, target in zip(tokens, mask, strict=True) if target)
+        == "four\nhello<|endoftext|>"
+    )
 
 
 def test_with_a_template_a_pair_is_a_conversation(make_tokenizer: Callable[..., Any]):
     tokens, mask = encode(make_tokenizer(), PAIR)
     assert "".join(tokens).startswith("<|im_start|>user\nWhat is it?\n<|im_end|>")
-    assert "".join(token for token, target in zip(tokens, mask, strict=True) if target) == "four\nhello<|im_end|>"
+    assert (
+        "".join(token for token, target in zip(tokens, mask, strict=True) if target)
+        == "four\nhello<|im_end|>"
+    )
 
 
 def test_train_on_all(make_tokenizer: Callable[..., Any]):
@@ -76,7 +88,14 @@ def test_unknown_train_on(make_tokenizer: Callable[..., Any]):
 
 
 def test_target_mask_of_trimmed_and_straddling_tokens():
-    offsets = [(0, 3), (4, 4), (4, 6), (7, 9), (10, 10), (0, 0)]  # "abc", "\n" trimmed to nothing, "de", " fg" trimmed, "\n", appended eos
+    offsets = [
+        (0, 3),
+        (4, 4),
+        (4, 6),
+        (7, 9),
+        (10, 10),
+        (0, 0),
+    ]  # "abc", "\n" trimmed to nothing, "de", " fg" trimmed, "\n", appended eos
     assert target_mask(offsets, [(4, 9)]).tolist() == [False, False, True, True, False, False]
     assert target_mask(offsets, [(3, 10)]).tolist() == [False, True, True, True, True, False]
     assert target_mask(offsets, [(5, 6)]).tolist() == [False, False, True, False, False, False]

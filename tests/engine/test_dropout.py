@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from megatrain.engine.settings import Settings
 from megatrain.engine.step import mix
+from megatrain.settings import Settings
 from tests.support import (
     differing,
     distance,
@@ -45,7 +45,9 @@ def test_gradients_equal_those_of_the_same_masks_without_recomputation(family, s
             engine.step(lr=0.0)
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
-                if not name.endswith(("query_key_value.bias", "c_attn.bias")):  # partly zero but for rounding
+                if not name.endswith(
+                    ("query_key_value.bias", "c_attn.bias")
+                ):  # partly zero but for rounding
                     assert distance(ours[name], parameter.grad) < 1e-5, name
 
 
@@ -101,7 +103,7 @@ def test_dropout_depends_on_the_micro_batch_and_not_on_its_group(groups):
     with engine_of(config) as engine:
         engine.forward_backward(batches)
         expected = gradients_of(engine)
-    with engine_of(config, settings=Settings(groups=groups, head_chunk=7)) as engine:
+    with engine_of(config, settings=Settings(groups=groups, head_chunk_tokens=7)) as engine:
         engine.forward_backward(batches)
         assert differing(gradients_of(engine), expected) == []
 

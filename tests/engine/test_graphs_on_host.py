@@ -8,24 +8,36 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.boundaries import Offload
+from megatrain.engine.activations.offload import Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, ModelError, OutOfMemory
 from megatrain.losses import NextToken, Targets
 from megatrain.models.recorder import LayerCall
-from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
-from megatrain.retention import graphs_of_layers
-from tests.support import differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+from megatrain.planner.cost.shape import shape_of
+from megatrain.schedule import graphs_of_layers
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    differing,
+    engine_of,
+    full_batches,
+    micro_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
-HALF = Settings(offload=True, retained=1, retained_on_host=1, head_chunk=7)
+HALF = Settings(offload_activations=True, retained=1, retained_on_host=1, head_chunk_tokens=7)
 
 
-def run(family: str, settings: Settings, precision: str = "bfloat16", steps: Any = STEPS, **changes: Any):
-    with engine_of(tiny_config(family, **changes), precision=precision, settings=settings) as engine:
+def run(
+    family: str, settings: Settings, precision: str = "bfloat16", steps: Any = STEPS, **changes: Any
+):
+    with engine_of(
+        tiny_config(family, **changes), precision=precision, settings=settings
+    ) as engine:
         return train_engine(engine, steps), state_of(engine)
 
 
@@ -41,9 +53,13 @@ def run(family: str, settings: Settings, precision: str = "bfloat16", steps: Any
         (3, 1, ALL, "hhd"),
     ],
 )
-def test_they_are_spread_over_the_layers_that_the_device_does_not_keep(layers: int, retained: int, on_host: int, expected: str) -> None:
+def test_they_are_spread_over_the_layers_that_the_device_does_not_keep(
+    layers: int, retained: int, on_host: int, expected: str
+) -> None:
     letters = {"device": "d", "host": "h", "nowhere": "."}
-    assert "".join(letters[where] for where in graphs_of_layers(layers, retained, on_host)) == expected
+    assert (
+        "".join(letters[where] for where in graphs_of_layers(layers, retained, on_host)) == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +81,12 @@ def test_they_change_no_bit(family: str, precision: str, settings: Settings) -> 
 
 
 def test_padded_rows_and_steps_of_other_sizes_find_room() -> None:
-    steps = [micro_batches(0), full_batches(1, [(2, 16)] * 3), full_batches(2, [(3, 20)]), full_batches(3, [(1, 4)])]
+    steps = [
+        micro_batches(0),
+        full_batches(1, [(2, 16)] * 3),
+        full_batches(2, [(3, 20)]),
+        full_batches(3, [(1, 4)]),
+    ]
     settings = replace(HALF, retained=0, retained_on_host=2)
     trace, state = run("llama", settings, steps=steps)
     kept, again = run("llama", replace(settings, retained=ALL, retained_on_host=0), steps=steps)
@@ -109,7 +130,9 @@ def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothin
 
     monkeypatch.setattr(SavedTensors, "_pack", note_what_stays)
     monkeypatch.setattr(Offload, "park_all", note_what_leaves)
-    with engine_of(tiny_config(family), settings=replace(HALF, retained=0, retained_on_host=ALL)) as engine:
+    with engine_of(
+        tiny_config(family), settings=replace(HALF, retained=0, retained_on_host=ALL)
+    ) as engine:
         train_engine(engine, [full_batches(0, [(2, 16)])])
         assert len(sent) == len(engine.skeleton.layers)
     assert staying
@@ -121,8 +144,10 @@ def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothin
 def test_no_more_leaves_than_the_plan_says() -> None:
     """Of eager graphs; the layer's input is a boundary, and not all graphs save it."""
     shape = shape_of(Skeleton(tiny_config("llama"), dtype=torch.float32), 16, [32])
-    with engine_of(tiny_config("llama"), settings=replace(HALF, retained=0, retained_on_host=ALL)) as engine:
-        keeper, sizes = engine._boundaries, list[int]()
+    with engine_of(
+        tiny_config("llama"), settings=replace(HALF, retained=0, retained_on_host=ALL)
+    ) as engine:
+        keeper, sizes = engine.parts.boundaries, list[int]()
         assert isinstance(keeper, Offload)
         park_all = keeper.park_all
 
@@ -137,8 +162,13 @@ def test_no_more_leaves_than_the_plan_says() -> None:
 
 
 def test_a_layer_that_writes_over_its_input_is_refused() -> None:
-    with pytest.raises(ModelError, match="a layer writes over its input, which its gradients need; this model cannot be streamed"):
-        run_for_graph(lambda index, hidden, call: hidden.mul_(2.0) + 1.0, 0, torch.ones(1, 2, 3), NO_CALL)
+    with pytest.raises(
+        ModelError,
+        match="a layer writes over its input, which its gradients need; this model cannot be streamed",
+    ):
+        run_for_graph(
+            lambda index, hidden, call: hidden.mul_(2.0) + 1.0, 0, torch.ones(1, 2, 3), NO_CALL
+        )
 
 
 def test_a_graph_lets_go_of_its_input() -> None:
@@ -160,23 +190,31 @@ def test_a_graph_lets_go_of_its_input() -> None:
     keeper: Any = Keeper()
     weight, hidden = torch.full((3,), 2.0, requires_grad=True), torch.arange(6.0).view(1, 2, 3)
     saved = SavedTensors(keeper, {weight.untyped_storage().data_ptr()})
-    graph, output = run_for_graph(lambda index, given, call: (given * weight) ** 2, 0, hidden, NO_CALL, saved)
+    graph, output = run_for_graph(
+        lambda index, given, call: (given * weight) ** 2, 0, hidden, NO_CALL, saved
+    )
     expected = 8 * hidden
     hidden.zero_()  # nobody reads it any more
     output.zero_()
     grad_hidden, grad_weight = graph.gradients([weight], torch.ones(1, 2, 3))
     assert grad_hidden is not None and torch.equal(grad_hidden, expected)
-    assert grad_weight is not None and torch.equal(grad_weight, (expected / 2 * expected / 8).sum((0, 1)))
+    assert grad_weight is not None and torch.equal(
+        grad_weight, (expected / 2 * expected / 8).sum((0, 1))
+    )
     assert keeper.tensors == []
 
 
-@pytest.mark.parametrize("settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"])
+@pytest.mark.parametrize(
+    "settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"]
+)
 @pytest.mark.parametrize("when", range(1, 6))
-def test_a_step_that_was_abandoned_leaves_room_for_the_next(when: int, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_abandoned_leaves_room_for_the_next(
+    when: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever backward stopped: what had been asked for is nobody's any more."""
     trace, state = run("llama", settings)
     with engine_of(tiny_config("llama"), precision="bfloat16", settings=settings) as engine:
-        passes = engine._passes
+        passes = engine.parts.passes
         differentiate, calls = passes._differentiate, iter(range(1, 100))
 
         def fail_once(*args: Any) -> None:
@@ -187,6 +225,35 @@ def test_a_step_that_was_abandoned_leaves_room_for_the_next(when: int, settings:
         monkeypatch.setattr(passes, "_differentiate", fail_once)
         with pytest.raises(RuntimeError, match="abandoned"):
             engine.train_step(STEPS[2])
+        assert train_engine(engine, STEPS).norms == trace.norms
+        assert differing(state_of(engine), state) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"]
+)
+@pytest.mark.parametrize("sent", [False, True], ids=["before", "after"])
+def test_an_interrupt_just_before_or_after_something_is_sent_leaves_the_engine_usable(
+    sent: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the ring's stretch and the note of what frees it."""
+    trace, state = run("llama", settings)
+    with engine_of(tiny_config("llama"), precision="bfloat16", settings=settings) as engine:
+        submit, calls = engine.parts.lanes["download"].submit, iter(range(1000))
+
+        def interrupted(job: Any) -> Any:
+            now = next(calls) == 4  # the first one begins the group
+            if now and not sent:
+                raise KeyboardInterrupt
+            event = submit(job)
+            if now:
+                raise KeyboardInterrupt
+            return event
+
+        monkeypatch.setattr(engine.parts.lanes["download"], "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(STEPS[2])
         assert train_engine(engine, STEPS).norms == trace.norms
         assert differing(state_of(engine), state) == []
 
@@ -208,18 +275,28 @@ def test_a_ring_that_found_no_memory_is_made_anew_for_less(monkeypatch: pytest.M
 
 
 class Infinite(NextToken):
-    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, metrics = super().__call__(logprobs, targets)
         return value * float("inf"), metrics
 
 
-@pytest.mark.parametrize("settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"])
-def test_an_unclipped_step_without_a_finite_loss_is_skipped_and_the_next_goes_on(settings: Settings) -> None:
-    with engine_of(tiny_config("llama"), precision="bfloat16", settings=settings, max_grad_norm=None) as engine:
+@pytest.mark.parametrize(
+    "settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"]
+)
+def test_an_unclipped_step_without_a_finite_loss_is_skipped_and_the_next_goes_on(
+    settings: Settings,
+) -> None:
+    with engine_of(
+        tiny_config("llama"), precision="bfloat16", settings=settings, max_grad_norm=None
+    ) as engine:
         assert engine.train_step(STEPS[0], Infinite()).skipped
         assert not engine.train_step(STEPS[1]).skipped
 
 
 def test_they_wait_beside_offloaded_boundaries() -> None:
-    with pytest.raises(ConfigError, match="retained_on_host: graphs wait in host RAM beside boundary activations"):
+    with pytest.raises(
+        ConfigError, match=r"retained_on_host: .* set offload_activations=True as well"
+    ):
         Settings(retained_on_host=1)

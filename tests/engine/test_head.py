@@ -14,19 +14,26 @@ from megatrain.engine import head
 from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
 from megatrain.engine.products import Sum
 from megatrain.losses import Targets, find_targets, next_token
-from megatrain.models.footprint import LiveBytes
+from megatrain.planner.cost.footprint import LiveBytes
 from tests.support import distance
 
 VOCABULARY, HIDDEN = 31, 8
 
 
-def problem(tokens: int = 23, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Targets, Tensor]:
+def problem(
+    tokens: int = 23, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Targets, Tensor]:
     """(hidden, weight of the head, targets, labels)."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(VOCABULARY, (1, tokens), generator=generator)
     labels[0, 3:9] = -100
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
-    return hidden, torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype), find_targets(labels), labels
+    return (
+        hidden,
+        torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
+        find_targets(labels),
+        labels,
+    )
 
 
 def expected_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -40,7 +47,10 @@ def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypat
     monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(10, VOCABULARY, generator=generator) * 5).to(dtype).requires_grad_()
-    labels, weights = torch.randint(VOCABULARY, (10,), generator=generator), torch.randn(10, generator=generator)
+    labels, weights = (
+        torch.randint(VOCABULARY, (10,), generator=generator),
+        torch.randn(10, generator=generator),
+    )
     ours = token_logprobs(logits, labels)
     plain = logits.float().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     assert ours.dtype == torch.float32
@@ -48,18 +58,29 @@ def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypat
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     (expected,) = torch.autograd.grad((plain * weights).sum(), logits)
     assert grad.dtype == dtype
-    torch.testing.assert_close(grad, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    torch.testing.assert_close(
+        grad, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
 
 
 def test_gradients_of_log_probabilities_pass_gradcheck_in_double():
-    logits = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    logits = torch.randn(
+        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     labels = torch.tensor([0, 4, 2, 2])
-    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, labels), logits, eps=1e-3, atol=1e-3)
+    assert torch.autograd.gradcheck(
+        lambda x: token_logprobs(x, labels), logits, eps=1e-3, atol=1e-3
+    )
 
 
-TAILS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # what follows the product, and whether its result may be written over
+TAILS: dict[
+    str, tuple[Callable[[Tensor], Tensor], bool]
+] = {  # what follows the product, and whether its result may be written over
     "nothing": (lambda x: x, True),
-    "view": (lambda x: x.unsqueeze(0).view(1, *x.shape).squeeze(0), False),  # `unsqueeze` is no view that the table names
+    "view": (
+        lambda x: x.unsqueeze(0).view(1, *x.shape).squeeze(0),
+        False,
+    ),  # `unsqueeze` is no view that the table names
     "scale": (lambda x: x * 0.5, True),
     "division": (lambda x: x / 3, True),
     "softcap": (lambda x: torch.tanh(x / 3) * 3, True),
@@ -106,10 +127,20 @@ def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
     targets = Targets(torch.arange(rows), torch.arange(rows))
     total = Sum(torch.zeros_like(weight.detach()), empty=True)
     with LiveBytes() as live:
-        loss_and_gradients(lambda x: x @ weight.T, hidden, targets, next_token, 1.0, rows, [weight], lambda _: None)
+        loss_and_gradients(
+            lambda x: x @ weight.T, hidden, targets, next_token, 1.0, rows, [weight], lambda _: None
+        )
         without_sums, live.peak = live.peak, live.live
         loss_and_gradients(
-            lambda x: functional.linear(x, weight), hidden, targets, next_token, 1.0, rows, [weight], lambda _: None, [total]
+            lambda x: functional.linear(x, weight),
+            hidden,
+            targets,
+            next_token,
+            1.0,
+            rows,
+            [weight],
+            lambda _: None,
+            [total],
         )
     logits, weights = rows * vocabulary * 4, weight.numel() * 4
     assert logits + weights < without_sums < 1.2 * logits + weights
@@ -148,11 +179,20 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
         assert grads[0] is not None
         sums.add_(grads[0])
 
-    total, grad_hidden = loss_and_gradients(lambda x: functional.linear(x, weight), hidden, targets, next_token, 0.25, chunk, [weight], add)
+    total, grad_hidden = loss_and_gradients(
+        lambda x: functional.linear(x, weight),
+        hidden,
+        targets,
+        next_token,
+        0.25,
+        chunk,
+        [weight],
+        add,
+    )
     leaf = hidden.clone().requires_grad_()
     expected = expected_loss(leaf, weight, labels)
     grads = torch.autograd.grad(expected * 0.25, [leaf, weight])
-    assert float(total) == pytest.approx(float(expected.detach()), rel=1e-6)  # unscaled
+    assert float(total.loss) == pytest.approx(float(expected.detach()), rel=1e-6)  # unscaled
     assert distance(grad_hidden, grads[0]) < 1e-6
     assert distance(sums, grads[1]) < 1e-6
     assert torch.all(grad_hidden[2:8] == 0)  # positions without a target
@@ -162,7 +202,10 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autograd(chunk):
     hidden, weight, targets, labels = problem()
-    scale, total = torch.ones(HIDDEN, requires_grad=True), Sum(torch.full_like(weight, torch.nan), empty=True)
+    scale, total = (
+        torch.ones(HIDDEN, requires_grad=True),
+        Sum(torch.full_like(weight, torch.nan), empty=True),
+    )
     weight.requires_grad_()
     scale_total = Sum(torch.zeros_like(scale), empty=True)
 
@@ -175,7 +218,9 @@ def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autogra
         lambda x: functional.linear(x * scale, weight),
         hidden, targets, next_token, 0.25, chunk, [scale, weight], add, [scale_total, total],
     )  # fmt: skip
-    expected = torch.autograd.grad(expected_loss(hidden * scale, weight, labels) * 0.25, [scale, weight])
+    expected = torch.autograd.grad(
+        expected_loss(hidden * scale, weight, labels) * 0.25, [scale, weight]
+    )
     assert distance(scale_total.total.detach(), expected[0]) < 1e-6
     assert distance(total.total, expected[1]) < 1e-6
 
@@ -184,8 +229,10 @@ def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autogra
 def test_the_loss_alone_is_that_of_cross_entropy(chunk):
     hidden, weight, targets, labels = problem()
     total = loss_sum(lambda x: functional.linear(x, weight), hidden, targets, next_token, chunk)
-    assert float(total) == pytest.approx(float(expected_loss(hidden, weight, labels)), rel=1e-6)
-    assert not total.requires_grad
+    assert float(total.loss) == pytest.approx(
+        float(expected_loss(hidden, weight, labels)), rel=1e-6
+    )
+    assert not total.loss.requires_grad
 
 
 def test_logits_never_exist_for_more_than_a_chunk_of_targets():
@@ -200,12 +247,23 @@ def test_logits_never_exist_for_more_than_a_chunk_of_targets():
     loss_and_gradients(project, hidden, targets, next_token, 1.0, 5, [weight], lambda _: None)
     loss_sum(project, hidden, targets, next_token, 5)
     assert max(rows) == 5
-    assert sum(rows) == 2 * len(targets) < 2 * len(hidden)  # positions without a target are never projected
+    assert (
+        sum(rows) == 2 * len(targets) < 2 * len(hidden)
+    )  # positions without a target are never projected
 
 
 def test_no_target_gives_zero():
     hidden, weight, _, _ = problem()
     nothing = find_targets(torch.full((1, len(hidden)), -100))
-    total, grad = loss_and_gradients(lambda x: functional.linear(x, weight), hidden, nothing, next_token, 1.0, 5, [], lambda _: None)
-    assert float(total) == 0
+    total, grad = loss_and_gradients(
+        lambda x: functional.linear(x, weight),
+        hidden,
+        nothing,
+        next_token,
+        1.0,
+        5,
+        [],
+        lambda _: None,
+    )
+    assert float(total.loss) == 0
     assert torch.all(grad == 0)

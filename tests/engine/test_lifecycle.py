@@ -11,19 +11,33 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine import build as building
+from megatrain.engine import masters
 from megatrain.engine.engine import Engine
 from megatrain.engine.gradients import Gradient
-from megatrain.engine.settings import Settings
 from megatrain.engine.streamer import Slot
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
-from megatrain.memory import host_store, slab
-from megatrain.models.footprint import LiveBytes
-from tests.support import Trace, delay, differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+from megatrain.memory import slab
+from megatrain.memory import store as stores
+from megatrain.planner.cost.footprint import LiveBytes
+from megatrain.settings import Settings
+from tests.support import (
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    micro_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 STEPS = [micro_batches(seed) for seed in range(3)]
-MODES = {"one group": Settings(head_chunk=7), "two groups, sums travel": Settings(groups=2, head_chunk=7)}
+MODES = {
+    "one group": Settings(head_chunk_tokens=7),
+    "two groups, sums travel": Settings(groups=2, head_chunk_tokens=7),
+}
 
 
 @pytest.fixture
@@ -57,7 +71,9 @@ def no_room(*_: object) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
-def test_an_engine_that_cannot_be_made_gives_back_what_it_had(max_grad_norm, open_slabs, monkeypatch):
+def test_an_engine_that_cannot_be_made_gives_back_what_it_had(
+    max_grad_norm, open_slabs, monkeypatch
+):
     before = lanes()
     with monkeypatch.context() as patch:
         patch.setattr(Slot, "__init__", no_room)
@@ -67,7 +83,7 @@ def test_an_engine_that_cannot_be_made_gives_back_what_it_had(max_grad_norm, ope
 
 
 def test_weights_that_cannot_be_drawn_close_the_engine(open_slabs, monkeypatch):
-    monkeypatch.setattr(building, "initialize", no_room)
+    monkeypatch.setattr(masters, "initialize", no_room)
     before = lanes()
     with pytest.raises(torch.OutOfMemoryError):
         Engine.from_config(tiny_config("llama"), device="cpu")
@@ -75,7 +91,7 @@ def test_weights_that_cannot_be_drawn_close_the_engine(open_slabs, monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_refused_before_any_memory_is_taken(monkeypatch):
-    monkeypatch.setattr(host_store, "Slab", no_room)
+    monkeypatch.setattr(stores, "Slab", no_room)
     with pytest.raises(ModelError, match="cannot replay this model's dropout"):
         engine_of(tiny_config("gpt-neox", hidden_dropout=0.1), settings=Settings(compile=True))
 
@@ -96,8 +112,11 @@ def test_closing_ends_all_threads_and_twice_is_once(max_grad_norm, open_slabs):
 def test_a_closed_engine_keeps_no_device_memory(family):
     with engine_of(tiny_config(family)) as engine:
         engine.train_step(STEPS[0])
-        buffers = [weakref.ref(slot.flat.untyped_storage()) for slot in engine._streamer.slots]
-        buffers += [weakref.ref(buffer.flat.untyped_storage()) for buffer in (*engine._gradients._ring, *engine._gradients._staging)]
+        buffers = [weakref.ref(slot.flat.untyped_storage()) for slot in engine.parts.streamer.slots]
+        buffers += [
+            weakref.ref(buffer.flat.untyped_storage())
+            for buffer in (*engine.parts.gradients._ring, *engine.parts.gradients._staging)
+        ]
         assert all(buffer() is not None for buffer in buffers)
     assert all(buffer() is None for buffer in buffers)
     assert engine.anatomy.layers == 3  # still there to be asked
@@ -150,7 +169,15 @@ def interrupt(engine: Engine, part: str, at: int) -> None:
     setattr(engine.skeleton, part, interrupted)
 
 
-WHERE = [("embed", 1), ("layer", 1), ("layer", 8), ("head", 2), ("layer", 10), ("layer", 17), ("embed", 5)]
+WHERE = [
+    ("embed", 1),
+    ("layer", 1),
+    ("layer", 8),
+    ("head", 2),
+    ("layer", 10),
+    ("layer", 17),
+    ("embed", 5),
+]
 
 
 @pytest.mark.parametrize(("part", "at"), WHERE)
@@ -179,7 +206,7 @@ def test_nor_does_one_that_was_interrupted_while_the_device_computed(mode, monke
         expected, state = train_engine(engine, STEPS), state_of(engine)
     with engine_of(config, settings=MODES[mode]) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._compute, "take_stalls", raise_interrupt)
+            patch.setattr(engine.parts.compute, "take_stalls", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_step(micro_batches(77))
         assert train_engine(engine, STEPS).losses == expected.losses
@@ -205,15 +232,24 @@ def test_a_step_that_failed_keeps_none_of_its_activations():
 
 def after_interruption(engine: Engine) -> None:
     for use in ("train_step", "evaluate", "logits", "generate", "iter_weights", "wait_ready"):
-        with pytest.raises(MegaTrainError, match=r"stopped in the middle of an update.*resume from the last checkpoint"):
+        with pytest.raises(
+            MegaTrainError,
+            match=r"stopped in the middle of an update.*resume from the last checkpoint",
+        ):
             USES[use](engine)
 
 
-@pytest.mark.parametrize("layers", [2, 3])  # with two, all blocks of a tied model stay on the device and nothing need be read
+@pytest.mark.parametrize(
+    "layers", [2, 3]
+)  # with two, all blocks of a tied model stay on the device and nothing need be read
 def test_an_unclipped_step_that_was_interrupted_in_backward_ends_the_engine(layers):
-    with engine_of(tiny_config("llama-tied", num_hidden_layers=layers), max_grad_norm=None) as engine:
+    with engine_of(
+        tiny_config("llama-tied", num_hidden_layers=layers), max_grad_norm=None
+    ) as engine:
         engine.train_step(STEPS[0])
-        interrupt(engine, "layer", 3 * layers + 4)  # 3 micro-batches: the last layer's gradient is complete and on its way
+        interrupt(
+            engine, "layer", 3 * layers + 4
+        )  # 3 micro-batches: the last layer's gradient is complete and on its way
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(STEPS[1])
         after_interruption(engine)
@@ -256,7 +292,7 @@ def test_what_a_micro_batch_s_layers_received_goes_with_its_backward():
     """Masks are tokens x tokens: those of one group must not wait for the last."""
     kept: list[int] = []
     with engine_of(tiny_config("llama"), settings=Settings(groups=3)) as engine:
-        turn = engine._passes._turn
+        turn = engine.parts.passes._turn
         seen: list[Any] = []
 
         def noting(group: Any, *args: Any) -> Any:
@@ -264,15 +300,17 @@ def test_what_a_micro_batch_s_layers_received_goes_with_its_backward():
             seen.extend(group)
             return turn(group, *args)
 
-        engine._passes._turn = noting  # type: ignore[method-assign,assignment]
+        engine.parts.passes._turn = noting  # type: ignore[method-assign,assignment]
         engine.train_step(STEPS[0])
     assert kept == [0, 0, 0]
 
 
 def test_generating_does_not_count_as_a_stall_of_the_next_step():
     with engine_of(tiny_config("llama")) as engine:
-        delay(engine, ["upload"], longest_s=0.005, shortest_s=0.005).generate(torch.tensor([[4, 5]]), 2)
-        assert engine._compute.take_stalls() == {}
+        delay(engine, ["upload"], longest_s=0.005, shortest_s=0.005).generate(
+            torch.tensor([[4, 5]]), 2
+        )
+        assert engine.parts.compute.take_stalls() == {}
 
 
 # -- batches that cannot be right ---------------------------------------------------------------------------------------------------
@@ -292,10 +330,22 @@ def out_of_range(name: str, value: int) -> dict[str, Any]:
 BAD = {
     "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
     "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
-    "unequal shapes": (changed(labels=torch.zeros(2, 7, dtype=torch.long)), r"labels of micro-batch 1 are \[2, 7\] int64.*\[2, 8\] int64"),
-    "not whole numbers": (changed(labels=torch.zeros(2, 8)), r"labels of micro-batch 1 are \[2, 8\] float32"),
-    "no row": (changed(input_ids=torch.zeros(8, dtype=torch.long)), r"input_ids of micro-batch 1 are \[8\] int64"),
-    "id too large": (out_of_range("input_ids", 97), "input_ids of micro-batch 1 hold 97, but the model's vocabulary has 97 tokens"),
+    "unequal shapes": (
+        changed(labels=torch.zeros(2, 7, dtype=torch.long)),
+        r"labels of micro-batch 1 are \[2, 7\] int64.*\[2, 8\] int64",
+    ),
+    "not whole numbers": (
+        changed(labels=torch.zeros(2, 8)),
+        r"labels of micro-batch 1 are \[2, 8\] float32",
+    ),
+    "no row": (
+        changed(input_ids=torch.zeros(8, dtype=torch.long)),
+        r"input_ids of micro-batch 1 are \[8\] int64",
+    ),
+    "id too large": (
+        out_of_range("input_ids", 97),
+        "input_ids of micro-batch 1 hold 97, but the model's vocabulary has 97 tokens",
+    ),
     "id negative": (out_of_range("input_ids", -1), "input_ids of micro-batch 1 hold -1"),
     "label too large": (out_of_range("labels", 1000), "labels of micro-batch 1 hold 1000"),
     "label negative": (out_of_range("labels", -1), "labels of micro-batch 1 hold -1"),
@@ -322,7 +372,7 @@ def test_an_engine_that_is_forgotten_does_not_keep_its_host_memory(max_grad_norm
     engine.train_step(STEPS[0])
     state_of(engine)  # waits
     store = weakref.ref(engine.store)
-    idle = [engine._upload, engine._download, engine._updater.lane]
+    idle = [engine.parts.lanes["upload"], engine.parts.lanes["download"], engine.parts.updater.lane]
     del engine
     gc.collect()
     assert store() is None

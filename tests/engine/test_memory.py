@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
-from megatrain.models.footprint import LiveBytes
+from megatrain.planner.cost.footprint import LiveBytes
+from megatrain.schedule import (
+    GRADIENT_STAGES,
+    own_sums,
+    slot_sizes,
+    sum_buffers,
+    summed_blocks,
+)
+from megatrain.settings import Settings
 from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 
 DEPTHS = (4, 64)
@@ -17,19 +24,23 @@ BATCHES = full_batches(0, [(2, 16), (1, 16)])
 TOKENS = sum(batch["input_ids"].numel() for batch in BATCHES)
 MODES: dict[str, dict[str, Any]] = {
     "one group": {},
-    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=7)},
-    "gradients twice": {"settings": Settings(second_backward=True, head_chunk=7)},
+    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk_tokens=7)},
+    "gradients twice": {"settings": Settings(second_backward=True, head_chunk_tokens=7)},
 }
 
 
 def device_bytes(engine: Engine) -> int:
     """Bytes of everything the engine keeps on the device, activations apart."""
-    gradients = engine._gradients
-    buffers = [slot.flat for slot in engine._streamer.slots]
-    buffers += [buffer.flat for buffer in (*gradients._own.values(), *gradients._ring, *gradients._staging)]
+    gradients = engine.parts.gradients
+    buffers = [slot.flat for slot in engine.parts.streamer.slots]
+    buffers += [
+        buffer.flat for buffer in (*gradients._own.values(), *gradients._ring, *gradients._staging)
+    ]
     slots = {tensor.untyped_storage().data_ptr() for tensor in buffers}
-    for parameters in engine._passes.parameters:
-        assert {p.untyped_storage().data_ptr() for p in parameters} <= slots, "a parameter that is no view of a slot"
+    for parameters in engine.parts.passes.parameters:
+        assert {p.untyped_storage().data_ptr() for p in parameters} <= slots, (
+            "a parameter that is no view of a slot"
+        )
     return sum(buffer.nbytes for buffer in buffers)
 
 
@@ -43,15 +54,33 @@ def measure(family: str, mode: str, depth: int) -> tuple[int, int]:
         return device_bytes(engine), live.peak
 
 
-@pytest.mark.parametrize(("family", "mode"), [*(("llama", mode) for mode in MODES), ("qwen2-tied", "one group")])
+@pytest.mark.parametrize(
+    ("family", "mode"), [*(("llama", mode) for mode in MODES), ("qwen2-tied", "one group")]
+)
 def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
     kept = {measure(family, mode, depth)[0] for depth in DEPTHS}
     assert len(kept) == 1
-    tokens = TOKENS if mode != "two groups, sums travel" else 32  # boundaries of one group at a time
+    tokens = (
+        TOKENS if mode != "two groups, sums travel" else 32
+    )  # boundaries of one group at a time
     boundary = tokens * 32 * 4  # hidden states in float32
     peaks = {depth: measure(family, mode, depth)[1] - depth * boundary for depth in DEPTHS}
     assert len(set(peaks.values())) == 1, peaks
     assert 0 < peaks[4] < 4 << 20
+
+
+@pytest.mark.parametrize("mode", [*MODES, "two groups, sums stay"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
+def test_the_engine_s_buffers_are_those_of_the_schedule(family, mode):
+    stay = {"settings": Settings(groups=2, sums_on_device=3)}
+    with engine_of(tiny_config(family), **MODES.get(mode, stay)) as engine:
+        settings, tied = engine.settings, engine.anatomy.embed_feeds_head
+        numels, groups = [layout.numel for layout in engine.store.layouts], settings.groups
+        slots = slot_sizes(numels, 0, tied)
+        own = own_sums(summed_blocks(len(numels), groups, 0, settings.sums_on_device), tied)
+        sums = sum(numels[:own]) + sum(sum_buffers(numels[own:], travel=groups > 1))
+        weights = sum(slots.layers) + sum(slots.edges) + GRADIENT_STAGES * max(numels)
+        assert device_bytes(engine) == 4 * (weights + sums)  # in float32
 
 
 def test_the_meter_sees_a_leak_of_one_boundary_per_layer():
@@ -93,10 +122,15 @@ def test_evaluation_keeps_no_boundaries():
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip", "per_parameter"), [("bfloat16", 1.0, 14), ("bfloat16", None, 12), ("float32", 1.0, 16), ("float32", None, 12)]
+    ("precision", "clip", "per_parameter"),
+    [("bfloat16", 1.0, 14), ("bfloat16", None, 12), ("float32", 1.0, 16), ("float32", None, 12)],
 )
 def test_host_bytes_are_those_of_the_table_in_the_design(precision, clip, per_parameter):
     with engine_of(tiny_config("llama"), precision=precision, max_grad_norm=clip) as engine:
         numel = sum(layout.numel for layout in engine.store.layouts)
-        arrays = sum(engine.store.array(name, block.index).nbytes for name in engine.store.arrays for block in engine.anatomy.blocks)
+        arrays = sum(
+            engine.store.array(name, block.index).nbytes
+            for name in engine.store.arrays
+            for block in engine.anatomy.blocks
+        )
         assert arrays == per_parameter * numel

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatrain import nvme_tier
+from megatrain import schedule
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.memory import swap_files
 from megatrain.memory.nvme_store import NvmeStore
-from megatrain.nvme_tier import blocks_on_nvme
+from megatrain.schedule import blocks_on_nvme
+from megatrain.settings import ALL, Settings
 from tests.drives import quick_drive, slow_drive
 from tests.support import (
     LANES,
@@ -51,14 +51,29 @@ def small_pieces(monkeypatch):
 
 def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """So many of every array, so that blocks must take turns."""
-    monkeypatch.setattr(nvme_tier, "STATE_STAGES", count)
-    monkeypatch.setattr(nvme_tier, "STAGES", {"weight": count, "grad": count})
+    monkeypatch.setattr(schedule, "STATE_STAGES", count)
+    monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
 
 
-def make(folder: Path | None, arrays: Any = "all", blocks: int = ALL, clip: float | None = 0.5, mode: str = "one group") -> Engine:
-    nvme = {} if folder is None else {"nvme_folders": (folder,), "nvme_blocks": blocks, "nvme_arrays": arrays}
+def make(
+    folder: Path | None,
+    arrays: Any = "all",
+    blocks: int = ALL,
+    clip: float | None = 0.5,
+    mode: str = "one group",
+) -> Engine:
+    nvme = (
+        {}
+        if folder is None
+        else {"nvme_folders": (folder,), "nvme_blocks": blocks, "nvme_arrays": arrays}
+    )
     settings = Settings(**MODES[mode], **nvme)
-    return engine_of(tiny_config("llama", num_hidden_layers=4), settings=settings, max_grad_norm=clip, precision="bfloat16")
+    return engine_of(
+        tiny_config("llama", num_hidden_layers=4),
+        settings=settings,
+        max_grad_norm=clip,
+        precision="bfloat16",
+    )
 
 
 def run(engine: Engine) -> tuple[Trace, State]:
@@ -80,19 +95,28 @@ def same(found: tuple[Trace, State], mode: str = "one group", clip: float | None
 
 @pytest.mark.parametrize(
     ("blocks", "resident", "count", "there"),
-    [(6, 0, 1, (4,)), (6, 0, 4, (1, 2, 3, 4)), (6, 0, 5, (1, 2, 3, 4, 5)), (6, 0, ALL, (0, 1, 2, 3, 4, 5)), (6, 3, ALL, (3, 4, 5))],
+    [
+        (6, 0, 1, (4,)),
+        (6, 0, 4, (1, 2, 3, 4)),
+        (6, 0, 5, (1, 2, 3, 4, 5)),
+        (6, 0, ALL, (0, 1, 2, 3, 4, 5)),
+        (6, 3, ALL, (3, 4, 5)),
+    ],
 )
 def test_the_last_layers_go_first_then_the_head_and_the_embedding(blocks, resident, count, there):
     assert blocks_on_nvme(blocks, resident, count) == there
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize(("mode", "number"), [(mode, number) for number, mode in enumerate(MODES) if mode != "second backward"])
-@pytest.mark.parametrize("level", range(len(nvme_tier.LEVELS)))
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [(mode, number) for number, mode in enumerate(MODES) if mode != "second backward"],
+)
+@pytest.mark.parametrize("level", range(len(schedule.LEVELS)))
 def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, level, mode, number, clip):
     """With one buffer in half of them and three in the others, of every level, of every mode, clipped or not."""
     few_buffers(monkeypatch, 1 if (level + number + (clip is None)) % 2 else 3)
-    arrays = nvme_tier.LEVELS[level]
+    arrays = schedule.LEVELS[level]
     same(run(make(tmp_path, arrays, ALL, clip, mode)), mode, clip)
 
 
@@ -112,7 +136,7 @@ def test_some_blocks_may_lie_on_nvme(tmp_path, blocks):
 
 def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
     few_buffers(monkeypatch, 1)
-    monkeypatch.setattr("megatrain.memory.slab.HUGE_PAGE", 4096)
+    monkeypatch.setattr("megatrain.schedule.HUGE_PAGE", 4096)
     with make(None) as ours, make(tmp_path) as theirs:
         numel = [layout.numel for layout in ours.store.layouts]
         assert theirs.store.nbytes <= max(numel) * 14 + 6 * 4096
@@ -149,15 +173,17 @@ def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
         assert stalls["wait_nvme"] > max(0.03, 2 * stalls["wait_update"])
 
 
-def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_wanted(tmp_path, monkeypatch):
+def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_wanted(
+    tmp_path, monkeypatch
+):
     few_buffers(monkeypatch, 1)
     quick_drive(monkeypatch)
     with make(tmp_path, "state", clip=None) as engine:
         engine.train_step(STEPS[0])
-        engine._updater.delay = lambda block: time.sleep(0.05)
+        engine.parts.updater.delay = lambda block: time.sleep(0.05)
         slow = engine.train_step(STEPS[1]).stalls_s
         assert slow["wait_update"] > max(0.02, 2 * slow["wait_nvme"])
-        engine._updater.delay = None
+        engine.parts.updater.delay = None
         for block in engine.anatomy.blocks:
             engine.wait_ready(block.index)  # the last ones still sleep
         slow_drive(monkeypatch, ("preadv",), 0.05, 0.05)
@@ -174,20 +200,20 @@ def test_an_upload_that_was_interrupted_holds_back_no_reader(tmp_path, monkeypat
         if updated:
             for block in engine.anatomy.blocks:
                 engine.wait_ready(block.index)
-        submit = engine._upload.submit
+        submit = engine.parts.lanes["upload"].submit
 
         def interrupted(job: Any) -> Any:
-            monkeypatch.setattr(engine._upload, "submit", submit)
+            monkeypatch.setattr(engine.parts.lanes["upload"], "submit", submit)
             if where == "after":
                 submit(job)
             raise KeyboardInterrupt
 
-        engine._updater.delay = lambda block: time.sleep(0.01)
-        engine._streamer.invalidate()
-        monkeypatch.setattr(engine._upload, "submit", interrupted)
+        engine.parts.updater.delay = lambda block: time.sleep(0.01)
+        engine.parts.streamer.invalidate()
+        monkeypatch.setattr(engine.parts.lanes["upload"], "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(STEPS[1])
-        engine._updater.delay = None
+        engine.parts.updater.delay = None
         again = [engine.train_step(step).loss for step in STEPS[1:]]
         state = state_of(engine)
     assert again == in_ram()[0].losses[1:]
@@ -217,23 +243,29 @@ def test_an_engine_closes_while_readers_still_wait_their_turn(tmp_path, monkeypa
 
 
 def reads_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NvmeStore, "_is_ready", lambda self, lease: all(key in lease.buffers for key in lease.keys))
+    patch.setattr(
+        NvmeStore, "_is_ready", lambda self, lease: all(key in lease.buffers for key in lease.keys)
+    )
 
 
 def buffers_are_taken_while_they_are_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
     def take(self: NvmeStore, name: str, reads: bool) -> Any:
-        return min((b for b in self._buffers[name] if not b.users), key=lambda b: b.turn, default=None)
+        return min(
+            (b for b in self._buffers[name] if not b.users), key=lambda b: b.turn, default=None
+        )
 
     patch.setattr(NvmeStore, "_take", take)
 
 
 def changes_are_not_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
     release = NvmeStore.release
-    patch.setattr(NvmeStore, "release", lambda self, lease, changed, soon: release(self, lease, False, soon))
+    patch.setattr(
+        NvmeStore, "release", lambda self, lease, changed, soon: release(self, lease, False, soon)
+    )
 
 
 def weights_are_read_before_the_update(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._streamer.updates = NoUpdates()
+    engine.parts.streamer.updates = NoUpdates()
 
 
 @pytest.mark.parametrize(
@@ -262,26 +294,32 @@ def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch,
 # -- saving, resuming, failing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
-@pytest.mark.parametrize("there", [(True, True), (True, False), (False, True)], ids=["nvme-nvme", "nvme-ram", "ram-nvme"])
+@pytest.mark.parametrize("arrays", schedule.LEVELS)
+@pytest.mark.parametrize(
+    "there", [(True, True), (True, False), (False, True)], ids=["nvme-nvme", "nvme-ram", "ram-nvme"]
+)
 def test_a_run_saved_from_one_tier_goes_on_from_another(tmp_path, monkeypatch, arrays, there):
     few_buffers(monkeypatch, 2)
     steps = [full_batches(seed, [(1, 6)] * 3) for seed in range(4)]
-    tiers: Iterator[Path | None] = iter([tmp_path / "swap" if on_nvme else None for on_nvme in there])
+    tiers: Iterator[Path | None] = iter(
+        [tmp_path / "swap" if on_nvme else None for on_nvme in there]
+    )
     losses, state = train_with_a_break(lambda: make(next(tiers), arrays), steps, tmp_path / "run")
     with make(None) as engine:
         assert losses == train_engine(engine, steps).losses
         assert differing(state, state_of(engine)) == []
 
 
-@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+@pytest.mark.parametrize("arrays", schedule.LEVELS)
 def test_weights_are_read_and_written_as_a_folder(tmp_path, monkeypatch, arrays):
     few_buffers(monkeypatch, 1)
     with make(None) as ours:
         ours.save_pretrained(tmp_path / "model")
         expected = {name: weight.clone() for name, weight in ours.iter_weights()}
     settings = Settings(nvme_folders=(tmp_path / "swap",), nvme_blocks=ALL, nvme_arrays=arrays)
-    with Engine.from_pretrained(tmp_path / "model", device="cpu", precision="bfloat16", settings=settings) as engine:
+    with Engine.from_pretrained(
+        tmp_path / "model", device="cpu", precision="bfloat16", settings=settings
+    ) as engine:
         assert differing(dict(engine.iter_weights()), expected) == []
         engine.save_pretrained(tmp_path / "again")
     ours_file, again = (tmp_path / name / "model.safetensors" for name in ("model", "again"))
@@ -301,14 +339,14 @@ def test_evaluation_between_steps_reads_what_was_updated(tmp_path, monkeypatch, 
 def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monkeypatch, buffers):
     few_buffers(monkeypatch, buffers)
     with make(tmp_path) as engine:
-        keep, calls = engine._stored.keep, iter(range(100))
+        take, calls = engine.parts.sink.take, iter(range(100))
 
         def fail_once(*arguments: Any) -> None:
             if next(calls) == 2:
                 raise RuntimeError("in the middle of backward")
-            keep(*arguments)
+            take(*arguments)
 
-        monkeypatch.setattr(engine._stored, "keep", fail_once)
+        monkeypatch.setattr(engine.parts.sink, "take", fail_once)
         with pytest.raises(RuntimeError, match="middle of backward"):
             engine.forward_backward(STEPS[0])
         same((train_engine(engine, STEPS), state_of(engine)))
@@ -319,15 +357,17 @@ def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, monkeypatch):
     with make(tmp_path) as engine:
         engine.train_step(STEPS[0])
         before = state_of(engine)
-        monkeypatch.setattr(engine._gradients, "norm", lambda _: float("nan"))
+        monkeypatch.setattr(engine.parts.gradients, "norm", lambda _: float("nan"))
         assert engine.train_step(STEPS[1]).skipped
         assert differing(before, state_of(engine)) == []
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
+@pytest.mark.parametrize("arrays", schedule.LEVELS)
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(tmp_path, monkeypatch, arrays, call, clip):
+def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(
+    tmp_path, monkeypatch, arrays, call, clip
+):
     few_buffers(monkeypatch, 2)
     engine = make(tmp_path / "swap", arrays, clip=clip)
     engine.train_step(STEPS[0])

@@ -11,13 +11,25 @@ from typing import Any
 
 import pytest
 
-from megatrain import nvme_tier
+from megatrain import schedule
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import MegaTrainError
 from megatrain.memory import swap_files
 from megatrain.memory.lease import Lease
-from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    LANES,
+    State,
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    sleeper,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 pytestmark = pytest.mark.timeout(60)  # what hangs is a dead-lock
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
@@ -34,17 +46,25 @@ def few_buffers(monkeypatch) -> Callable[[int], None]:
     """So many of every array."""
 
     def set_count(count: int) -> None:
-        monkeypatch.setattr(nvme_tier, "STATE_STAGES", count)
-        monkeypatch.setattr(nvme_tier, "STAGES", {"weight": count, "grad": count})
+        monkeypatch.setattr(schedule, "STATE_STAGES", count)
+        monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
         monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
 
     return set_count
 
 
-def make(folder: Path | None, clip: float | None = 0.5, *, layers: int = 4, second: bool = False) -> Engine:
-    nvme: dict[str, Any] = {} if folder is None else {"nvme_folders": (folder,), "nvme_blocks": ALL, "nvme_arrays": "all"}
+def make(
+    folder: Path | None, clip: float | None = 0.5, *, layers: int = 4, second: bool = False
+) -> Engine:
+    nvme: dict[str, Any] = (
+        {}
+        if folder is None
+        else {"nvme_folders": (folder,), "nvme_blocks": ALL, "nvme_arrays": "all"}
+    )
     settings = Settings(second_backward=second, **nvme)
-    config = tiny_config("qwen2-tied", num_hidden_layers=layers)  # the first block of a forward is the last to be updated beside backward
+    config = tiny_config(
+        "qwen2-tied", num_hidden_layers=layers
+    )  # the first block of a forward is the last to be updated beside backward
     return engine_of(config, settings=settings, max_grad_norm=clip, precision="bfloat16")
 
 
@@ -73,7 +93,9 @@ def note_uploads(engine: Engine, patch: pytest.MonkeyPatch) -> dict[int, list[bo
 
 
 @pytest.mark.parametrize("buffers", [2, 5])
-def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers, monkeypatch, buffers):
+def test_layers_run_while_a_later_one_s_update_is_held_up(
+    tmp_path, few_buffers, monkeypatch, buffers
+):
     few_buffers(buffers)
     reached, in_time = threading.Event(), []
 
@@ -92,14 +114,17 @@ def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, few_buffers,
         engine.train_step(STEPS[0])
         for block in engine.anatomy.blocks:
             engine.wait_ready(block.index)
-        engine._updater.delay = hold_up
+        engine.parts.updater.delay = hold_up
         engine.forward_backward(STEPS[1])
         engine.step()
         engine.skeleton.layer = noted  # type: ignore[assignment,method-assign]
         ahead = note_uploads(engine, monkeypatch)
         engine.forward_backward(STEPS[2])
     assert in_time == [True]
-    assert ahead[4] == [False, True]  # in the forward it must not be read before its update, in backward there is none
+    assert ahead[4] == [
+        False,
+        True,
+    ]  # in the forward it must not be read before its update, in backward there is none
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
@@ -127,12 +152,14 @@ def between_steps(engine: Engine, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["clipped", "unclipped"])
-def test_who_evaluates_saves_or_copies_right_after_a_step_sees_its_update(tmp_path, few_buffers, mode):
+def test_who_evaluates_saves_or_copies_right_after_a_step_sees_its_update(
+    tmp_path, few_buffers, mode
+):
     expected = between_steps(make(None, **MODES[mode]), tmp_path / "ram")
     for buffers in (1, 5):
         few_buffers(buffers)
         engine = make(tmp_path / "swap", **MODES[mode])
-        engine._updater.delay = sleeper(buffers, 0.0, 0.01)
+        engine.parts.updater.delay = sleeper(buffers, 0.0, 0.01)
         assert between_steps(engine, tmp_path / f"nvme-{buffers}") == expected
 
 
@@ -149,7 +176,7 @@ def test_an_update_that_fails_stops_the_forward_beside_it(tmp_path, few_buffers,
     started = time.perf_counter()
     with make(tmp_path, **MODES[mode]) as engine:
         engine.train_step(STEPS[0])
-        engine._updater.delay = fail
+        engine.parts.updater.delay = fail
         with pytest.raises((RuntimeError, MegaTrainError), match="no such update"):
             train_engine(engine, STEPS)
         with pytest.raises((RuntimeError, MegaTrainError), match="no such update"):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatrain.checkpoint import save_checkpoint
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
 from megatrain.models.anatomy import decays
 from megatrain.optim import AdamW, Lion, Optimizer
-from megatrain.restore import load_checkpoint
+from megatrain.settings import ALL, Settings
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.restore import load_checkpoint
 from tests.optim.test_lion import PlainLion
 from tests.support import (
     LANES,
@@ -44,11 +44,15 @@ OPTIMIZERS: list[Optimizer] = [
     Lion(lr=1e-4, weight_decay=0.1, moments="int8"),
 ]
 STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(6)]
-every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: f"{optimizer.name}-{optimizer.moments}")
+every_optimizer = pytest.mark.parametrize(
+    "optimizer", OPTIMIZERS, ids=lambda optimizer: f"{optimizer.name}-{optimizer.moments}"
+)
 
 
 def make(optimizer: Optimizer, **options: Any) -> Any:
-    return engine_of(tiny_config("qwen2-tied"), optimizer=optimizer, precision="bfloat16", **options)
+    return engine_of(
+        tiny_config("qwen2-tied"), optimizer=optimizer, precision="bfloat16", **options
+    )
 
 
 @cache
@@ -59,12 +63,16 @@ def straight(optimizer: Optimizer) -> tuple[list[float], State]:
 
 
 @every_optimizer
-def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, state = straight(optimizer)
     with make(optimizer) as engine:
         for name, block in state:
             per = engine.store.arrays[name].per
-            assert len(state[name, block]) == engine.store.layouts[block].numel // (GROUP if per == "group" else 1)
+            assert len(state[name, block]) == engine.store.layouts[block].numel // (
+                GROUP if per == "group" else 1
+            )
     monkeypatch.setattr("megatrain.engine.update.CHUNK_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.engine.update.CHUNK_MINIMUM", 1024)
     with make(optimizer) as serial:
@@ -77,7 +85,7 @@ def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(optimi
         assert losses == expected
         assert differing(state_of(serial), state) == []
     for resident in (2, ALL):
-        with make(optimizer, settings=Settings(resident=resident, head_chunk=7)) as engine:
+        with make(optimizer, settings=Settings(resident=resident, head_chunk_tokens=7)) as engine:
             assert train_engine(engine, STEPS).losses == expected
             assert differing(state_of(engine), state) == []
 
@@ -88,7 +96,7 @@ def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None
     expected, _ = straight(optimizer)
     with delay(make(optimizer), LANES, longest_s=0.003) as engine:
         assert train_engine(engine, STEPS).losses == expected
-    with make(optimizer, settings=Settings(groups=2, head_chunk=7)) as engine:
+    with make(optimizer, settings=Settings(groups=2, head_chunk_tokens=7)) as engine:
         assert train_engine(engine, STEPS).losses == pytest.approx(expected, rel=2e-2)
 
 

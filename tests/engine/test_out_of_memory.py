@@ -7,10 +7,12 @@ import torch
 
 from megatrain.engine.streamer import Slot
 from megatrain.errors import OutOfMemory
-from megatrain.models.footprint import LiveBytes
+from megatrain.planner.cost.footprint import LiveBytes
 from tests.support import engine_of, full_batches, tiny_config
 
-ALLOCATOR_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
+ALLOCATOR_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
+)
 
 
 def fail(*_: object) -> None:
@@ -22,7 +24,8 @@ def test_a_step_that_does_not_fit_names_what_and_how_to_shrink_it(part, monkeypa
     with engine_of(tiny_config("llama")) as engine:
         monkeypatch.setattr(engine.skeleton, part, fail)
         with pytest.raises(
-            OutOfMemory, match=r"a step's activations; set a smaller train\.micro_batch_tokens.*Tried to allocate 2\.00 GiB"
+            OutOfMemory,
+            match=r"a step's activations; use smaller micro-batches .*train\.micro_batch_tokens.*Tried to allocate 2\.00 GiB",
         ):
             engine.train_step(full_batches(0))
         with pytest.raises(OutOfMemory, match="an evaluation's activations"):
@@ -31,7 +34,7 @@ def test_a_step_that_does_not_fit_names_what_and_how_to_shrink_it(part, monkeypa
 
 def test_slots_that_do_not_fit_are_named(monkeypatch):
     monkeypatch.setattr(Slot, "__init__", fail)
-    with pytest.raises(OutOfMemory, match="the weights' slots and the gradients' sums"):
+    with pytest.raises(OutOfMemory, match="the weights' slots and the gradients' accumulators"):
         engine_of(tiny_config("llama"))
     assert OutOfMemory.exit_code == 5
 
@@ -41,7 +44,9 @@ def test_a_smaller_batch_may_be_tried_while_the_error_is_still_at_hand(monkeypat
     calls, large = iter(range(100)), full_batches(0, [(4, 32)] * 2)
     with engine_of(tiny_config("llama")) as engine, LiveBytes() as live:
         layer = engine.skeleton.layer
-        monkeypatch.setattr(engine.skeleton, "layer", lambda *args: layer(*args) if next(calls) < 8 else fail())
+        monkeypatch.setattr(
+            engine.skeleton, "layer", lambda *args: layer(*args) if next(calls) < 8 else fail()
+        )
         try:
             engine.train_step(large)
         except OutOfMemory:

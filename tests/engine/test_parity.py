@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.settings import ALL, Settings
 from megatrain.optim import AdamW
+from megatrain.settings import ALL, Settings
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
@@ -46,7 +46,9 @@ def test_twenty_steps_equal_a_plain_loop(family):
     config = tiny_config(family)
     steps = [micro_batches(seed) for seed in range(STEPS)]
     plain = train_plain(plain_model(config), steps, RATES, weight_decay=DECAY, max_norm=MAX_NORM)
-    twin = train_plain(plain_model(config), steps, RATES, weight_decay=DECAY, max_norm=MAX_NORM, backwards=True)
+    twin = train_plain(
+        plain_model(config), steps, RATES, weight_decay=DECAY, max_norm=MAX_NORM, backwards=True
+    )
     with engine_of(config, optimizer=AdamW(weight_decay=DECAY), max_grad_norm=MAX_NORM) as engine:
         ours = train_engine(engine, steps, RATES)
     assert min(plain.norms) > MAX_NORM, "clipping must have been active in every step"
@@ -99,17 +101,24 @@ def assert_gradients_equal_autograd(config: Any, batches: list[Batch]) -> None:
     largest = max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert float((ours[name] - parameter.grad).norm()) <= 1e-5 * float(parameter.grad.norm()) + 1e-6 * largest, name
+        assert (
+            float((ours[name] - parameter.grad).norm())
+            <= 1e-5 * float(parameter.grad.norm()) + 1e-6 * largest
+        ), name
 
 
 def test_without_clipping_training_equals_a_plain_loop_too():
     config = tiny_config("llama-tied")
     steps = [micro_batches(seed) for seed in range(6)]
-    plain = train_plain(plain_model(config), steps, RATES[:6], weight_decay=DECAY, max_norm=float("inf"))
+    plain = train_plain(
+        plain_model(config), steps, RATES[:6], weight_decay=DECAY, max_norm=float("inf")
+    )
     with engine_of(config, optimizer=AdamW(weight_decay=DECAY), max_grad_norm=None) as engine:
         ours = train_engine(engine, steps, RATES[:6])
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert max(distance(ours.weights[name], weight) for name, weight in plain.weights.items()) <= 1e-5
+    assert (
+        max(distance(ours.weights[name], weight) for name, weight in plain.weights.items()) <= 1e-5
+    )
 
 
 def test_evaluation_is_the_plain_mean_over_targets_and_changes_nothing():
@@ -134,24 +143,40 @@ def test_greedy_generation_equals_transformers():
     config = tiny_config("qwen3")
     model = plain_model(config).eval()
     prompt = torch.tensor([[5, 9, 3, 44]])
-    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()  # type: ignore[operator]
+    generate: Any = model.generate
+    rows = generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    expected = rows[0, 4:].tolist()
     with engine_of(config, model=model) as engine:
         assert engine.generate(prompt, 8) == expected
-        assert engine.generate(prompt, 8, eos_token_ids=[expected[2]]) == expected[: expected.index(expected[2]) + 1]
+        assert (
+            engine.generate(prompt, 8, eos_token_ids=[expected[2]])
+            == expected[: expected.index(expected[2]) + 1]
+        )
 
 
 # -- bfloat16 with fp32 master weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "settings"), [("qwen2-tied", Settings()), ("falcon-40b", Settings(groups=2, sums_on_device=ALL))])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("qwen2-tied", Settings()), ("falcon-40b", Settings(groups=2, sums_on_device=ALL))],
+)
 def test_bfloat16_follows_a_plain_fp32_loop_fed_with_the_same_gradients(family, settings):
     config = tiny_config(family)
-    with engine_of(config, precision="bfloat16", optimizer=AdamW(weight_decay=DECAY), max_grad_norm=MAX_NORM, settings=settings) as engine:
+    with engine_of(
+        config,
+        precision="bfloat16",
+        optimizer=AdamW(weight_decay=DECAY),
+        max_grad_norm=MAX_NORM,
+        settings=settings,
+    ) as engine:
         start = {name: master.clone() for name, master in masters_of(engine).items()}
         expected = follow_in_fp32(engine, cosine(10, 1e-3))
         for name, master in masters_of(engine).items():
             assert distance(master, expected[name]) <= 1e-6, name
-            assert distance(master - start[name], expected[name] - start[name]) <= 1e-3, name  # and so the updates themselves
+            assert distance(master - start[name], expected[name] - start[name]) <= 1e-3, (
+                name
+            )  # and so the updates themselves
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-7b"])
@@ -170,7 +195,9 @@ def test_bfloat16_gradients_are_as_exact_as_those_of_a_plain_bfloat16_model(fami
         assert parameter.grad is not None
         gradient = theirs[name].grad
         assert gradient is not None
-        assert distance(ours[name], parameter.grad) <= 2 * distance(gradient, parameter.grad) + 0.01, name
+        assert (
+            distance(ours[name], parameter.grad) <= 2 * distance(gradient, parameter.grad) + 0.01
+        ), name
 
 
 def test_updates_at_a_rate_that_vanishes_in_bfloat16_are_kept():
@@ -186,4 +213,6 @@ def test_updates_at_a_rate_that_vanishes_in_bfloat16_are_kept():
         assert (moved > 0).float().mean() > 0.99
         assert 1e-6 < moved.median() < 4e-6  # Adam's step is about lr
         same = (dict(engine.iter_weights())[name] == rounded[name]).float().mean()
-        assert same > 0.95, "this learning rate should be too small for bf16 weights, or the test shows nothing"
+        assert same > 0.95, (
+            "this learning rate should be too small for bf16 weights, or the test shows nothing"
+        )

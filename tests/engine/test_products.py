@@ -32,7 +32,9 @@ def test_a_linear_layer_adds_its_weights_gradient_to_the_sum(dtype, bias):
     with SummingInto([layer.weight], [into]):
         outputs = [layer(x), layer(2 * x)]
     inputs = [x, *layer.parameters()]
-    both_grads = [torch.autograd.grad(output.sum(), inputs, allow_unused=True) for output in outputs]
+    both_grads = [
+        torch.autograd.grad(output.sum(), inputs, allow_unused=True) for output in outputs
+    ]
     assert [grads[1] for grads in both_grads] == [None, None]
     grads = both_grads[1]
     expected = torch.autograd.grad(layer(2 * x).sum(), [x, *layer.parameters()])
@@ -46,7 +48,11 @@ def test_a_linear_layer_adds_its_weights_gradient_to_the_sum(dtype, bias):
 @pytest.mark.parametrize("padding", [None, 2, -1])
 def test_an_embedding_adds_the_rows_that_were_looked_up(padding):
     torch.manual_seed(0)
-    layer, ids, weight = nn.Embedding(7, 4, padding_idx=padding), torch.tensor([[1, 2, 2], [6, 1, 2]]), torch.randn(2, 3, 4)
+    layer, ids, weight = (
+        nn.Embedding(7, 4, padding_idx=padding),
+        torch.tensor([[1, 2, 2], [6, 1, 2]]),
+        torch.randn(2, 3, 4),
+    )
     into = Sum(torch.full((7, 4), torch.nan), empty=True)
     with SummingInto([layer.weight], [into]):
         output = layer(ids)
@@ -72,7 +78,11 @@ def test_rows_are_added_in_the_same_order_by_several_threads():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(total.total, sums[0].total) for total in sums)
-    expected = torch.zeros(8, 64, dtype=torch.float64).index_add(0, index, rows.double()).index_add(0, index[:5], rows[:5].double())
+    expected = (
+        torch.zeros(8, 64, dtype=torch.float64)
+        .index_add(0, index, rows.double())
+        .index_add(0, index[:5], rows[:5].double())
+    )
     torch.testing.assert_close(sums[0].total, expected.float(), rtol=1e-5, atol=1e-3)
 
 
@@ -113,7 +123,9 @@ def test_every_familys_embedding_and_head_have_the_gradients_of_autograd(family)
 
     def run() -> list[Tensor | None]:
         ends = skeleton.embed({"input_ids": ids})[0], skeleton.head(hidden)
-        weights = [torch.randn(end.shape, generator=torch.Generator().manual_seed(1)) for end in ends]
+        weights = [
+            torch.randn(end.shape, generator=torch.Generator().manual_seed(1)) for end in ends
+        ]
         total = sum((end * weight).sum() for end, weight in zip(ends, weights, strict=True))
         assert isinstance(total, Tensor)
         return list(torch.autograd.grad(total, parameters, allow_unused=True))

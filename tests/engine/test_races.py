@@ -9,9 +9,22 @@ from functools import cache
 import pytest
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
-from tests.support import LANES, NoUpdates, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    LANES,
+    NoUpdates,
+    State,
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    take_staging_at_once,
+    tiny_config,
+    train_engine,
+)
 
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
 MODES = {
@@ -19,14 +32,19 @@ MODES = {
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
-    "boundaries offloaded": Settings(groups=2, offload=True),
-    "boundaries offloaded by a codec": Settings(offload=True, activations="int4"),
-    "graphs on the host": Settings(offload=True, retained=1, retained_on_host=2),
+    "boundaries offloaded": Settings(groups=2, offload_activations=True),
+    "boundaries offloaded by a codec": Settings(offload_activations=True, activations="int4"),
+    "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
 
 
-def make(mode: str = "one group", clip: float | None = 0.5, family: str = "llama", precision: str = "bfloat16") -> Engine:
+def make(
+    mode: str = "one group",
+    clip: float | None = 0.5,
+    family: str = "llama",
+    precision: str = "bfloat16",
+) -> Engine:
     config = tiny_config(family, num_hidden_layers=4)
     return engine_of(config, settings=MODES[mode], max_grad_norm=clip, precision=precision)
 
@@ -45,7 +63,10 @@ def delayed_runs() -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
     """Every mode with all lanes slow, clipped and not; and with each lane slow alone, of which half are clipped, of every mode and lane."""
     for number, mode in enumerate(MODES):
         yield from ((mode, clip, LANES) for clip in (0.5, None))
-        yield from ((mode, None if (number + lane) % 2 else 0.5, (LANES[lane],)) for lane in range(len(LANES)))
+        yield from (
+            (mode, None if (number + lane) % 2 else 0.5, (LANES[lane],))
+            for lane in range(len(LANES))
+        )
 
 
 @pytest.mark.parametrize(("mode", "clip", "slow"), [*delayed_runs()])
@@ -56,10 +77,20 @@ def test_delays_change_no_bit(mode, clip, slow):
     assert differing(state, again) == []
 
 
-@pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("qwen2-tied", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")],
+)
 def test_delays_change_no_bit_in_other_families(family, precision):
     expected, state = run(make("two groups, sums travel", family=family, precision=precision))
-    delayed, again = run(delay(make("two groups, sums travel", family=family, precision=precision), LANES, longest_s=0.003, seed=1))
+    delayed, again = run(
+        delay(
+            make("two groups, sums travel", family=family, precision=precision),
+            LANES,
+            longest_s=0.003,
+            seed=1,
+        )
+    )
     assert delayed.losses == expected.losses
     assert differing(state, again) == []
 
@@ -74,7 +105,13 @@ def test_evaluation_and_saving_right_after_a_step_see_its_update():
         prompt.train_step(STEPS[1])
         late.train_step(STEPS[1])
         state_of(late)
-        assert differing({name: weight.clone() for name, weight in prompt.iter_weights()}, dict(late.iter_weights())) == []
+        assert (
+            differing(
+                {name: weight.clone() for name, weight in prompt.iter_weights()},
+                dict(late.iter_weights()),
+            )
+            == []
+        )
 
 
 # -- the tests above can fail -------------------------------------------------------------------------------------------------------
@@ -85,7 +122,7 @@ def never_wait(*_: object) -> None:
 
 
 def updates_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._streamer.updates = NoUpdates()
+    engine.parts.streamer.updates = NoUpdates()
 
 
 def uploads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
@@ -97,21 +134,21 @@ def downloads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
 
 
 def skip_compute_waits(engine: Engine, skipped: str) -> None:
-    wait = engine._compute.wait
+    wait = engine.parts.compute.wait
 
     def some(event: Event | None, cause: str) -> None:
         if cause != skipped:
             wait(event, cause)
 
-    engine._compute.wait = some  # type: ignore[method-assign]
+    engine.parts.compute.wait = some  # type: ignore[method-assign]
 
 
 def uploads_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._upload.wait = never_wait  # type: ignore[method-assign,assignment]
+    engine.parts.lanes["upload"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
 def fetches_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._fetch.wait = never_wait  # type: ignore[method-assign,assignment]
+    engine.parts.lanes["fetch"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
 def landings_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -119,8 +156,7 @@ def landings_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def staging_is_taken_at_once(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    assert engine._ring is not None
-    engine._ring._wait_ready = never_wait
+    take_staging_at_once(engine)
 
 
 @dataclass(frozen=True)

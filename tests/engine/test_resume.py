@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import differing, engine_of, full_batches, state_of, tiny_config, train_engine, train_with_a_break
+from tests.support import (
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+    train_with_a_break,
+)
 
 STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(10)]
 
 
-@pytest.mark.parametrize(("precision", "clip"), [("float32", 0.5), ("bfloat16", 0.5), ("bfloat16", None)])
-@pytest.mark.parametrize(("family", "changes"), [("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})])
+@pytest.mark.parametrize(
+    ("precision", "clip"), [("float32", 0.5), ("bfloat16", 0.5), ("bfloat16", None)]
+)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})],
+)
 def test_ten_steps_equal_five_and_five_after_a_resume(family, changes, precision, clip, tmp_path):
     config = tiny_config(family, **changes)
 
@@ -26,7 +39,10 @@ def test_ten_steps_equal_five_and_five_after_a_resume(family, changes, precision
 
 def test_a_resumed_run_remembers_its_skipped_steps(tmp_path):
     config = tiny_config("gpt-neox", hidden_dropout=0.2)
-    empty = [{**batch, "labels": batch["labels"].new_full(batch["labels"].shape, -100)} for batch in STEPS[0]]
+    empty = [
+        {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, -100)}
+        for batch in STEPS[0]
+    ]
     steps = [empty, *STEPS[1:4]]  # the first is skipped, and dropout's seeds go on all the same
     with engine_of(config) as engine:
         expected, state = train_engine(engine, steps).losses, state_of(engine)

@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError
-from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
-from tests.support import Batch, State, Trace, differing, engine_of, full_batches, micro_batches, state_of, tiny_config, train_engine
+from megatrain.planner.cost.shape import shape_of
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    Batch,
+    State,
+    Trace,
+    differing,
+    engine_of,
+    full_batches,
+    micro_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
@@ -23,8 +34,14 @@ pytestmark = [
 ROWS, TOKENS = 2, 16
 
 
-def run(family: str, steps: Sequence[Sequence[Batch]], precision: str = "bfloat16", **settings: Any) -> tuple[Trace, State]:
-    with engine_of(tiny_config(family), precision=precision, settings=Settings(head_chunk=7, compile=True, **settings)) as engine:
+def run(
+    family: str, steps: Sequence[Sequence[Batch]], precision: str = "bfloat16", **settings: Any
+) -> tuple[Trace, State]:
+    with engine_of(
+        tiny_config(family),
+        precision=precision,
+        settings=Settings(head_chunk_tokens=7, compile=True, **settings),
+    ) as engine:
         return train_engine(engine, steps), state_of(engine)
 
 
@@ -56,15 +73,29 @@ def kept(skeleton: Skeleton, again: bool) -> int:
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         output = (skeleton.layer_again if again else skeleton.layer)(0, hidden, calls[0])
-    given = [output, hidden, *skeleton.layers[0].parameters(), *(calls[0].kwargs.get("position_embeddings") or ())]
+    given = [
+        output,
+        hidden,
+        *skeleton.layers[0].parameters(),
+        *(calls[0].kwargs.get("position_embeddings") or ()),
+    ]
     given += [value for value in calls[0].kwargs.values() if isinstance(value, Tensor)]
-    return sum(size for address, size in sizes.items() if address not in {t.untyped_storage().data_ptr() for t in given})
+    return sum(
+        size
+        for address, size in sizes.items()
+        if address not in {t.untyped_storage().data_ptr() for t in given}
+    )
 
 
 def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> None:
-    config = tiny_config("gemma2")  # has no product that recomputation leaves out, so one graph could serve both
+    config = tiny_config(
+        "gemma2"
+    )  # has no product that recomputation leaves out, so one graph could serve both
     shape = shape_of(Skeleton(config), TOKENS, [ROWS * TOKENS], compiled=True)
-    expected = [shape.retained_bytes(ROWS * TOKENS, 1, compiled=True, cheap=cheap) for cheap in (True, False)]
+    expected = [
+        shape.retained_bytes(ROWS * TOKENS, 1, compiled=True, cheap=cheap)
+        for cheap in (True, False)
+    ]
     skeleton = Skeleton(config)
     for block in skeleton.anatomy.blocks[:2]:
         skeleton.bind(block, torch.ones(block.layout.numel, dtype=torch.bfloat16))
@@ -80,6 +111,9 @@ def test_only_compiled_layers_can_keep_less() -> None:
 
 def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: graph)
-    steps = [full_batches(0), micro_batches(1)]  # of other lengths, padded, a single row: more graphs than dynamo's own limit
+    steps = [
+        full_batches(0),
+        micro_batches(1),
+    ]  # of other lengths, padded, a single row: more graphs than dynamo's own limit
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         run("llama", steps, retained=1, cheap_retention=True)

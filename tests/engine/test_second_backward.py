@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine.activations.offload import Kept
 from megatrain.engine.batches import MicroBatch
-from megatrain.engine.boundaries import Kept
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import ConfigError, DivergedError, MegaTrainError
 from megatrain.losses import NextToken, Targets
-from megatrain.models.footprint import LiveBytes
+from megatrain.planner.cost.footprint import LiveBytes
+from megatrain.settings import ALL, Settings
 from tests.support import (
     LANES,
     State,
@@ -25,17 +25,23 @@ from tests.support import (
     full_batches,
     micro_batches,
     state_of,
+    take_staging_at_once,
     tiny_config,
     train_engine,
     train_with_a_break,
 )
 
 STEPS = [micro_batches(seed) for seed in range(4)]
-TWICE = Settings(head_chunk=7, second_backward=True)
+TWICE = Settings(head_chunk_tokens=7, second_backward=True)
 ONCE = replace(TWICE, second_backward=False)
 
 
-def make(family: str = "llama", settings: Settings = TWICE, changes: dict[str, Any] | None = None, **options: Any) -> Engine:
+def make(
+    family: str = "llama",
+    settings: Settings = TWICE,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Engine:
     return engine_of(tiny_config(family, **(changes or {})), settings=settings, **options)
 
 
@@ -60,34 +66,54 @@ def check_equal(family: str, settings: Settings, steps: Any = STEPS, **options: 
     [
         (TWICE, "float32", 0.5),
         (TWICE, "bfloat16", 1e9),
-        (replace(TWICE, offload=True), "bfloat16", 0.5),
+        (replace(TWICE, offload_activations=True), "bfloat16", 0.5),
         (replace(TWICE, resident=1), "bfloat16", 0.5),
-        (replace(TWICE, resident=3, offload=True), "float32", 1e9),
+        (replace(TWICE, resident=3, offload_activations=True), "float32", 1e9),
         (replace(TWICE, resident=ALL), "bfloat16", 0.5),
         (replace(TWICE, update_threads=1), "bfloat16", 0.5),
     ],
-    ids=["fp32", "below the limit", "offloaded", "embedding resident", "half resident", "all resident", "one thread"],
+    ids=[
+        "fp32",
+        "below the limit",
+        "offloaded",
+        "embedding resident",
+        "half resident",
+        "all resident",
+        "one thread",
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_it_changes_no_bit(family: str, settings: Settings, precision: str, clip: float) -> None:
     check_equal(family, settings, precision=precision, max_grad_norm=clip)
 
 
-@pytest.mark.parametrize("family", ["mistral-sliding", "gemma2", "gpt-neox-tied", "falcon-7b", "phi3", "mixtral", "gpt2", "opt-projected"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral-sliding",
+        "gemma2",
+        "gpt-neox-tied",
+        "falcon-7b",
+        "phi3",
+        "mixtral",
+        "gpt2",
+        "opt-projected",
+    ],
+)
 def test_nor_in_other_families(family: str) -> None:
-    check_equal(family, replace(TWICE, offload=True), STEPS[:2], precision="bfloat16")
+    check_equal(family, replace(TWICE, offload_activations=True), STEPS[:2], precision="bfloat16")
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_nor_where_units_drop_out(offload: bool) -> None:
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-    check_equal("gpt-neox", replace(TWICE, offload=offload), changes=dropout)
+    check_equal("gpt-neox", replace(TWICE, offload_activations=offload), changes=dropout)
 
 
 def test_nor_where_rows_are_padded_on_the_left_and_micro_batches_have_no_targets() -> None:
     steps = [[*micro_batches(0, pad_left=True), *micro_batches(1)] for _ in range(2)]
     steps[1][0] = steps[1][0] | {"labels": torch.full_like(steps[1][0]["labels"], -100)}
-    check_equal("llama", replace(TWICE, offload=True), steps)
+    check_equal("llama", replace(TWICE, offload_activations=True), steps)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
@@ -109,7 +135,7 @@ def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path: Any) -> No
 @pytest.mark.parametrize(
     ("family", "settings", "slow"),
     [
-        *(("qwen2-tied", replace(TWICE, offload=True), (lane,)) for lane in LANES),
+        *(("qwen2-tied", replace(TWICE, offload_activations=True), (lane,)) for lane in LANES),
         ("llama", TWICE, LANES),
         ("qwen2-tied", replace(TWICE, resident=2), LANES),
     ],
@@ -135,29 +161,30 @@ def test_evaluation_and_forgotten_slots_between_the_two_change_nothing() -> None
 
 
 @pytest.mark.parametrize("broken", ["dropout", "boundary"])
-def test_another_seed_or_boundary_in_the_second_one_would_show(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_seed_or_boundary_in_the_second_one_would_show(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dropout = {"hidden_dropout": 0.2}
     _, state = run(make("gpt-neox", ONCE, dropout), STEPS[:1])
     with make("gpt-neox", TWICE, dropout) as engine:
         engine.forward_backward(STEPS[0])
         if broken == "dropout":
-            engine._passes.step += 1
+            engine.parts.passes.step += 1
         else:
-            taken = engine._boundaries.take
+            taken = engine.parts.boundaries.take
 
             def another(kept: Kept) -> torch.Tensor:
                 return taken(kept) * 1.5
 
-            monkeypatch.setattr(engine._boundaries, "take", another)
+            monkeypatch.setattr(engine.parts.boundaries, "take", another)
         engine.step()
         assert differing(state_of(engine), state)
 
 
 def test_staging_that_is_taken_before_its_update_is_done_would_show() -> None:
     _, state = run(make(settings=ONCE), STEPS[:1])
-    with delay(make(), ["update"], longest_s=0.03, shortest_s=0.03) as engine:
-        assert engine._ring is not None
-        engine._ring._wait_ready = lambda _: None
+    with delay(make(), ["update"], longest_s=0.2, shortest_s=0.2) as engine:
+        take_staging_at_once(engine)
         engine.train_step(STEPS[0])
         assert differing(state_of(engine), state)
 
@@ -167,10 +194,17 @@ def test_staging_that_is_taken_before_its_update_is_done_would_show() -> None:
 
 @pytest.mark.parametrize(("precision", "per_parameter"), [("bfloat16", 12), ("float32", 12)])
 def test_no_model_sized_gradient_exists(precision: str, per_parameter: int) -> None:
-    changes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024, "num_key_value_heads": 4}
+    changes = {
+        "num_hidden_layers": 12,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_key_value_heads": 4,
+    }
     with make(changes=changes, precision=precision) as engine:
         assert "grad" not in engine.store.arrays
-        assert engine.store.nbytes == pytest.approx(per_parameter * engine.anatomy.parameters, rel=0.1)
+        assert engine.store.nbytes == pytest.approx(
+            per_parameter * engine.anatomy.parameters, rel=0.1
+        )
 
 
 def test_what_the_second_one_needs_is_given_back_after_it() -> None:
@@ -190,13 +224,15 @@ def test_what_the_second_one_needs_is_given_back_after_it() -> None:
 class Infinite(NextToken):
     """A loss that is not finite."""
 
-    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return super().__call__(logprobs, targets)[0] * float("inf"), {}
 
 
 def poison(engine: Engine, layer: int, backwards: range) -> None:
     """Make one layer's incoming gradient infinite in these of the backwards from now on, as an overflow would."""
-    backward = engine._passes._backward_layer
+    backward = engine.parts.passes._backward_layer
     seen: list[int] = []
 
     def poisoned(index: int, block: int, mb: MicroBatch) -> None:
@@ -207,12 +243,18 @@ def poison(engine: Engine, layer: int, backwards: range) -> None:
                 mb.grad[0, 0, 0] = float("inf")
         backward(index, block, mb)
 
-    engine._passes._backward_layer = poisoned  # type: ignore[method-assign]
+    engine.parts.passes._backward_layer = poisoned  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("settings", [TWICE, replace(TWICE, resident=3, offload=True)], ids=["streamed", "half resident"])
+@pytest.mark.parametrize(
+    "settings",
+    [TWICE, replace(TWICE, resident=3, offload_activations=True)],
+    ids=["streamed", "half resident"],
+)
 @pytest.mark.parametrize("what", ["loss", "gradient", "no target"])
-def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what: str, settings: Settings) -> None:
+def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(
+    what: str, settings: Settings
+) -> None:
     _, expected = run(make("llama-tied", settings, precision="bfloat16"), STEPS[:2])
     with make("llama-tied", settings, precision="bfloat16") as engine:
         engine.train_step(STEPS[0])
@@ -220,11 +262,14 @@ def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what: str, setti
         if what == "gradient":
             poison(engine, 0, range(1))
         nothing = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in STEPS[2]]
-        result = engine.train_step(nothing if what == "no target" else STEPS[2], Infinite() if what == "loss" else NextToken())
+        result = engine.train_step(
+            nothing if what == "no target" else STEPS[2],
+            Infinite() if what == "loss" else NextToken(),
+        )
         assert result.skipped
         assert differing(state_of(engine), before) == []
         assert (engine.updates, engine.skipped) == (1, 1)
-        engine._passes.step -= 1
+        engine.parts.passes.step -= 1
         engine.skipped -= 1
         engine.train_step(STEPS[1])
         assert differing(state_of(engine), expected) == [], "the skipped step left a trace"
@@ -238,7 +283,9 @@ class ByRows(NextToken):
 
 
 @pytest.mark.parametrize("settings", [TWICE, ONCE], ids=["twice", "once"])
-def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(settings: Settings) -> None:
+def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(
+    settings: Settings,
+) -> None:
     with make("llama-tied", settings, precision="bfloat16") as engine:
         engine.train_step(STEPS[0], ByRows())
         before = state_of(engine)
@@ -250,8 +297,12 @@ def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(setti
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("settings", [TWICE, replace(TWICE, resident=ALL)], ids=["streamed", "resident"])
-def test_a_second_gradient_that_alone_is_not_finite_ends_the_run(settings: Settings, layer: int) -> None:
+@pytest.mark.parametrize(
+    "settings", [TWICE, replace(TWICE, resident=ALL)], ids=["streamed", "resident"]
+)
+def test_a_second_gradient_that_alone_is_not_finite_ends_the_run(
+    settings: Settings, layer: int
+) -> None:
     with make(settings=settings) as engine:
         engine.train_step(STEPS[0])
         poison(engine, layer, range(1, 2))
@@ -265,13 +316,15 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_the_first_update_loses_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_first_update_loses_the_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, expected = run(make("qwen2-tied", precision="bfloat16"), STEPS[:2])
     with make("qwen2-tied", precision="bfloat16") as engine:
         engine.train_step(STEPS[0])
         engine.forward_backward(STEPS[1])
         with monkeypatch.context() as patch:
-            patch.setattr(engine._passes, "_turn", interrupted)
+            patch.setattr(engine.parts.passes, "_turn", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         with pytest.raises(MegaTrainError, match="without forward_backward"):
@@ -280,14 +333,16 @@ def test_an_interrupt_before_the_first_update_loses_the_step_alone(monkeypatch: 
         assert differing(state_of(engine), expected) == []
 
 
-def test_an_interrupt_before_the_norm_is_known_leaves_no_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_norm_is_known_leaves_no_second_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nothing = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in STEPS[0]]
     with make() as engine:
         engine.train_step(STEPS[0])
         before = state_of(engine)
         engine.forward_backward(STEPS[1])
         with monkeypatch.context() as patched:
-            patched.setattr(engine._gradients, "norm", interrupted)
+            patched.setattr(engine.parts.gradients, "norm", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert engine.train_step(nothing).skipped
@@ -298,7 +353,7 @@ def test_an_interrupt_before_the_norm_is_known_leaves_no_second_backward(monkeyp
 def test_an_interrupt_between_updates_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with make() as engine:
         engine.forward_backward(STEPS[0])
-        monkeypatch.setattr(engine._passes, "_backward_layer", interrupted)
+        monkeypatch.setattr(engine.parts.passes, "_backward_layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         with pytest.raises(MegaTrainError, match="in the middle of an update"):
@@ -306,7 +361,7 @@ def test_an_interrupt_between_updates_ends_the_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_closed_between_the_two_it_gives_all_back() -> None:
-    with make(settings=replace(TWICE, offload=True)) as engine:
+    with make(settings=replace(TWICE, offload_activations=True)) as engine:
         engine.forward_backward(STEPS[0])
         with pytest.raises(MegaTrainError, match="called twice"):
             engine.forward_backward(STEPS[0])
@@ -315,9 +370,16 @@ def test_closed_between_the_two_it_gives_all_back() -> None:
 # -- what it cannot do --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [{"groups": 2}, {"retained": 1}, {"retained_on_host": 1, "offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "beside",
+    [{"groups": 2}, {"retained": 1}, {"retained_on_host": 1, "offload_activations": True}],
+    ids=str,
+)
 def test_groups_and_graphs_beside_it_are_refused(beside: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="set groups: 1, retained: 0 and retained_on_host: 0"):
+    name, value = next(iter(beside.items()))
+    needed = {"groups": 1, "retained": 0, "retained_on_host": 0}[name]
+    assert value != needed
+    with pytest.raises(ConfigError, match=f"second_backward: .* set {name}={needed} as well"):
         Settings(second_backward=True, **beside)
 
 

@@ -32,7 +32,10 @@ def test_rows_apart_and_together_have_the_same_gradients(family):
     assert together == pytest.approx(apart, rel=1e-6)
     largest = max(float(gradient.norm()) for gradient in apart_gradients.values())
     for name, gradient in apart_gradients.items():
-        assert float((together_gradients[name] - gradient).norm()) < 1e-5 * float(gradient.norm()) + 1e-6 * largest, name
+        assert (
+            float((together_gradients[name] - gradient).norm())
+            < 1e-5 * float(gradient.norm()) + 1e-6 * largest
+        ), name
 
 
 def test_documents_are_numbered_where_positions_begin_anew():

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.streamer import Slot, Streamer, slot_sizes
+from megatrain.engine.streamer import Slot, Streamer
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.memory.host_store import ArraySpec
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, Block
+from megatrain.schedule import slot_sizes, slots_of_blocks
 from tests.support import NoUpdates
 
 CPU = torch.device("cpu")
@@ -25,7 +25,10 @@ EMBED, LAYER, HEAD = 3000, 1500, 500  # elements of the blocks, before padding
 def anatomy(layers: int, tied: bool = False) -> Anatomy:
     numels = [EMBED, *[LAYER] * layers, HEAD if tied else EMBED + HEAD]
     names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
-    blocks = tuple(Block(i, name, FlatLayout.pack([("w", (n,), True)])) for i, (name, n) in enumerate(zip(names, numels, strict=True)))
+    blocks = tuple(
+        Block(i, name, FlatLayout.pack([("w", (n,), True)]))
+        for i, (name, n) in enumerate(zip(names, numels, strict=True))
+    )
     return Anatomy(blocks, (("head", "embed"),) if tied else (), "test", 8, 8, None)
 
 
@@ -49,12 +52,20 @@ class Rig:
 
     def __init__(self, shape: Anatomy, resident: int = 0) -> None:
         spec = ArraySpec("weight", torch.float32)
-        self.store = Store([b.layout for b in shape.blocks], [spec], device=CPU, resident=resident, resident_arrays=[spec])
+        self.store = Store(
+            [b.layout for b in shape.blocks],
+            [spec],
+            device=CPU,
+            resident=resident,
+            resident_arrays=[spec],
+        )
         for block in shape.blocks:
             self.store.array("weight", block.index).fill_(block.index + 1)
         self.uploads: list[int] = []
         self.lane = Lane("upload")
-        self.streamer = Streamer(shape, self.store, torch.float32, Compute(CPU), self.lane, Noted(self.uploads))
+        self.streamer = Streamer(
+            shape, self.store, torch.float32, Compute(CPU), self.lane, Noted(self.uploads)
+        )
 
     def visit(self, visits: Sequence[int]) -> Iterator[int]:
         """Sweep, checking at every visit that the block's own weights are there."""
@@ -85,28 +96,27 @@ def rig(layers: int, tied: bool = False, resident: int = 0) -> Iterator[Rig]:
 @pytest.mark.parametrize("layers", [1, 2, 3, 64])
 @pytest.mark.parametrize("tied", [False, True])
 def test_device_memory_for_weights_does_not_depend_on_depth(layers, tied):
-    sizes, _ = slot_sizes(anatomy(layers, tied))
-    padded = [block.layout.numel for block in anatomy(1, tied).blocks]
-    edges = [padded[0], padded[2]] if tied else [max(padded[0], padded[2])]
-    assert sizes == [*[padded[1]] * min(layers, 2), *edges]
-
-
-def test_layers_alternate_between_two_slots_and_embedding_and_head_share_one():
-    assert slot_sizes(anatomy(5))[1] == [2, 0, 1, 0, 1, 0, 2]
-
-
-def test_tied_embeddings_keep_their_slot_until_the_head():
-    assert slot_sizes(anatomy(4, tied=True))[1] == [2, 0, 1, 0, 1, 3]
+    with rig(layers, tied) as made:
+        embed, layer, *_, head = (layout.numel for layout in made.store.layouts)
+        edges = [embed, head] if tied else [max(embed, head)]
+        sizes = [slot.flat.numel() for slot in made.streamer.slots]
+        assert sizes == [*[layer] * min(layers, 2), *edges]
 
 
 @pytest.mark.parametrize("resident", range(6))
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_slot_fits_its_largest_block(resident, tied):
-    shape = anatomy(3, tied)
-    sizes, slot_of = slot_sizes(shape, resident)
-    assert [slot is None for slot in slot_of] == [block.index < resident for block in shape.blocks]
-    blocks = [[b.layout.numel for b in shape.blocks if slot_of[b.index] == slot] for slot in range(len(sizes))]
-    assert sizes == [max(numels) for numels in blocks]
+def test_slots_are_those_of_the_schedule(resident, tied):
+    with rig(3, tied, resident) as made:
+        numels = [layout.numel for layout in made.store.layouts]
+        planned = slot_sizes(numels, resident, tied)
+        assert [slot.flat.numel() for slot in made.streamer.slots] == [
+            *planned.layers,
+            *planned.edges,
+        ]
+        for block, number in enumerate(slots_of_blocks(5, resident, tied)):
+            assert (number is None) == made.store.is_resident(block)
+            if number is not None:
+                assert made.streamer.slot_of(block) is made.streamer.slots[number]
 
 
 # -- what travels, and when ---------------------------------------------------------------------------------------------------------
@@ -122,7 +132,9 @@ def test_every_slot_fits_its_largest_block(resident, tied):
         (1, True, []),
     ],
 )
-def test_a_step_uploads_each_block_once_forward_and_once_backward_unless_it_is_still_there(layers, tied, backward):
+def test_a_step_uploads_each_block_once_forward_and_once_backward_unless_it_is_still_there(
+    layers, tied, backward
+):
     with rig(layers, tied) as made:
         made.streamer.invalidate()
         assert made.drain(there_and_back(layers)) == [*range(layers + 2), *backward]
@@ -255,14 +267,19 @@ def gradient_through_a_refill(write_through_target: bool) -> torch.Tensor:
     slot.target.copy_(weights)
     parameter = nn.Parameter(slot.flat[:12].view(3, 4))
     inputs = torch.ones(1, 4, requires_grad=True)
-    output = nn.functional.linear(inputs, parameter).sum()  # saves the weights for the gradient of `inputs`
+    output = nn.functional.linear(
+        inputs, parameter
+    ).sum()  # saves the weights for the gradient of `inputs`
     for values in (others, weights):
         (slot.target if write_through_target else slot.flat).copy_(values)
     return torch.autograd.grad(output, inputs)[0]
 
 
 def test_a_graph_survives_a_refill_with_the_same_weights():
-    assert torch.equal(gradient_through_a_refill(write_through_target=True), torch.arange(12.0).view(3, 4).sum(0, keepdim=True))
+    assert torch.equal(
+        gradient_through_a_refill(write_through_target=True),
+        torch.arange(12.0).view(3, 4).sum(0, keepdim=True),
+    )
 
 
 def test_writing_through_the_parameters_own_tensor_would_refuse_the_graph():

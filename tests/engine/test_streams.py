@@ -31,7 +31,10 @@ def lane():
 
 def test_jobs_run_in_order_on_one_thread_that_is_not_the_caller_s(lane):
     done: list[tuple[int, int]] = []
-    events = [lane.submit(lambda _, number=number: done.append((number, threading.get_ident()))) for number in range(50)]
+    events = [
+        lane.submit(lambda _, number=number: done.append((number, threading.get_ident())))
+        for number in range(50)
+    ]
     events[-1].wait_host()
     assert [number for number, _ in done] == list(range(50))
     assert len({thread for _, thread in done}) == 1
@@ -121,9 +124,20 @@ def test_close_finishes_what_is_queued():
 class SlowEvent(Event):
     """Completes `seconds` of a pretended clock after someone waits for it."""
 
-    def __init__(self, clock: list[float], seconds: float, update_wait_s: float = 0.0, nvme_wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        clock: list[float],
+        seconds: float,
+        update_wait_s: float = 0.0,
+        nvme_wait_s: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.clock, self.seconds, self.update_wait_s, self.nvme_wait_s = clock, seconds, update_wait_s, nvme_wait_s
+        self.clock, self.seconds, self.update_wait_s, self.nvme_wait_s = (
+            clock,
+            seconds,
+            update_wait_s,
+            nvme_wait_s,
+        )
 
     def wait_host(self) -> None:
         self.clock[0] += self.seconds
@@ -135,11 +149,18 @@ def test_stalls_are_attributed_to_their_cause_and_to_the_update_within(monkeypat
     monkeypatch.setattr("megatrain.engine.streams.time.perf_counter", lambda: clock[0])
     compute = Compute(CPU)
     compute.wait(SlowEvent(clock, 5.0, update_wait_s=3.0), "upload")
-    compute.wait(SlowEvent(clock, 1.0, update_wait_s=3.0), "upload")  # the update was nearly over when this wait began
+    compute.wait(
+        SlowEvent(clock, 1.0, update_wait_s=3.0), "upload"
+    )  # the update was nearly over when this wait began
     compute.wait(SlowEvent(clock, 4.0), "download")
     compute.wait(SlowEvent(clock, 6.0, update_wait_s=1.0, nvme_wait_s=2.0), "upload")
     compute.wait(compute.record(), "upload")  # complete: no stall
-    assert compute.take_stalls() == {"wait_nvme": 2.0, "wait_update": 5.0, "wait_upload": 5.0, "wait_download": 4.0}
+    assert compute.take_stalls() == {
+        "wait_nvme": 2.0,
+        "wait_update": 5.0,
+        "wait_upload": 5.0,
+        "wait_download": 4.0,
+    }
     assert compute.take_stalls() == {}
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatrain.engine.gradients import Gradient
-from megatrain.engine.staging import RING_BUFFERS, GradientRing
+from megatrain.engine.landing import AppliedGradients, GradientRing
 from megatrain.engine.streams import Compute, Event
 from megatrain.engine.update import CHUNK_ELEMENTS, Updater, chunks
 from megatrain.errors import DivergedError
-from megatrain.memory.host_store import ArraySpec
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
 from megatrain.optim import AdamW
-from megatrain.planner_bytes import HOST_STAGES
+from megatrain.schedule import LANDING_BUFFERS
 
 LAYOUTS = [
-    FlatLayout.pack([("w", (300, 1000), True), ("norm", (70,), False), ("b.bias", (3,), False), ("v", (9, 9), True)]),
+    FlatLayout.pack(
+        [
+            ("w", (300, 1000), True),
+            ("norm", (70,), False),
+            ("b.bias", (3,), False),
+            ("v", (9, 9), True),
+        ]
+    ),
     FlatLayout.pack([("norm", (70,), False)]),
     FlatLayout.pack([("w", (2, 2), True)]),
 ]
@@ -32,7 +38,9 @@ ARRAYS = ("weight", "exp_avg", "exp_avg_sq", "grad")
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])], ids=lambda x: str(x.numel)
+    "layout",
+    [*LAYOUTS, FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])],
+    ids=lambda x: str(x.numel),
 )
 def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
     pieces = chunks(layout, threads)
@@ -67,10 +75,14 @@ def random_gradient(block: int, seed: int = 0, event: Event | None = None) -> Gr
 
 @contextmanager
 def updater(threads: int = 2, weight_decay: float = 0.5) -> Iterator[Updater]:
-    with Store(LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")) as store:
+    with Store(
+        LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")
+    ) as store:
         for block in range(len(LAYOUTS)):
             store.array("weight", block).fill_(1.0)
-        made = Updater(store, AdamW(weight_decay=weight_decay), threads, Compute(torch.device("cpu")))
+        made = Updater(
+            store, AdamW(weight_decay=weight_decay), threads, Compute(torch.device("cpu"))
+        )
         yield made
         made.close()
 
@@ -90,7 +102,9 @@ def test_an_update_is_the_optimizer_s_over_the_whole_block_decay_where_it_applie
         alone["grad"] = random_gradient(0, step).values
         for segment in LAYOUTS[0].segments():
             views = {name: array[segment.start : segment.stop] for name, array in alone.items()}
-            optimizer.update(views, lr=0.1, weight_decay=0.5 if segment.decay else 0.0, step=step, grad_scale=0.3)
+            optimizer.update(
+                views, lr=0.1, weight_decay=0.5 if segment.decay else 0.0, step=step, grad_scale=0.3
+            )
     assert torch.equal(alone["weight"], ours)
 
 
@@ -99,9 +113,9 @@ def test_norms_and_biases_do_not_decay():
         made.submit(gradient_of(0, torch.zeros(LAYOUTS[0].numel)), lr=0.1, step=1, grad_scale=1.0)
         made.wait_ready(0)
         weights = LAYOUTS[0].views(made.store.array("weight", 0))
-        assert {name: float(weight.flatten()[0]) for name, weight in weights.items()} == pytest.approx(
-            {"w": 0.95, "norm": 1.0, "b.bias": 1.0, "v": 0.95}
-        )
+        assert {
+            name: float(weight.flatten()[0]) for name, weight in weights.items()
+        } == pytest.approx({"w": 0.95, "norm": 1.0, "b.bias": 1.0, "v": 0.95})
 
 
 def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_own():
@@ -129,7 +143,9 @@ def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_
 def test_a_block_without_tensors_is_updated_at_once():
     """Nothing follows the last layer but a tied head, in some models."""
     empty = FlatLayout.pack([])
-    with Store([empty], [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")) as store:
+    with Store(
+        [empty], [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")
+    ) as store:
         made = Updater(store, AdamW(), 2, Compute(torch.device("cpu")))
         made.submit(gradient_of(0, torch.zeros(empty.numel)), lr=0.1, step=1, grad_scale=1.0)
         done = threading.Thread(target=made.wait_ready, args=(0,), daemon=True)
@@ -191,17 +207,21 @@ def test_an_error_of_the_optimizer_reaches_whoever_waits(monkeypatch):
 
 
 def test_a_staging_buffer_is_taken_again_only_after_the_update_that_read_it():
-    assert RING_BUFFERS == HOST_STAGES  # as the plan counts them
     waited: list[int] = []
-    ring = GradientRing(1024, torch.bfloat16, pinned=False, wait_ready=waited.append, blocked=nullcontext)
-    buffers = [ring.take(block, 100 + block) for block in range(RING_BUFFERS)]
-    assert waited == []
-    assert [buffer.numel() for buffer in buffers] == [100 + block for block in range(RING_BUFFERS)]
-    assert len({buffer.data_ptr() for buffer in buffers}) == RING_BUFFERS
-    again = ring.take(9, 1024)
-    assert waited == [0]
-    assert again.data_ptr() == buffers[0].data_ptr()
-    ring.take(10, 1)
-    assert waited == [0, 1]
-    del buffers, again
+    ring = GradientRing(LAYOUTS[0].numel, torch.bfloat16, pinned=False)
+    with updater() as made:
+        made.wait_ready = waited.append  # type: ignore[method-assign,assignment]
+        sink = AppliedGradients(made.store, made.compute, ring, made)
+        blocks = range(len(LAYOUTS))
+        buffers = [buffer for block in blocks if (buffer := sink.place(block)) is not None]
+        assert waited == []
+        assert [buffer.numel() for buffer in buffers] == [layout.numel for layout in LAYOUTS]
+        assert len({buffer.data_ptr() for buffer in buffers}) == LANDING_BUFFERS == len(LAYOUTS)
+        again = sink.place(2)
+        assert again is not None
+        assert waited == [0]
+        assert again.data_ptr() == buffers[0].data_ptr()
+        sink.place(1)
+        assert waited == [0, 1]
+        del buffers, again
     ring.close()

@@ -17,7 +17,9 @@ COMPILER_WARNINGS = (
     "ignore:.*torch.jit.script_method:DeprecationWarning",
 )
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; deterministic algorithms insist on it
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read when cuBLAS starts; deterministic algorithms insist on it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.settings import Settings
 from tests.support import engine_of, full_batches, tiny_config
 
 CUDNN, FLASH = "cudnn", "flash"
@@ -28,10 +28,16 @@ def engine(compiled: bool, vary: bool) -> Engine:
 def kernels(work: Callable[[], object]) -> set[str]:
     """The kinds of attention that PyTorch chooses, forward and backward, where `work` was done before."""
     work()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         work()
     names = {event.key for event in profile.key_averages()}
-    return {kind for kind in (CUDNN, FLASH) if any(name.startswith(f"aten::_scaled_dot_product_{kind}_attention") for name in names)}
+    return {
+        kind
+        for kind in (CUDNN, FLASH)
+        if any(name.startswith(f"aten::_scaled_dot_product_{kind}_attention") for name in names)
+    }
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -43,7 +49,9 @@ def test_a_run_has_the_kernel_that_pays(compiled: bool, vary: bool, kind: str) -
         assert kernels(lambda: trained.train_step(batches, lr=1e-3)) == {kind}
 
 
-@pytest.mark.parametrize(("compiled", "kind"), [(False, FLASH), (True, CUDNN)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "kind"), [(False, FLASH), (True, CUDNN)], ids=["eager", "compiled"]
+)
 def test_a_text_that_grows_does_not_choose_for_training(compiled: bool, kind: str) -> None:
     batches = full_batches(0, [(2, 200)])
     with engine(compiled, vary=False) as trained:

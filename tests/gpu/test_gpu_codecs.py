@@ -8,21 +8,33 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatrain.engine.settings import Settings
-from megatrain.memory import codecs
-from megatrain.memory.codecs import CODECS
-from tests.memory.test_codecs import DTYPES, SHAPES, hidden_states
-from tests.support import State, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from megatrain.engine.activations import codecs
+from megatrain.engine.activations.codecs import CODECS
+from megatrain.settings import Settings
+from tests.engine.test_codecs import DTYPES, SHAPES, hidden_states
+from tests.support import (
+    State,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
-AT_LEAST = 0.1  # of a plain copy's bytes a second; 0.2 to 0.3 on an H200 that other processes used too
+AT_LEAST = (
+    0.1  # of a plain copy's bytes a second; 0.2 to 0.3 on an H200 that other processes used too
+)
 
 
 def both(name: str, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(bytes, what comes back of them) on the CPU and on CUDA."""
     found = []
     for given in (hidden, hidden.cuda()):
-        flat = torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8, device=given.device)
+        flat = torch.zeros(
+            CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8, device=given.device
+        )
         CODECS[name].encode(given, flat)
         found.append((flat.cpu(), CODECS[name].decode(flat, hidden.shape, hidden.dtype).cpu()))
     return found
@@ -31,7 +43,9 @@ def both(name: str, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 333, 577), (2, 1024, 2048)], ids=str)
 @pytest.mark.parametrize("name", CODECS)
-def test_bits_are_those_of_the_plain_form(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_bits_are_those_of_the_plain_form(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     (flat, back), (cuda_flat, cuda_back) = both(name, hidden_states(shape, dtype))
     assert torch.equal(flat, cuda_flat)
     assert torch.equal(back, cuda_back)
@@ -41,12 +55,16 @@ def test_bits_are_those_of_the_plain_form(name: str, shape: tuple[int, ...], dty
 @pytest.mark.parametrize("name", CODECS)
 def test_extreme_values_too(name: str, dtype: torch.dtype) -> None:
     hidden = hidden_states((1, 64, 128), dtype)
-    for row, value in enumerate([0.0, 1e-45, 1e-40, 1e-33, -1e-30, 1e-25, 3e37, float("inf"), float("-inf"), float("nan")]):
+    for row, value in enumerate(
+        [0.0, 1e-45, 1e-40, 1e-33, -1e-30, 1e-25, 3e37, float("inf"), float("-inf"), float("nan")]
+    ):
         hidden[0, row] = value
         hidden[0, 20 + row, 3] = value
     (flat, back), (cuda_flat, cuda_back) = both(name, hidden)
     assert torch.equal(flat, cuda_flat)
-    assert torch.equal(back.nan_to_num(nan=12.0), cuda_back.nan_to_num(nan=12.0))  # NaN has many patterns
+    assert torch.equal(
+        back.nan_to_num(nan=12.0), cuda_back.nan_to_num(nan=12.0)
+    )  # NaN has many patterns
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -85,14 +103,18 @@ def test_more_elements_than_32_bits_count(name: str) -> None:
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "host"])
 @pytest.mark.parametrize("name", CODECS)
-def test_training_is_the_same_wherever_they_wait(name: str, offload: bool, deterministic: None) -> None:
+def test_training_is_the_same_wherever_they_wait(
+    name: str, offload: bool, deterministic: None
+) -> None:
     def run(settings: Settings) -> tuple[list[float], State]:
-        with engine_of(tiny_config("llama"), precision="bfloat16", device="cuda", settings=settings) as engine:
+        with engine_of(
+            tiny_config("llama"), precision="bfloat16", device="cuda", settings=settings
+        ) as engine:
             return train_engine(engine, STEPS).norms, state_of(engine)
 
     settings = Settings(activations=name)
     norms, state = run(settings)
-    again, other = run(replace(settings, offload=offload))
+    again, other = run(replace(settings, offload_activations=offload))
     assert norms == again
     assert differing(state, other) == []
 
@@ -119,4 +141,6 @@ def test_both_directions_run_near_the_memory_s_speed(name: str) -> None:
     moved = hidden.nbytes + flat.nbytes
     encoding = moved / seconds(lambda: codec.encode(hidden, flat))
     decoding = moved / seconds(lambda: codec.decode(flat, hidden.shape, hidden.dtype))
-    assert min(encoding, decoding) > AT_LEAST * copied, f"bytes/s: encodes {encoding:.3g}, decodes {decoding:.3g}, a copy {copied:.3g}"
+    assert min(encoding, decoding) > AT_LEAST * copied, (
+        f"bytes/s: encodes {encoding:.3g}, decodes {decoding:.3g}, a copy {copied:.3g}"
+    )

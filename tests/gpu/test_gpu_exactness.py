@@ -6,18 +6,35 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.errors import DivergedError
-from tests.support import State, Trace, differing, engine_of, full_batches, state_of, tiny_config, train_engine, train_with_a_break
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    State,
+    Trace,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+    train_with_a_break,
+)
 
 STEPS = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(10)]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-def make(family: str = "llama", precision: str = "bfloat16", settings: Settings | None = None, clip: float | None = 0.5) -> Engine:
+def make(
+    family: str = "llama",
+    precision: str = "bfloat16",
+    settings: Settings | None = None,
+    clip: float | None = 0.5,
+) -> Engine:
     config = tiny_config(family, num_hidden_layers=4)
-    settings = settings or Settings(head_chunk=7)
-    return engine_of(config, device="cuda", precision=precision, settings=settings, max_grad_norm=clip)
+    settings = settings or Settings(head_chunk_tokens=7)
+    return engine_of(
+        config, device="cuda", precision=precision, settings=settings, max_grad_norm=clip
+    )
 
 
 def run(engine: Engine, steps: int = 5) -> tuple[Trace, State]:
@@ -26,12 +43,12 @@ def run(engine: Engine, steps: int = 5) -> tuple[Trace, State]:
 
 
 PLACEMENTS = [
-    Settings(resident=1, head_chunk=7),
-    Settings(resident=3, retained=1, head_chunk=7),
-    Settings(resident=ALL, retained=ALL, head_chunk=7),
-    Settings(groups=3, resident=2, sums_on_device=4, retained=2, head_chunk=7),
-    Settings(groups=2, resident=ALL, retained=ALL, head_chunk=7),
-    Settings(groups=2, retained=1, offload=True, head_chunk=7),
+    Settings(resident=1, head_chunk_tokens=7),
+    Settings(resident=3, retained=1, head_chunk_tokens=7),
+    Settings(resident=ALL, retained=ALL, head_chunk_tokens=7),
+    Settings(groups=3, resident=2, sums_on_device=4, retained=2, head_chunk_tokens=7),
+    Settings(groups=2, resident=ALL, retained=ALL, head_chunk_tokens=7),
+    Settings(groups=2, retained=1, offload_activations=True, head_chunk_tokens=7),
 ]
 PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
@@ -64,12 +81,21 @@ def test_the_deferred_update_equals_the_serial_one_bit_for_bit(family, precision
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_ten_steps_equal_five_and_five_after_a_resume(precision, clip, tmp_path):
     expected, state = run(make("qwen2-tied", precision, clip=clip), steps=10)
-    losses, again = train_with_a_break(lambda: make("qwen2-tied", precision, clip=clip), STEPS, tmp_path)
+    losses, again = train_with_a_break(
+        lambda: make("qwen2-tied", precision, clip=clip), STEPS, tmp_path
+    )
     assert losses == expected.losses
     assert differing(state, again) == []
 
 
-@pytest.mark.parametrize("settings", [Settings(groups=2, head_chunk=7), Settings(groups=3, sums_on_device=ALL, head_chunk=7)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(groups=2, head_chunk_tokens=7),
+        Settings(groups=3, sums_on_device=ALL, head_chunk_tokens=7),
+    ],
+    ids=str,
+)
 @PRECISIONS
 def test_groups_change_no_bit_where_embeddings_are_not_tied(precision, settings):
     whole, state = run(make("llama", precision))
@@ -92,7 +118,12 @@ def test_where_state_lives_and_what_is_retained_change_no_bit(precision, clip, s
 
 def test_a_checkpoint_of_a_streamed_run_is_continued_by_a_resident_one_bit_for_bit(tmp_path):
     expected, state = run(make("qwen2-tied"), steps=10)
-    engines = iter([make("qwen2-tied"), make("qwen2-tied", settings=Settings(resident=ALL, retained=ALL, head_chunk=7))])
+    engines = iter(
+        [
+            make("qwen2-tied"),
+            make("qwen2-tied", settings=Settings(resident=ALL, retained=ALL, head_chunk_tokens=7)),
+        ]
+    )
     losses, again = train_with_a_break(lambda: next(engines), STEPS, tmp_path)
     assert losses == expected.losses
     assert differing(state, again) == []

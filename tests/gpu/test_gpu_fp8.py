@@ -9,10 +9,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.engine.settings import Settings
-from megatrain.models.fp8 import Fp8Policy, apply_fp8, fp8_supported, multiply, quantize, quantize_both_ways, quantized_columns
+from megatrain.models.transforms.fp8 import (
+    Fp8Policy,
+    apply_fp8,
+    fp8_supported,
+    multiply,
+    quantize,
+    quantize_both_ways,
+    quantized_columns,
+)
 from megatrain.optim import AdamW
-from tests.support import bits, distance, engine_of, full_batches, plain_model, tiny_config, train_engine
+from megatrain.settings import Settings
+from tests.support import (
+    bits,
+    distance,
+    engine_of,
+    full_batches,
+    plain_model,
+    tiny_config,
+    train_engine,
+)
 
 pytestmark = [
     pytest.mark.skipif(not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"),
@@ -24,7 +40,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [random(33, 64), random(64, 33).t(), torch.zeros(4, 16).bfloat16()], ids=["rows", "columns", "zeros"])
+@pytest.mark.parametrize(
+    "rows",
+    [random(33, 64), random(64, 33).t(), torch.zeros(4, 16).bfloat16()],
+    ids=["rows", "columns", "zeros"],
+)
 def test_quantising_is_the_same_to_the_bit(rows):
     values, scales = quantize(rows)
     on_gpu, gpu_scales = quantize(rows.cuda())
@@ -54,15 +74,22 @@ def test_rows_and_columns_at_once_are_those_one_by_one(gradient):
     """All bits, and what is not finite where it would be."""
     found, expected = quantize_both_ways(gradient.cuda()), quantize_both_ways(gradient)
     for (values, scales), (wanted, wanted_scales) in zip(found, expected, strict=True):
-        assert torch.equal(values.cpu().float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0))
-        assert torch.equal(scales.cpu().nan_to_num(nan=1e38, posinf=2e38), wanted_scales.nan_to_num(nan=1e38, posinf=2e38))
+        assert torch.equal(
+            values.cpu().float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0)
+        )
+        assert torch.equal(
+            scales.cpu().nan_to_num(nan=1e38, posinf=2e38),
+            wanted_scales.nan_to_num(nan=1e38, posinf=2e38),
+        )
         assert values.is_contiguous()
     for alone, together in zip(quantized_columns(gradient.cuda()), found[1], strict=True):
         assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [("fp8", BF16_STEP), ("fp8_fast", 4 * BF16_STEP)])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (21, 48, 33), (300, 512, 4096), (512, 576, 16384)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 16, 16), (21, 48, 33), (300, 512, 4096), (512, 576, 16384)]
+)
 def test_products_are_the_cpus(m, n, k, mode, allowed):
     a, b = random(m, k), random(n, k, seed=1)
     assert distance(multiply(a.cuda(), b.cuda(), mode).cpu(), multiply(a, b, mode)) < allowed
@@ -73,7 +100,9 @@ class OneLayer(nn.Module):
 
     def __init__(self, fp8: bool = True) -> None:
         super().__init__()
-        model: Any = plain_model(tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda")
+        model: Any = plain_model(
+            tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda"
+        )
         self.layer: Any = model.model.layers[0]
         assert not fp8 or apply_fp8(self.layer, Fp8Policy(keep_output=())) == 7
         self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
@@ -86,7 +115,12 @@ class OneLayer(nn.Module):
 def run(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
     hidden = hidden.cuda().requires_grad_()
     output = module(hidden)
-    return (output.detach(), *torch.autograd.grad(output, [hidden, *module.parameters()], random(3, 11, 32, seed=3).cuda()))
+    return (
+        output.detach(),
+        *torch.autograd.grad(
+            output, [hidden, *module.parameters()], random(3, 11, 32, seed=3).cuda()
+        ),
+    )
 
 
 def test_a_compiled_layer_is_near_the_eager_one():
@@ -96,7 +130,9 @@ def test_a_compiled_layer_is_near_the_eager_one():
     compiled.layer.compile()
     hidden = random(3, 11, 32)
     found, expected, truth = run(compiled, hidden), run(eager, hidden), run(exact, hidden)
-    errors = [(distance(a, c), distance(b, c)) for a, b, c in zip(found, expected, truth, strict=True)]
+    errors = [
+        (distance(a, c), distance(b, c)) for a, b, c in zip(found, expected, truth, strict=True)
+    ]
     assert all(a < 1.5 * b + BF16_STEP for a, b in errors), errors
     assert all(map(torch.equal, found, run(compiled, hidden)))
 
@@ -122,7 +158,7 @@ def test_an_engine_learns_with_it(compiled):
         precision="bfloat16",
         device="cuda",
         optimizer=AdamW(lr=3e-3),
-        settings=Settings(head_chunk=7, compile=compiled),
+        settings=Settings(head_chunk_tokens=7, compile=compiled),
     )
     with engine:
         for layer in engine.skeleton.layers:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatrain.engine.settings import ALL, Settings
+from megatrain.settings import ALL, Settings
 from tests.support import differing, engine_of, full_batches, state_of, tiny_config, train_engine
 
 pytestmark = [
@@ -15,14 +15,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
 ]
 STEPS = [full_batches(seed, [(2, 16)] * 3) for seed in range(3)]
-SENT = Settings(offload=True, retained=1, retained_on_host=2, head_chunk=7)
+SENT = Settings(offload_activations=True, retained=1, retained_on_host=2, head_chunk_tokens=7)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("changes", [{}, {"compile": True}, {"compile": True, "cheap_retention": True}], ids=["eager", "whole", "cheap"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"compile": True}, {"compile": True, "cheap_retention": True}],
+    ids=["eager", "whole", "cheap"],
+)
 def test_they_change_no_bit(changes, precision):
     results = []
-    for settings in (replace(SENT, **changes), replace(SENT, **changes, retained=ALL, retained_on_host=0)):
+    for settings in (
+        replace(SENT, **changes),
+        replace(SENT, **changes, retained=ALL, retained_on_host=0),
+    ):
         config = tiny_config("llama", num_hidden_layers=4, hidden_size=64, intermediate_size=128)
         with engine_of(config, device="cuda", precision=precision, settings=settings) as engine:
             results.append((train_engine(engine, STEPS), state_of(engine)))
@@ -33,7 +40,13 @@ def test_they_change_no_bit(changes, precision):
 
 def peak(settings: Settings) -> int:
     """Bytes of a step's activations at their most."""
-    config = tiny_config("llama", num_hidden_layers=12, hidden_size=256, intermediate_size=1024, max_position_embeddings=2048)
+    config = tiny_config(
+        "llama",
+        num_hidden_layers=12,
+        hidden_size=256,
+        intermediate_size=1024,
+        max_position_embeddings=2048,
+    )
     steps = [full_batches(0, [(1, 2048)] * 4)] * 2
     with engine_of(config, device="cuda", precision="bfloat16", settings=settings) as engine:
         before = torch.cuda.memory_allocated()
@@ -44,8 +57,17 @@ def peak(settings: Settings) -> int:
 
 def test_their_memory_is_used_for_others_meanwhile():
     """Of twelve layers' graphs on the device, sending eleven away leaves one, and the rings: less than those of five."""
-    nothing = peak(Settings(offload=True, head_chunk=256))
-    everything = peak(Settings(offload=True, retained=12, head_chunk=256)) - nothing
-    sent = peak(Settings(offload=True, retained=1, retained_on_host=11, head_chunk=256)) - nothing
+    nothing = peak(Settings(offload_activations=True, head_chunk_tokens=256))
+    everything = (
+        peak(Settings(offload_activations=True, retained=12, head_chunk_tokens=256)) - nothing
+    )
+    sent = (
+        peak(
+            Settings(
+                offload_activations=True, retained=1, retained_on_host=11, head_chunk_tokens=256
+            )
+        )
+        - nothing
+    )
     assert everything > 0
     assert sent < 0.6 * everything

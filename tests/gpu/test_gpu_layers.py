@@ -10,18 +10,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen2Config
 
-from megatrain.engine.attention import fastest_attention
+from megatrain.engine.context import fastest_attention
 from megatrain.engine.graphs import run_for_graph
-from megatrain.models.compiled import Inductor
-from megatrain.models.footprint import call_peak_bytes
 from megatrain.models.recorder import LayerCall
-from megatrain.models.shape import shape_of
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.skippable import skipping
+from megatrain.models.transforms.compiled import Inductor
+from megatrain.models.transforms.skippable import skipping
+from megatrain.planner.cost.footprint import call_peak_bytes
+from megatrain.planner.cost.shape import shape_of
 from tests.support import differing, distance
 
 CONFIG = Qwen2Config(
-    hidden_size=1024, intermediate_size=4864, num_attention_heads=8, num_key_value_heads=2, vocab_size=96, num_hidden_layers=1
+    hidden_size=1024,
+    intermediate_size=4864,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=96,
+    num_hidden_layers=1,
 )
 ROWS, TOKENS = 4, 1024
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -42,11 +47,15 @@ def layer_on_gpu() -> tuple[nn.Module, Tensor, LayerCall]:
     for block in skeleton.anatomy.blocks[:2]:
         skeleton.bind(block, torch.randn(block.layout.numel, device=CUDA, dtype=BF16) * 0.05)
     with torch.no_grad():
-        hidden, calls = skeleton.embed({"input_ids": torch.randint(0, 96, (ROWS, TOKENS), device=CUDA)})
+        hidden, calls = skeleton.embed(
+            {"input_ids": torch.randint(0, 96, (ROWS, TOKENS), device=CUDA)}
+        )
     return skeleton.layers[0], hidden.requires_grad_(), calls[0]
 
 
-def gradients(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+def gradients(
+    layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...]
+) -> dict[str, Tensor]:
     with fastest_attention(CUDA), skipping(layer, skipped):
         output = layer(hidden, *call.args, **call.kwargs)
     parameters = dict(layer.named_parameters())
@@ -65,16 +74,25 @@ def test_a_graph_keeps_what_the_dry_run_found(compiled: bool, cheap: bool) -> No
         output = layer(hidden, *call.args, **call.kwargs)
     kept = torch.cuda.memory_allocated() - before - output.nbytes
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=compiled)
-    assert kept == pytest.approx(shape.retained_bytes(ROWS * TOKENS, 1, compiled=compiled, cheap=cheap), rel=0.01)
+    assert kept == pytest.approx(
+        shape.retained_bytes(ROWS * TOKENS, 1, compiled=compiled, cheap=cheap), rel=0.01
+    )
 
 
-def peak_of(layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...], retained: bool) -> int:
+def peak_of(
+    layer: nn.Module, hidden: Tensor, call: LayerCall, skipped: tuple[str, ...], retained: bool
+) -> int:
     """Bytes at the worst moment of a layer's graph and gradients; of a retained graph, of the gradients and beyond what it holds."""
     parameters = list(layer.parameters())
     with fastest_attention(CUDA), skipping(layer, skipped):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        graph, output = run_for_graph(lambda _index, given, call: layer(given, *call.args, **call.kwargs), 0, hidden.detach(), call)
+        graph, output = run_for_graph(
+            lambda _index, given, call: layer(given, *call.args, **call.kwargs),
+            0,
+            hidden.detach(),
+            call,
+        )
     dy = torch.ones_like(output)
     before += dy.nbytes
     del output
@@ -94,9 +112,13 @@ def test_a_compiled_layer_needs_what_its_trace_says(retained: bool, cheap: bool)
     shape = shape_of(Skeleton(CONFIG), TOKENS, [ROWS * TOKENS], runs_on="cuda", compiled=True)
     sets = shape.compiled
     assert sets is not None
-    expected = (sets.beyond_cheap_graph if cheap else sets.beyond_graph) if retained else sets.recomputed
+    expected = (
+        (sets.beyond_cheap_graph if cheap else sets.beyond_graph) if retained else sets.recomputed
+    )
     needed, bound = peak_of(layer, hidden, call, skipped, retained), expected.at(ROWS * TOKENS)
-    full = retained and not cheap  # whose gradients may take the place of what they are computed from: nearly all of them do
+    full = (
+        retained and not cheap
+    )  # whose gradients may take the place of what they are computed from: nearly all of them do
     assert (0.5 if full else 0.97) * bound <= needed <= 1.01 * bound
 
 
@@ -106,19 +128,32 @@ def test_gradients_of_cheap_retention_are_the_same_but_for_rounding(deterministi
     full = gradients(layer, hidden, call, ())
     layer.compile(backend=Inductor(cheap=True))
     cheap = gradients(layer, hidden, call, ())
-    assert {name for name in full if distance(cheap[name], full[name]) > 0.004} == set()  # what is computed twice may round twice
+    assert {
+        name for name in full if distance(cheap[name], full[name]) > 0.004
+    } == set()  # what is computed twice may round twice
 
 
 def test_gradients_without_the_last_product_are_the_same_bits(deterministic: None) -> None:
     layer, hidden, call = layer_on_gpu()
-    assert differing(gradients(layer, hidden, call, ()), gradients(layer, hidden, call, ("mlp.down_proj",))) == []
+    assert (
+        differing(
+            gradients(layer, hidden, call, ()), gradients(layer, hidden, call, ("mlp.down_proj",))
+        )
+        == []
+    )
 
 
-def test_compiled_gradients_without_the_last_product_are_the_same_but_for_rounding(deterministic: None) -> None:
+def test_compiled_gradients_without_the_last_product_are_the_same_but_for_rounding(
+    deterministic: None,
+) -> None:
     layer, hidden, call = layer_on_gpu()
     layer.compile()
-    full, without = (gradients(layer, hidden, call, skipped) for skipped in ((), ("mlp.down_proj",)))
-    assert {name for name in full if distance(without[name], full[name]) > 0.004} == set()  # the two graphs are fused each its own way
+    full, without = (
+        gradients(layer, hidden, call, skipped) for skipped in ((), ("mlp.down_proj",))
+    )
+    assert {
+        name for name in full if distance(without[name], full[name]) > 0.004
+    } == set()  # the two graphs are fused each its own way
 
 
 @pytest.mark.parametrize("shared_heads", [28, 4])
@@ -127,12 +162,17 @@ def test_attention_takes_what_its_stand_in_allocates(shared_heads: int) -> None:
 
     def inputs(device: str) -> list[Tensor]:
         heads = (28, shared_heads, shared_heads)
-        rows = (torch.ones(1, tokens, count, width, dtype=torch.bfloat16, device=device) for count in heads)  # as layers lay them out
+        rows = (
+            torch.ones(1, tokens, count, width, dtype=torch.bfloat16, device=device)
+            for count in heads
+        )  # as layers lay them out
         return [row.transpose(1, 2).requires_grad_() for row in rows]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with fastest_attention(query.device):
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared_heads < 28)
+            return functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=shared_heads < 28
+            )
 
     def peak() -> int:
         given = inputs("cuda")

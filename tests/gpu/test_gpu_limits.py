@@ -11,31 +11,39 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.energy import EnergyMeter
-from megatrain.engine.settings import Settings
+from megatrain.engine.build import hold_to_budget
 from megatrain.memory import slab
-from megatrain.meters import GpuMeter
-from megatrain.recipes.setup import find_machine, hold_to_budget
+from megatrain.recipes.setup import find_machine
 from megatrain.recipes.shapes import bench_config
+from megatrain.reporting.energy import EnergyMeter
+from megatrain.reporting.meters import GpuMeter
+from megatrain.settings import Settings
 from tests.support import engine_of, full_batches, tiny_config
 
 SHAPES = [(2, 64), (2, 64)]
 MODES: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},
     "unclipped": {"max_grad_norm": None},
-    "groups, sums travel": {"settings": Settings(groups=2, head_chunk=64)},
-    "offloaded": {"settings": Settings(offload=True)},
+    "groups, sums travel": {"settings": Settings(groups=2, head_chunk_tokens=64)},
+    "offloaded": {"settings": Settings(offload_activations=True)},
 }
 
 
 def trained(mode: str) -> list[torch.Tensor]:
     """The weights after three steps."""
-    with engine_of(tiny_config("llama", num_hidden_layers=4), device="cuda", precision="bfloat16", **MODES[mode]) as engine:
+    with engine_of(
+        tiny_config("llama", num_hidden_layers=4),
+        device="cuda",
+        precision="bfloat16",
+        **MODES[mode],
+    ) as engine:
         for seed in range(3):
             engine.train_step(full_batches(seed, SHAPES), lr=1e-3)
         for block in engine.anatomy.blocks:
             engine.wait_ready(block.index)
-        return [engine.store.array("weight", block.index).clone() for block in engine.anatomy.blocks]
+        return [
+            engine.store.array("weight", block.index).clone() for block in engine.anatomy.blocks
+        ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,7 +79,7 @@ def unlimited() -> Iterator[None]:
 def test_memory_gpu_is_a_limit_that_pytorch_keeps() -> None:
     torch.cuda.empty_cache()
     config, machine = bench_config("tiny", ["memory.gpu=3GiB"]), find_machine(bench_config("tiny"))
-    hold_to_budget(config, machine)
+    hold_to_budget(machine, int(config.memory.gpu))
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(3 << 30, dtype=torch.uint8, device="cuda")

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.flops import peak_tflops
-from megatrain.hardware import CUBLAS_WORKSPACE_BYTES, MIB, bf16_is_fast, probe
-from megatrain.machine import MachineProfile, interpolate
-from megatrain.measure import measure
+from megatrain.machine.datasheets import peak_tflops
+from megatrain.machine.hardware import CUBLAS_WORKSPACE_BYTES, MIB, bf16_is_fast, read_hardware
+from megatrain.machine.profile import MachineProfile, interpolate
 from megatrain.measure.checks import check, pcie_link
+from megatrain.measure.profile import measure_machine
 
 GPU = torch.device("cuda", 0)
 CUBLAS_LT_WORKSPACE_BYTES = 1 * MIB  # which fp8 products ask for
@@ -21,13 +21,13 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
     folder = tmp_path_factory.mktemp("disk")
     torch.cuda.empty_cache()
     HELD_BEFORE[:] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    return measure(probe(folder, "cuda"), GPU, folder, str)
+    return measure_machine(read_hardware(folder, "cuda"), GPU, folder, str)
 
 
 @pytest.fixture(scope="module")
 def quick(profile: MachineProfile, tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
     folder = tmp_path_factory.mktemp("quick")
-    return measure(probe(folder, "cuda"), GPU, folder, str, quick=True)
+    return measure_machine(read_hardware(folder, "cuda"), GPU, folder, str, quick=True)
 
 
 def much_alike(found: float, expected: float) -> bool:
@@ -36,11 +36,15 @@ def much_alike(found: float, expected: float) -> bool:
 
 
 @pytest.mark.parametrize("field", ["upload", "download", "both", "memory", "device_update"])
-def test_a_quick_one_finds_the_same(profile: MachineProfile, quick: MachineProfile, field: str) -> None:
+def test_a_quick_one_finds_the_same(
+    profile: MachineProfile, quick: MachineProfile, field: str
+) -> None:
     assert much_alike(getattr(quick, field), getattr(profile, field))
 
 
-def test_a_quick_one_measures_the_products_that_runs_choose(profile: MachineProfile, quick: MachineProfile) -> None:
+def test_a_quick_one_measures_the_products_that_runs_choose(
+    profile: MachineProfile, quick: MachineProfile
+) -> None:
     field = "matmul" if bf16_is_fast("cuda") else "matmul_fp32"
     tokens, rate = getattr(quick, field)[-1]
     assert tokens == 8192
@@ -49,7 +53,11 @@ def test_a_quick_one_measures_the_products_that_runs_choose(profile: MachineProf
 
 def test_both_ways_carry_more_than_one_and_less_than_two(profile: MachineProfile) -> None:
     assert min(profile.upload, profile.download) > 1e9
-    assert 0.9 * max(profile.upload, profile.download) < profile.both < 1.1 * (profile.upload + profile.download)
+    assert (
+        0.9 * max(profile.upload, profile.download)
+        < profile.both
+        < 1.1 * (profile.upload + profile.download)
+    )
 
 
 def test_pcie_is_within_its_link(profile: MachineProfile) -> None:
@@ -84,5 +92,5 @@ def test_memory_is_given_back(profile: MachineProfile) -> None:
 
 
 def test_the_machine_is_checked(profile: MachineProfile, tmp_path: Path) -> None:
-    whats = [finding.what for finding in check(probe(tmp_path, "cuda"), profile, load=0.0)]
+    whats = [finding.what for finding in check(read_hardware(tmp_path, "cuda"), profile, load=0.0)]
     assert {"PCIe link", "memlock limit", "C compiler"} <= set(whats)

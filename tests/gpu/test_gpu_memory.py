@@ -10,22 +10,32 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import Settings
+from megatrain.engine.landing import AppliedGradients
+from megatrain.settings import Settings
 from tests.support import engine_of, full_batches, tiny_config
 
 HIDDEN = 128
 SHAPES = [(2, 128), (2, 128)]
-SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 256, "max_position_embeddings": 128}
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "max_position_embeddings": 128,
+}
 MODES: dict[str, dict[str, Any]] = {
     "one group": {},
-    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk=64)},
+    "two groups, sums travel": {"settings": Settings(groups=2, head_chunk_tokens=64)},
     "unclipped": {"max_grad_norm": None},
-    "gradients twice": {"settings": Settings(second_backward=True, head_chunk=64)},
+    "gradients twice": {"settings": Settings(second_backward=True, head_chunk_tokens=64)},
 }
 
 
 def make(depth: int, family: str = "llama", **options: Any) -> Engine:
-    return engine_of(tiny_config(family, num_hidden_layers=depth, **SIZES), device="cuda", precision="bfloat16", **options)
+    return engine_of(
+        tiny_config(family, num_hidden_layers=depth, **SIZES),
+        device="cuda",
+        precision="bfloat16",
+        **options,
+    )
 
 
 def allocated() -> int:
@@ -53,15 +63,23 @@ def measure(depth: int, family: str, mode: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [*(("llama", mode) for mode in MODES), ("qwen2-tied", "one group"), ("qwen2-tied", "gradients twice")],
+    [
+        *(("llama", mode) for mode in MODES),
+        ("qwen2-tied", "one group"),
+        ("qwen2-tied", "gradients twice"),
+    ],
 )
 def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
     kept = {depth: measure(depth, family, mode)[0] for depth in (4, 16)}
     assert kept[4] == kept[16], kept
-    tokens = sum(rows * width for rows, width in SHAPES) // (2 if mode == "two groups, sums travel" else 1)
+    tokens = sum(rows * width for rows, width in SHAPES) // (
+        2 if mode == "two groups, sums travel" else 1
+    )
     boundary = tokens * HIDDEN * 2  # bytes of hidden states in bf16, for each layer
     peaks = {depth: measure(depth, family, mode)[1] - depth * boundary for depth in (4, 16)}
-    assert abs(peaks[4] - peaks[16]) <= boundary // 4, peaks  # the allocator's rounding, and not one boundary more
+    assert abs(peaks[4] - peaks[16]) <= boundary // 4, (
+        peaks
+    )  # the allocator's rounding, and not one boundary more
 
 
 def test_a_step_leaves_nothing_behind():
@@ -76,12 +94,18 @@ def test_a_step_leaves_nothing_behind():
 
 def test_gradients_that_are_computed_twice_take_no_host_memory_but_their_staging():
     """And on the device only the head's inputs beside what stored ones take."""
-    with make(8) as stored, make(8, settings=Settings(second_backward=True, head_chunk=64)) as twice:
+    with (
+        make(8) as stored,
+        make(8, settings=Settings(second_backward=True, head_chunk_tokens=64)) as twice,
+    ):
         numel = sum(layout.numel for layout in stored.store.layouts)
         assert stored.store.nbytes - twice.store.nbytes == pytest.approx(2 * numel, abs=4 << 20)
         assert "grad" not in twice.store.arrays
     boundary = sum(rows * width for rows, width in SHAPES) * HIDDEN * 2
-    assert measure(8, "llama", "gradients twice")[1] - measure(8, "llama", "one group")[1] <= 2 * boundary
+    assert (
+        measure(8, "llama", "gradients twice")[1] - measure(8, "llama", "one group")[1]
+        <= 2 * boundary
+    )
 
 
 def test_a_closed_engine_gives_the_device_memory_back():
@@ -100,8 +124,8 @@ def test_what_is_transferred_is_pinned_and_the_rest_is_not(clip):
     with make(4, max_grad_norm=clip) as engine:
         for name, spec in engine.store.arrays.items():
             assert engine.store.array(name, 1).is_pinned() == spec.transferred, name
-        if engine._ring is not None:
-            assert all(buffer.is_pinned() for buffer in engine._ring._buffers)
+        if isinstance(engine.parts.sink, AppliedGradients):
+            assert all(buffer.is_pinned() for buffer in engine.parts.sink.ring.buffers)
 
 
 def test_pinned_memory_can_be_taken_and_given_back_many_times():

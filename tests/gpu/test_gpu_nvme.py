@@ -6,22 +6,42 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import nvme_tier
-from megatrain.engine.settings import ALL, Settings
-from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from megatrain import schedule
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    LANES,
+    State,
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 STEPS = [full_batches(seed, [(2, 16)] * 3) for seed in range(4)]
 
 
 def run(
-    folder: Path | None, clip: float | None, arrays: nvme_tier.Level = "all", resident: int = 0, *, slow: bool = False
+    folder: Path | None,
+    clip: float | None,
+    arrays: schedule.Level = "all",
+    resident: int = 0,
+    *,
+    slow: bool = False,
 ) -> tuple[Trace, State]:
     nvme = Settings(resident=resident)
     if folder is not None:
-        nvme = Settings(resident=resident, nvme_folders=(folder,), nvme_blocks=ALL, nvme_arrays=arrays)
+        nvme = Settings(
+            resident=resident, nvme_folders=(folder,), nvme_blocks=ALL, nvme_arrays=arrays
+        )
     config = tiny_config("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=128)
-    with engine_of(config, device="cuda", precision="bfloat16", settings=nvme, max_grad_norm=clip) as engine:
+    with engine_of(
+        config, device="cuda", precision="bfloat16", settings=nvme, max_grad_norm=clip
+    ) as engine:
         if slow:
             delay(engine, LANES, longest_s=0.003)
         return train_engine(engine, STEPS), state_of(engine)
@@ -30,10 +50,12 @@ def run(
 @pytest.mark.parametrize("slow", [False, True], ids=["as it comes", "delayed"])
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("arrays", nvme_tier.LEVELS)
-def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, arrays, clip, buffers, slow):
-    monkeypatch.setattr(nvme_tier, "STATE_STAGES", buffers)
-    monkeypatch.setattr(nvme_tier, "STAGES", {"weight": buffers, "grad": buffers})
+@pytest.mark.parametrize("arrays", schedule.LEVELS)
+def test_training_from_nvme_is_training_from_ram(
+    tmp_path, monkeypatch, arrays, clip, buffers, slow
+):
+    monkeypatch.setattr(schedule, "STATE_STAGES", buffers)
+    monkeypatch.setattr(schedule, "STAGES", {"weight": buffers, "grad": buffers})
     expected, state = run(None, clip)
     found, again = run(tmp_path, clip, arrays, slow=slow)
     assert (found.losses, found.norms) == (expected.losses, expected.norms)

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from megatrain.engine.attention import fastest_attention
-from megatrain.engine.build import from_config
-from megatrain.engine.settings import ALL, Settings
+from megatrain.engine.context import fastest_attention
+from megatrain.engine.engine import Engine
 from megatrain.optim import AdamW
+from megatrain.settings import ALL, Settings
 from tests.support import (
     VOCABULARY,
     Batch,
@@ -43,12 +43,22 @@ def on_cuda(batches: list[Batch]) -> list[Batch]:
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings(), Settings(groups=2), Settings(resident=2, retained=2), Settings(groups=3, resident=ALL, retained=ALL)],
+    [
+        Settings(),
+        Settings(groups=2),
+        Settings(resident=2, retained=2),
+        Settings(groups=3, resident=ALL, retained=ALL),
+    ],
     ids=["one group", "two groups", "front resident, end retained", "all of it, three groups"],
 )
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("llama", "eager"), ("qwen2-tied", "eager"), ("gpt-neox", "eager"), ("falcon-40b", "sdpa")],  # eager Falcon returns its attention too
+    [
+        ("llama", "eager"),
+        ("qwen2-tied", "eager"),
+        ("gpt-neox", "eager"),
+        ("falcon-40b", "sdpa"),
+    ],  # eager Falcon returns its attention too
 )
 def test_twenty_steps_in_float32_equal_a_plain_loop(family, attention, settings):
     config = tiny_config(family)
@@ -56,11 +66,20 @@ def test_twenty_steps_in_float32_equal_a_plain_loop(family, attention, settings)
 
     def plain(backwards=False):
         model = plain_model(config, attention=attention, device="cuda")
-        return train_plain(model, steps, RATES, weight_decay=DECAY, max_norm=MAX_NORM, backwards=backwards)
+        return train_plain(
+            model, steps, RATES, weight_decay=DECAY, max_norm=MAX_NORM, backwards=backwards
+        )
 
     reference, twin = plain(), plain(backwards=True)
     optimizer = AdamW(weight_decay=DECAY)
-    with engine_of(config, device="cuda", attention=attention, optimizer=optimizer, max_grad_norm=MAX_NORM, settings=settings) as engine:
+    with engine_of(
+        config,
+        device="cuda",
+        attention=attention,
+        optimizer=optimizer,
+        max_grad_norm=MAX_NORM,
+        settings=settings,
+    ) as engine:
         ours = train_engine(engine, steps, RATES)
     assert min(reference.norms) > MAX_NORM
     assert ours.losses == pytest.approx(reference.losses, rel=1e-6)
@@ -83,7 +102,10 @@ def test_gradients_with_fused_attention_equal_autograd_s(family, pad_left):
     largest = max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert float((ours[name] - parameter.grad.cpu()).norm()) <= 1e-4 * float(parameter.grad.norm()) + 1e-6 * largest, name
+        assert (
+            float((ours[name] - parameter.grad.cpu()).norm())
+            <= 1e-4 * float(parameter.grad.norm()) + 1e-6 * largest
+        ), name
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-7b", "qwen2-tied"])
@@ -103,7 +125,9 @@ def test_bfloat16_gradients_are_as_exact_as_those_of_a_plain_bfloat16_model(fami
         gradient = theirs[name].grad
         assert gradient is not None
         assert parameter.grad is not None
-        if float(parameter.grad.norm()) > 1e-3 * largest:  # the key bias's gradient is nothing but rounding
+        if (
+            float(parameter.grad.norm()) > 1e-3 * largest
+        ):  # the key bias's gradient is nothing but rounding
             bound = 2 * distance(gradient.cpu(), parameter.grad.cpu()) + 0.01
             assert distance(ours[name], parameter.grad.cpu()) <= bound, name
 
@@ -132,11 +156,16 @@ def test_dropout_is_replayed_in_recomputation():
     config = tiny_config("gpt-neox", hidden_dropout=0.3, attention_dropout=0.3)
     batches = full_batches(0)
     model = plain_model(config, attention="eager", device="cuda")
-    with engine_of(config, device="cuda", attention="eager", seed=11) as engine, torch.random.fork_rng():
+    with (
+        engine_of(config, device="cuda", attention="eager", seed=11) as engine,
+        torch.random.fork_rng(),
+    ):
         before = torch.cuda.get_rng_state()
         loss = engine.forward_backward(batches).loss
         ours = gradients_of(engine)
-        assert torch.equal(torch.cuda.get_rng_state(), before), "the caller's random state on the GPU changed"
+        assert torch.equal(torch.cuda.get_rng_state(), before), (
+            "the caller's random state on the GPU changed"
+        )
         expected = gradients_without_recompute(model, on_cuda(batches), engine, step=0)
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, parameter in model.named_parameters():
@@ -157,14 +186,24 @@ def test_evaluation_logits_and_generation_equal_the_model_s_own():
         assert engine.generate(ids, 5) == tokens[0, 9:].tolist()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile advises TF32, which these tests forbid, and warns of its own parts
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch.compile advises TF32, which these tests forbid, and warns of its own parts
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_model_with_fast_kernels_learns_a_batch_by_heart(compiled):
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 512}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
     config = tiny_config("qwen3", **sizes)
     batches = full_batches(0, [(2, 256), (2, 256)])
     settings = Settings(compile=compiled)
-    with from_config(config, precision="bfloat16", device="cuda", optimizer=AdamW(lr=1e-3), settings=settings) as engine:
+    with Engine.from_config(
+        config, precision="bfloat16", device="cuda", optimizer=AdamW(lr=1e-3), settings=settings
+    ) as engine:
         losses = [engine.train_step(batches).loss for _ in range(20)]
     assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert losses[-1] < 0.8 * losses[0], losses

@@ -13,9 +13,20 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
 from megatrain.engine.streams import Event
-from tests.support import NoUpdates, State, Trace, differing, engine_of, full_batches, sleeper, state_of, tiny_config, train_engine
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    NoUpdates,
+    State,
+    Trace,
+    differing,
+    engine_of,
+    full_batches,
+    sleeper,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 STEPS = [full_batches(seed, [(2, 8)] * 3) for seed in range(3)]
 MODES = {
@@ -23,8 +34,8 @@ MODES = {
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
     "two groups, sums travel": Settings(groups=2),
     "front resident, end retained": Settings(resident=2, retained=2),
-    "boundaries offloaded": Settings(groups=2, offload=True),
-    "graphs on the host": Settings(offload=True, retained=1, retained_on_host=2),
+    "boundaries offloaded": Settings(groups=2, offload_activations=True),
+    "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
 WHO = ("upload", "download", "fetch", "update", "compute")
@@ -33,7 +44,9 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 def make(mode: str = "one group", clip: float | None = 0.5) -> Engine:
     config = tiny_config("qwen2-tied", num_hidden_layers=4)
-    return engine_of(config, device="cuda", precision="bfloat16", settings=MODES[mode], max_grad_norm=clip)
+    return engine_of(
+        config, device="cuda", precision="bfloat16", settings=MODES[mode], max_grad_norm=clip
+    )
 
 
 def gpu_sleeper(seed: int, shortest_cycles: int, longest_cycles: int) -> Callable[[], None]:
@@ -43,7 +56,10 @@ def gpu_sleeper(seed: int, shortest_cycles: int, longest_cycles: int) -> Callabl
 
 
 def delay(
-    engine: Engine, slow: Iterable[str], cycles: tuple[int, int] = (0, 4_000_000), seconds: tuple[float, float] = (0, 0.003)
+    engine: Engine,
+    slow: Iterable[str],
+    cycles: tuple[int, int] = (0, 4_000_000),
+    seconds: tuple[float, float] = (0, 0.003),
 ) -> Engine:
     """Slow down transfers (on their streams), updates (on the host) or computation (on its stream, before every layer).
 
@@ -52,11 +68,15 @@ def delay(
     for number, who in enumerate(slow):
         sleep = gpu_sleeper(number, *cycles)
         if who == "update":
-            engine._updater.delay = sleeper(number, *seconds)
+            engine.parts.updater.delay = sleeper(number, *seconds)
         elif who == "compute":
             before_layers(engine, sleep)
         else:
-            {"upload": engine._upload, "download": engine._download, "fetch": engine._fetch}[who].delay = sleep
+            {
+                "upload": engine.parts.lanes["upload"],
+                "download": engine.parts.lanes["download"],
+                "fetch": engine.parts.lanes["fetch"],
+            }[who].delay = sleep
     return engine
 
 
@@ -130,25 +150,25 @@ def never_wait(*_: object) -> None:
 
 
 def updates_may_lag(engine: Engine) -> None:
-    engine._streamer.updates = NoUpdates()
+    engine.parts.streamer.updates = NoUpdates()
 
 
 def uploads_may_overtake_computation(engine: Engine) -> None:
-    engine._upload.wait = never_wait  # type: ignore[method-assign,assignment]
+    engine.parts.lanes["upload"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
 def downloads_may_overtake_computation(engine: Engine) -> None:
-    engine._download.wait = never_wait  # type: ignore[method-assign,assignment]
+    engine.parts.lanes["download"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
 def computation_may_overtake(engine: Engine, skipped: str) -> None:
-    wait = engine._compute.wait
+    wait = engine.parts.compute.wait
 
     def some(event: Event | None, cause: str) -> None:
         if cause != skipped:
             wait(event, cause)
 
-    engine._compute.wait = some  # type: ignore[method-assign]
+    engine.parts.compute.wait = some  # type: ignore[method-assign]
 
 
 def computation_may_overtake_uploads(engine: Engine) -> None:

@@ -8,20 +8,31 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.settings import ALL, Settings
-from tests.support import LANES, State, Trace, delay, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from megatrain.settings import ALL, Settings
+from tests.support import (
+    LANES,
+    State,
+    Trace,
+    delay,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
 ]
 STEPS = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(4)]
-TWICE = Settings(second_backward=True, head_chunk=7)
+TWICE = Settings(second_backward=True, head_chunk_tokens=7)
 SETTINGS = {
     "streamed": TWICE,
-    "offloaded": replace(TWICE, offload=True),
+    "offloaded": replace(TWICE, offload_activations=True),
     "embedding resident": replace(TWICE, resident=1),
-    "half resident, offloaded": replace(TWICE, resident=3, offload=True),
+    "half resident, offloaded": replace(TWICE, resident=3, offload_activations=True),
     "all resident": replace(TWICE, resident=ALL),
     "compiled": replace(TWICE, compile=True),
 }
@@ -29,7 +40,9 @@ SETTINGS = {
 
 def make(family: str, precision: str, settings: Settings, clip: float = 0.5) -> Engine:
     config = tiny_config(family, num_hidden_layers=4, hidden_size=64, intermediate_size=128)
-    return engine_of(config, device="cuda", precision=precision, settings=settings, max_grad_norm=clip)
+    return engine_of(
+        config, device="cuda", precision=precision, settings=settings, max_grad_norm=clip
+    )
 
 
 def run(engine: Engine) -> tuple[Trace, State]:
@@ -42,7 +55,9 @@ def run(engine: Engine) -> tuple[Trace, State]:
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 @pytest.mark.parametrize("clip", [0.5, 1e9], ids=["clipped", "below the limit"])
 def test_it_changes_no_bit(family, precision, name, clip):
-    stored, state = run(make(family, precision, replace(SETTINGS[name], second_backward=False), clip))
+    stored, state = run(
+        make(family, precision, replace(SETTINGS[name], second_backward=False), clip)
+    )
     twice, again = run(make(family, precision, SETTINGS[name], clip))
     assert (twice.losses, twice.norms) == (stored.losses, stored.norms)
     assert differing(again, state) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.data.loader import collate, collate_packed
-from megatrain.engine.settings import Settings
+from megatrain.settings import Settings
 from tests.data.test_loader import FakeRows
 from tests.support import engine_of, gradients_of, tiny_config
 
@@ -19,8 +19,11 @@ SEQUENCES = [[0, 1], [2, 3, 4]]
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])
 def test_rows_apart_and_together_have_the_same_gradients(family, precision, allowed, compiled):
     gradients = []
-    for batch in (collate(ROWS, range(5), pad_id=0), collate_packed(ROWS, SEQUENCES, 128, pad_id=0)):
-        settings = Settings(head_chunk=64, compile=compiled, retained=1)
+    for batch in (
+        collate(ROWS, range(5), pad_id=0),
+        collate_packed(ROWS, SEQUENCES, 128, pad_id=0),
+    ):
+        settings = Settings(head_chunk_tokens=64, compile=compiled, retained=1)
         config = tiny_config(family, max_position_embeddings=128)
         with engine_of(config, device="cuda", precision=precision, settings=settings) as engine:
             result = engine.forward_backward([batch])

@@ -8,7 +8,7 @@ import time
 import torch
 
 from megatrain.engine.streams import Lane
-from megatrain.tracing import computing_seconds, tracing
+from megatrain.reporting.tracing import computing_seconds, record_timeline
 
 
 def test_streams_have_names(tmp_path):
@@ -17,7 +17,7 @@ def test_streams_have_names(tmp_path):
     there, a = torch.empty(1 << 20, device=device), torch.ones(256, 256, device=device)
     upload, download = Lane("upload", device), Lane("download", device)
     try:
-        with tracing(tmp_path / "trace.json", device) as trace:
+        with record_timeline(tmp_path / "trace.json", device) as trace:
             upload.submit(lambda _: there.copy_(host, non_blocking=True)).wait_host()
             a @ a
             torch.cuda.synchronize()
@@ -35,7 +35,11 @@ def test_streams_have_names(tmp_path):
 def test_only_kernels_count_as_computing():
     """On a GPU that waits for a transfer of 256 MiB, and on one that multiplies all the time."""
     device = torch.device("cuda", 0)
-    host, there, a = torch.ones(1 << 26).pin_memory(), torch.empty(1 << 26, device=device), torch.ones(8192, 8192, device=device)
+    host, there, a = (
+        torch.ones(1 << 26).pin_memory(),
+        torch.empty(1 << 26, device=device),
+        torch.ones(8192, 8192, device=device),
+    )
     spent = []
     for work in (lambda: there.copy_(host), lambda: [a @ a for _ in range(3)]):
         work()

@@ -19,7 +19,10 @@ def on_cuda(views: Views) -> Views:
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("kind", [AdamW, Lion])
-@pytest.mark.parametrize(("precision", "grad"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
+@pytest.mark.parametrize(
+    ("precision", "grad"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")],
+)
 def test_the_update_has_the_bits_of_the_host_s(precision, grad, moments, kind):
     optimizer = kind(moments=moments)
     host = new_views(optimizer, precision, NUMEL)
@@ -29,7 +32,9 @@ def test_the_update_has_the_bits_of_the_host_s(precision, grad, moments, kind):
         host["grad"][640:704] = 0  # a group of zeros
         device["grad"] = host["grad"].cuda()
         for views in (host, device):
-            optimizer.update(views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37, first=(1 << 32) - 100)
+            optimizer.update(
+                views, lr=1e-3, weight_decay=0.1, step=step, grad_scale=0.37, first=(1 << 32) - 100
+            )
     assert_same_bits({name: view.cpu() for name, view in device.items()}, host)
 
 
@@ -38,8 +43,17 @@ def test_a_range_is_updated_and_nothing_beside_it(precision):
     views = on_cuda(random_views(precision, NUMEL))
     before = clone(views)
     part = slice(64, NUMEL - 128)
-    AdamW().update({name: view[part] for name, view in views.items()}, lr=1e-3, weight_decay=0.0, step=1, grad_scale=1.0)
+    AdamW().update(
+        {name: view[part] for name, view in views.items()},
+        lr=1e-3,
+        weight_decay=0.0,
+        step=1,
+        grad_scale=1.0,
+    )
     outside = torch.ones(NUMEL, dtype=torch.bool)
     outside[part] = False
-    assert_same_bits({n: v.cpu()[outside] for n, v in views.items()}, {n: v.cpu()[outside] for n, v in before.items()})
+    assert_same_bits(
+        {n: v.cpu()[outside] for n, v in views.items()},
+        {n: v.cpu()[outside] for n, v in before.items()},
+    )
     assert (views["exp_avg"][part] != before["exp_avg"][part]).float().mean() > 0.5

@@ -1,4 +1,4 @@
-"""On CUDA: Adafactor and Muon update resident blocks there as the host would; directions of streamed blocks go up and come down in time."""
+"""On CUDA: Muon updates resident blocks there as the host would; directions of streamed blocks go up and come down in time."""
 
 from __future__ import annotations
 
@@ -7,40 +7,52 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.settings import ALL, Settings
-from megatrain.engine.workspace import HostWorkspace
-from megatrain.optim import Adafactor, Muon, WholeTensors
+from megatrain.engine.update import HostWorkspace
+from megatrain.optim import Muon
 from megatrain.optim.muon import _product_bytes
+from megatrain.settings import ALL, Settings
 from tests.support import differing as keys_that_differ
-from tests.support import distance, engine_of, masters_of, micro_batches, state_of, tiny_config, train_engine
+from tests.support import (
+    distance,
+    engine_of,
+    masters_of,
+    micro_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
-OPTIMIZERS: list[WholeTensors] = [Adafactor(lr=0.05, weight_decay=0.1), Muon(lr=2e-3, weight_decay=0.1)]
-by_name = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+MUON = Muon(lr=2e-3, weight_decay=0.1)
 STEPS = [micro_batches(seed) for seed in range(4)]
 
 
-def trained(optimizer: WholeTensors, settings: Settings, **options: Any) -> dict[str, torch.Tensor]:
-    with engine_of(tiny_config("llama"), optimizer=optimizer, settings=settings, precision="bfloat16", **options) as engine:
+def trained(settings: Settings, **options: Any) -> dict[str, torch.Tensor]:
+    with engine_of(
+        tiny_config("llama"), optimizer=MUON, settings=settings, precision="bfloat16", **options
+    ) as engine:
         train_engine(engine, STEPS)
         return masters_of(engine)
 
 
-@by_name
 @pytest.mark.parametrize(
     "settings",
-    [Settings(resident=2), Settings(resident=ALL), Settings(resident=ALL, groups=3), Settings(groups=3)],
+    [
+        Settings(resident=2),
+        Settings(resident=ALL),
+        Settings(resident=ALL, groups=3),
+        Settings(groups=3),
+    ],
     ids=["front", "all", "all, of sums", "groups"],
 )
-def test_where_blocks_live_changes_no_more_than_rounding(settings, optimizer):
-    expected = trained(optimizer, Settings(), device="cuda")
-    for name, ours in trained(optimizer, settings, device="cuda").items():
+def test_where_blocks_live_changes_no_more_than_rounding(settings):
+    expected = trained(Settings(), device="cuda")
+    for name, ours in trained(settings, device="cuda").items():
         assert distance(ours, expected[name]) <= 2e-2, name
 
 
-@by_name
-def test_the_gpu_and_its_cpu_stand_in_agree(optimizer):
-    expected = trained(optimizer, Settings(), device="cpu")
-    for name, ours in trained(optimizer, Settings(), device="cuda").items():
+def test_the_gpu_and_its_cpu_stand_in_agree():
+    expected = trained(Settings(), device="cpu")
+    for name, ours in trained(Settings(), device="cuda").items():
         assert distance(ours, expected[name]) <= 4e-2, name
 
 
@@ -48,8 +60,10 @@ def test_directions_come_down_before_the_host_reads_them():
     """The stream is held up before every tensor; the same bits as without."""
     states = []
     for cycles in (0, 20_000_000):
-        with engine_of(tiny_config("llama"), optimizer=OPTIMIZERS[1], precision="bfloat16", device="cuda") as engine:
-            workspace = engine._updater._workspace
+        with engine_of(
+            tiny_config("llama"), optimizer=MUON, precision="bfloat16", device="cuda"
+        ) as engine:
+            workspace = engine.parts.updater._workspace
             assert workspace is not None
             if cycles:
                 workspace.delay = lambda: torch.cuda._sleep(20_000_000)
@@ -60,13 +74,17 @@ def test_directions_come_down_before_the_host_reads_them():
 
 def test_products_of_updates_take_their_workspace_before_the_first_step():
     torch._C._cuda_clearCublasWorkspaces()  # or this thread's and stream's may be there from another test
-    with engine_of(tiny_config("llama"), optimizer=OPTIMIZERS[1], precision="bfloat16", device="cuda") as engine:
-        workspace = engine._updater._workspace
+    with engine_of(
+        tiny_config("llama"), optimizer=MUON, precision="bfloat16", device="cuda"
+    ) as engine:
+        workspace = engine.parts.updater._workspace
         assert workspace is not None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         direction = torch.ones(1, 64, 96, dtype=torch.bfloat16)
-        engine._updater.lane.submit(lambda _: workspace.replace(Muon().orthogonal, [direction])).wait_host()
+        engine.parts.updater.lane.submit(
+            lambda _: workspace.replace(Muon().orthogonal, [direction])
+        ).wait_host()
         assert torch.cuda.memory_allocated() == before
 
 
@@ -89,5 +107,7 @@ def test_orthogonalising_takes_what_the_planner_says():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     Muon().orthogonal(matrix)
-    taken = torch.cuda.max_memory_allocated() - before + 2 * matrix.numel()  # with the one that arrived
+    taken = (
+        torch.cuda.max_memory_allocated() - before + 2 * matrix.numel()
+    )  # with the one that arrived
     assert taken <= _product_bytes(shape) + (1 << 20)

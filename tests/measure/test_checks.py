@@ -1,14 +1,18 @@
 """Advice is given where something is off, and only there."""
 
+import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatrain.hardware import GIB, Gpu, Hardware, probe
-from megatrain.machine import typical
+from megatrain.machine import hardware as machine_hardware
+from megatrain.machine.cgroups import cgroup_cpus
+from megatrain.machine.hardware import GIB, Gpu, Hardware, read_hardware
+from megatrain.machine.profile import typical
 from megatrain.measure import checks
 from megatrain.measure.checks import PcieLink, pcie
 
@@ -18,15 +22,29 @@ def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """A machine of 8 cores and 16 GiB where nothing is off."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(checks, "cgroup_memory", lambda: (None, None))
-    monkeypatch.setattr(checks, "cpu_quota", lambda: None)
-    machine = probe(tmp_path, "cpu")
-    return replace(machine, physical_cores=8, host_total_bytes=16 * GIB, disk_free_bytes=100 * GIB, memlock_bytes=None)
+    monkeypatch.setattr(checks, "cgroup_cpus", lambda: None)
+    machine = read_hardware(tmp_path, "cpu")
+    return replace(
+        machine,
+        physical_cores=8,
+        host_total_bytes=16 * GIB,
+        disk_free_bytes=100 * GIB,
+        memlock_bytes=None,
+    )
 
 
-def test_a_healthy_machine_gets_no_advice(hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_machine_gets_no_advice(
+    hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "huge_pages", lambda: checks.Finding("huge pages", "madvise"))
     found = checks.check(hardware, typical(hardware), load=1.0)
-    assert [finding.what for finding in found] == ["cores", "load before", "host memory", "huge pages", "free disk"]
+    assert [finding.what for finding in found] == [
+        "cores",
+        "load before",
+        "host memory",
+        "huge pages",
+        "free disk",
+    ]
     assert [finding.advice for finding in found] == [None] * 5
 
 
@@ -54,19 +72,41 @@ def test_the_pcie_link(link: PcieLink | None, upload: float, advice: str | None)
     assert found is None if advice is None else advice in str(found)
 
 
-def test_cores_that_are_withheld(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "may not use all cores" in str(checks.cores(replace(hardware, physical_cores=4)).advice)
-    monkeypatch.setattr(checks, "cpu_quota", lambda: 2.5)
-    assert "only 2.5 cores' time" in str(checks.cores(hardware).advice)
-    monkeypatch.setattr(checks, "cpu_quota", lambda: 8.0)
-    assert checks.cores(hardware).advice is None
+QUOTA = "the container may use only {} cores' time; raise its CPU limit"
+TASKSET = "start it without taskset"
 
 
-@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("250000 100000", 2.5), ("", None)])
-def test_the_quota_of_a_container(tmp_path: Path, text: str, quota: float | None) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert checks.cpu_quota(tmp_path / "cpu.max") == quota
-    assert checks.cpu_quota(tmp_path / "nothing") is None
+@pytest.mark.parametrize(
+    ("quota", "mask", "figure", "advice"),
+    [
+        ("400000 100000", 16, "4 of 16", QUOTA.format(4)),  # docker run --cpus=4
+        ("250000 100000", 16, "2 of 16", QUOTA.format(2.5)),
+        ("50000 100000", 16, "1 of 16", QUOTA.format(0.5)),
+        ("400000 100000", 3, "3 of 16", TASKSET),  # the mask is tighter
+        ("max 100000", 8, "8 of 16", TASKSET),
+        ("1600000 100000", 16, "16 of 16", None),
+        ("max 100000", 16, "16 of 16", None),
+    ],
+)
+def test_cores_that_are_withheld_are_blamed_on_the_tighter_limit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quota: str,
+    mask: int,
+    figure: str,
+    advice: str | None,
+) -> None:
+    """On 16 cores, from the quota's file to the sentence."""
+    (tmp_path / "cpu.max").write_text(quota)
+    (tmp_path / "self").write_text("0::/\n")
+    for module in (checks, machine_hardware):
+        quota_of = partial(cgroup_cpus, tmp_path, tmp_path / "self")
+        monkeypatch.setattr(module, "cgroup_cpus", quota_of)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mask)))
+    found = checks.cores(read_hardware(tmp_path, "cpu"))
+    assert found.figure == figure
+    assert found.advice is None if advice is None else advice in str(found.advice)
 
 
 def test_a_busy_machine() -> None:
@@ -84,7 +124,11 @@ def test_a_container_below_ram(hardware: Hardware, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("text", "figure", "advised"),
-    [("always [madvise] never\n", "madvise", False), ("always madvise [never]\n", "never", True), ("", "unknown", False)],
+    [
+        ("always [madvise] never\n", "madvise", False),
+        ("always madvise [never]\n", "never", True),
+        ("", "unknown", False),
+    ],
 )
 def test_huge_pages(tmp_path: Path, text: str, figure: str, advised: bool) -> None:
     (tmp_path / "enabled").write_text(text)
@@ -96,8 +140,13 @@ def test_huge_pages(tmp_path: Path, text: str, figure: str, advised: bool) -> No
 def test_locked_memory(hardware: Hardware) -> None:
     assert checks.pinned_memory(hardware).advice is None
     below = checks.pinned_memory(replace(hardware, memlock_bytes=8 << 20))
-    assert (below.advice, "not enforced" in below.figure) == (None, True)  # more than that was pinned just now
-    assert "ulimit -l unlimited" in str(checks.pinned_memory(replace(hardware, memlock_bytes=4 * GIB)).advice)
+    assert (below.advice, "not enforced" in below.figure) == (
+        None,
+        True,
+    )  # more than that was pinned just now
+    assert "ulimit -l unlimited" in str(
+        checks.pinned_memory(replace(hardware, memlock_bytes=4 * GIB)).advice
+    )
 
 
 def test_a_compiler_is_needed_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +160,6 @@ def test_a_compiler_is_needed_and_triton(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_disk_smaller_than_ram(hardware: Hardware) -> None:
-    assert "name a larger disk" in str(checks.free_disk(replace(hardware, disk_free_bytes=15 * GIB)).advice)
+    assert "name a larger disk" in str(
+        checks.free_disk(replace(hardware, disk_free_bytes=15 * GIB)).advice
+    )

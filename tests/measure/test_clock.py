@@ -1,4 +1,4 @@
-"""The clock warms up, repeats what is short, stops early when work is long, and takes the median."""
+"""The clock warms up, repeats short work, stops early with long work, and takes the median."""
 
 import time
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """Takes the given seconds, call by call, on a clock that only it moves; the last figure repeats."""
+    """Takes the given seconds, call by call, on a clock of its own; the last figure repeats."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *durations: float) -> None:
         self.now = 0.0
@@ -33,7 +33,9 @@ def test_a_slow_and_a_fast_sample_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert Clock(CPU).seconds(Work(monkeypatch, 0.0, 0.5, 9.0, 0.5, 0.1)) == 0.5
 
 
-def test_long_work_is_done_no_more_often_than_a_median_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_is_done_no_more_often_than_a_median_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     work = Work(monkeypatch, 5.0)
     assert Clock(CPU).seconds(work) == 5.0
     assert work.calls == 1 + clock.FEWEST_SAMPLES

@@ -19,7 +19,9 @@ def test_both_ways_have_a_rate_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_piece_is_written_once_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_piece_is_written_once_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: dict[str, list[int]] = {"pwrite": [], "preadv": []}
     for name, offsets in moved.items():
         original = getattr(os, name)
@@ -30,7 +32,9 @@ def test_every_piece_is_written_once_and_read_once(tmp_path: Path, monkeypatch: 
 
         monkeypatch.setattr(os, name, note)
     disk_rates(tmp_path, 3 * PIECE_BYTES)
-    assert [sorted(offsets) for offsets in moved.values()] == [[0, PIECE_BYTES, 2 * PIECE_BYTES]] * 2
+    assert [sorted(offsets) for offsets in moved.values()] == [
+        [0, PIECE_BYTES, 2 * PIECE_BYTES]
+    ] * 2
 
 
 def test_a_slow_disk_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +46,9 @@ def test_a_slow_disk_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rate < PIECE_BYTES
 
 
-def test_a_file_system_without_direct_access_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_access_is_measured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -55,5 +61,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StorageError, match=f"{tmp_path}: the disk cannot be measured: No space left on device; name another folder"):
+    with pytest.raises(
+        StorageError,
+        match=f"{tmp_path}: the disk cannot be measured: No space left on device; name another",
+    ):
         disk_rates(tmp_path, PIECE_BYTES)

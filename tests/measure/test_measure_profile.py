@@ -1,4 +1,4 @@
-"""The whole measurement on the CPU, with small arrays: what is measured replaces the guess, and arithmetic is counted as elsewhere."""
+"""The whole measurement on the CPU, with small arrays: measurements replace guesses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.flops import Attention, Work
-from megatrain.hardware import probe
-from megatrain.machine import MachineProfile, Rates, typical
-from megatrain.measure import compute, disk, measure, profile, update
+from megatrain.machine.hardware import read_hardware
+from megatrain.machine.profile import MachineProfile, Rates, typical
+from megatrain.measure import compute, disk, profile, update
 from megatrain.measure.clock import Clock
 from megatrain.measure.compute import Device
-from megatrain.measure.profile import Sizes
+from megatrain.measure.profile import Sizes, measure_machine
 from megatrain.optim import AdamW
+from megatrain.reporting.mfu import Attention, ModelFlops
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differing(found: MachineProfile, guess: MachineProfile) -> set[str]:
-    return {field.name for field in fields(found) if getattr(found, field.name) != getattr(guess, field.name)}
+    return {
+        field.name
+        for field in fields(found)
+        if getattr(found, field.name) != getattr(guess, field.name)
+    }
 
 
 def a_second(clock: Clock, work: Callable[[], object]) -> float:
@@ -45,26 +49,31 @@ NOT_ON_CPU = {"upload", "download", "both", "fp8"}
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:
-    hardware, noted = probe(tmp_path, "cpu"), list[str]()
-    found = measure(hardware, CPU, tmp_path, noted.append)
-    assert differing(found, typical(hardware)) == {field.name for field in fields(found)} - NOT_ON_CPU
+    hardware, noted = read_hardware(tmp_path, "cpu"), list[str]()
+    found = measure_machine(hardware, CPU, tmp_path, noted.append)
+    assert (
+        differing(found, typical(hardware)) == {field.name for field in fields(found)} - NOT_ON_CPU
+    )
     assert noted == list(profile.STEPS)
 
 
 def test_a_quick_one_leaves_the_rest_to_the_guess(tmp_path: Path) -> None:
-    hardware, noted = probe(tmp_path, "cpu"), list[str]()
-    found = measure(hardware, CPU, tmp_path, noted.append, quick=True)
+    hardware, noted = read_hardware(tmp_path, "cpu"), list[str]()
+    found = measure_machine(hardware, CPU, tmp_path, noted.append, quick=True)
     assert noted == list(profile.QUICK_STEPS)
     assert not differing(found, typical(hardware)) & {"disk_write", "disk_read"}
 
 
-@pytest.mark.parametrize(("fast", "measured", "guessed"), [(True, "matmul", "matmul_fp32"), (False, "matmul_fp32", "matmul")])
+@pytest.mark.parametrize(
+    ("fast", "measured", "guessed"),
+    [(True, "matmul", "matmul_fp32"), (False, "matmul_fp32", "matmul")],
+)
 def test_a_quick_one_multiplies_in_the_precision_that_runs_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, measured: str, guessed: str
 ) -> None:
     monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
-    hardware = probe(tmp_path, "cpu")
-    found = differing(measure(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
+    hardware = read_hardware(tmp_path, "cpu")
+    found = differing(measure_machine(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
     assert measured in found
     assert guessed not in found
 
@@ -81,27 +90,29 @@ def test_attention_is_timed_in_the_precision_that_runs_choose(
 
     monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
     monkeypatch.setattr(Device, "attention", attention)
-    measure(probe(tmp_path, "cpu"), CPU, tmp_path, str, quick=True)
+    measure_machine(read_hardware(tmp_path, "cpu"), CPU, tmp_path, str, quick=True)
     assert timed == [dtype]
 
 
-def test_a_quick_one_begins_nothing_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_one_begins_nothing_when_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profile, "QUICK_S", 0.0)
-    hardware, noted = probe(tmp_path, "cpu"), list[str]()
-    found = measure(hardware, CPU, tmp_path, noted.append, quick=True)
+    hardware, noted = read_hardware(tmp_path, "cpu"), list[str]()
+    found = measure_machine(hardware, CPU, tmp_path, noted.append, quick=True)
     assert noted == []
     assert differing(found, typical(hardware)) == {"fingerprint", "measured_on"}
 
 
 def test_no_disk_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FILE_BYTES", 1 << 60)
-    hardware = probe(tmp_path, "cpu")
-    assert measure(hardware, CPU, tmp_path, str).disk_write == typical(hardware).disk_write
+    hardware = read_hardware(tmp_path, "cpu")
+    assert measure_machine(hardware, CPU, tmp_path, str).disk_write == typical(hardware).disk_write
 
 
 def test_random_numbers_of_the_run_stay_as_they_are(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    measure(probe(tmp_path, "cpu"), CPU, tmp_path, str)
+    measure_machine(read_hardware(tmp_path, "cpu"), CPU, tmp_path, str)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -110,17 +121,26 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compute, "HEADS", 3)
     device = compute.Device(Clock(CPU))
     assert device.matmul([5], torch.float32) == ((5, 2 * 5 * 64 * 128),)
-    step = Work(parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),))
-    assert device.attention([4, 8], 16, torch.float32) == ((4, step.flops([4] * 4)), (8, step.flops([8] * 2)))
+    step = ModelFlops(
+        parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),)
+    )
+    assert device.attention([4, 8], 16, torch.float32) == (
+        (4, step.flops([4] * 4)),
+        (8, step.flops([8] * 2)),
+    )
     assert device.memory(4096) == 2 * 4096
     assert device.fp8() == 0.0
 
 
 @pytest.mark.parametrize(("threads", "passes"), [(1, 1), (3, 3), (9, update.PASSES)])
-def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch: pytest.MonkeyPatch, threads: int, passes: int) -> None:
+def test_each_pass_of_the_update_covers_every_parameter_once(
+    monkeypatch: pytest.MonkeyPatch, threads: int, passes: int
+) -> None:
     monkeypatch.setattr(Clock, "seconds", a_second)
     pieces: list[tuple[int, int]] = []
-    monkeypatch.setattr(AdamW, "updating", lambda *_, **__: lambda start, stop: pieces.append((start, stop)))
+    monkeypatch.setattr(
+        AdamW, "updating", lambda *_, **__: lambda start, stop: pieces.append((start, stop))
+    )
     with update.HostUpdate(1001, threads=2) as work:
         assert work.rate(threads, Clock(CPU)) == passes * 1001
     times = torch.zeros(1001)
@@ -132,7 +152,9 @@ def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch: pytest
 def test_every_page_of_the_update_is_written_to_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "TOUCH_BYTES", 1 << 10)
     with update.HostUpdate(1 << 20, threads=3) as work:
-        assert all((array.view(torch.uint8) == update.TOUCH_VALUE).all() for array in work._arrays.values())
+        assert all(
+            (array.view(torch.uint8) == update.TOUCH_VALUE).all() for array in work._arrays.values()
+        )
 
 
 def test_repeated_updates_keep_ordinary_numbers() -> None:
@@ -140,5 +162,7 @@ def test_repeated_updates_keep_ordinary_numbers() -> None:
     with update.HostUpdate(1 << 10, threads=1) as work:
         for _ in range(1000):
             work._update(0, 1 << 10)
-        numbers = torch.cat([array.float() for name, array in work._arrays.items() if name != "remainder"])
+        numbers = torch.cat(
+            [array.float() for name, array in work._arrays.items() if name != "remainder"]
+        )
     assert 1e-6 < numbers.min() < numbers.max() < 1.0

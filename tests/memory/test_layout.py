@@ -5,9 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.memory.layout import BLOCK_ALIGNMENT, GROUP, TENSOR_ALIGNMENT, FlatLayout, Segment, round_up
+from megatrain.memory.layout import (
+    BLOCK_ALIGNMENT,
+    GROUP,
+    TENSOR_ALIGNMENT,
+    FlatLayout,
+    Segment,
+    round_up,
+)
 
-TENSORS = [("w", (3, 50), True), ("w.bias", (50,), False), ("norm", (7,), False), ("v", (64, 2), True), ("scalar", (), False)]
+TENSORS = [
+    ("w", (3, 50), True),
+    ("w.bias", (50,), False),
+    ("norm", (7,), False),
+    ("v", (64, 2), True),
+    ("scalar", (), False),
+]
 
 
 def test_round_up():
@@ -32,7 +45,9 @@ def test_views_are_the_flat_array_itself(dtype):
     layout = FlatLayout.pack(TENSORS)
     flat = torch.zeros(layout.numel, dtype=dtype)
     views = layout.views(flat)
-    assert {name: tuple(view.shape) for name, view in views.items()} == {name: shape for name, shape, _ in TENSORS}
+    assert {name: tuple(view.shape) for name, view in views.items()} == {
+        name: shape for name, shape, _ in TENSORS
+    }
     for number, view in enumerate(views.values(), start=1):
         assert view.is_contiguous()
         view.fill_(number)
@@ -65,7 +80,11 @@ def test_a_block_without_tensors_still_has_an_array():
 def test_a_block_without_tensors_has_no_segments():
     """Nothing follows the last layer but a tied head: BART's decoder."""
     empty = FlatLayout.pack([])
-    assert (empty.parameters, empty.segments(), empty.views(torch.zeros(empty.numel))) == (0, [], {})
+    assert (empty.parameters, empty.segments(), empty.views(torch.zeros(empty.numel))) == (
+        0,
+        [],
+        {},
+    )
 
 
 @pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1], [("w", (1024,), True)], []], ids=len)
@@ -89,8 +108,19 @@ def test_an_array_with_an_element_per_group_has_one_wherever_the_group_lies(tens
         assert (of_groups.numel - 1) * GROUP < tensor.numel <= of_groups.numel * GROUP
 
 
-@pytest.mark.parametrize(("what", "shapes"), [("row", [(3, 5), (3,), (7,)]), ("column", [(3, 4), (4,), (1,)])], ids=["row", "column"])
-def test_an_array_may_have_an_element_per_row_or_column(what, shapes):
-    layout = FlatLayout.pack([("experts", (3, 5, 4), True), ("matrix", (3, 4), True), ("norm", (7,), False)])
-    assert [tensor.shape for tensor in layout.per(what).tensors] == shapes
+def test_an_array_may_leave_out_hidden_matrices():
+    tensors = [
+        ("experts", (3, 5, 4), True),
+        ("norm", (7,), False),
+        ("matrix", (3, 4), True),
+        ("b.bias", (3, 4), False),
+    ]
+    layout = FlatLayout.pack(tensors, layer=True)
+    assert [
+        (tensor.name, tensor.shape, tensor.offset) for tensor in layout.per("unhidden").tensors
+    ] == [
+        ("norm", (7,), 0),
+        ("b.bias", (3, 4), 64),
+    ]
+    assert FlatLayout.pack(tensors).per("unhidden") == FlatLayout.pack(tensors)
     assert layout.per("element") is layout

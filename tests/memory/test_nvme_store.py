@@ -1,4 +1,4 @@
-"""The third tier: what is written comes back, by shares and turns, and no failure of a drive goes unnoticed."""
+"""Arrays on NVMe: what is written comes back, and no failure of a drive goes unnoticed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import nvme_tier
+from megatrain import schedule
 from megatrain.errors import MegaTrainError, StorageError
 from megatrain.memory import nvme_store, swap_files
-from megatrain.memory.host_store import ArraySpec
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.store import OnNvme, Store
 
-LAYOUTS = [FlatLayout.pack([("w", (n,), True), ("n", (33,), False)]) for n in (5000, 70_000, 100, 30_000, 4096)]
-ARRAYS = [ArraySpec("remainder", torch.int16), ArraySpec("exp_avg", torch.float32), ArraySpec("rows", torch.float32, per="row")]
-BLOCKS = {"remainder": (0, 1, 2, 3, 4), "exp_avg": (1, 3, 4), "rows": (1, 2)}
+LAYOUTS = [
+    FlatLayout.pack([("w", (n,), True), ("n", (33,), False)])
+    for n in (5000, 70_000, 100, 30_000, 4096)
+]
+ARRAYS = [
+    ArraySpec("remainder", torch.int16),
+    ArraySpec("exp_avg", torch.float32),
+    ArraySpec("scales", torch.float32, per="group"),
+]
+BLOCKS = {"remainder": (0, 1, 2, 3, 4), "exp_avg": (1, 3, 4), "scales": (1, 2)}
 
 
 @pytest.fixture(params=[1, 2], ids=["one folder", "two folders"])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(swap_files, "PIECE_BYTES", 16384)
-    monkeypatch.setattr(nvme_tier, "STATE_STAGES", 2)
-    made = NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path / str(i) for i in range(request.param)], threads=1)
+    monkeypatch.setattr(schedule, "STATE_STAGES", 2)
+    made = NvmeStore(
+        LAYOUTS, ARRAYS, BLOCKS, [tmp_path / str(i) for i in range(request.param)], threads=1
+    )
     yield made
     made.close()
 
@@ -62,13 +70,18 @@ def test_arrays_begin_as_zero_with_size_and_type_as_declared(store):
     specs = {spec.name: spec for spec in ARRAYS}
     for name, block in KEYS:
         array = read(store, name, block)
-        assert (array.dtype, array.numel()) == (specs[name].dtype, LAYOUTS[block].per(specs[name].per).numel)
+        assert (array.dtype, array.numel()) == (
+            specs[name].dtype,
+            LAYOUTS[block].per(specs[name].per).numel,
+        )
         assert not array.any()
         assert store.holds(name, block)
     assert not store.holds("exp_avg", 0)
 
 
-@pytest.mark.parametrize("soon", [True, False], ids=["written at once", "written when the buffer is wanted"])
+@pytest.mark.parametrize(
+    "soon", [True, False], ids=["written at once", "written when the buffer is wanted"]
+)
 def test_what_was_written_comes_back_though_there_are_fewer_buffers(store, soon):
     for turn in (0, 100):
         for number, (name, block) in enumerate(KEYS):
@@ -94,7 +107,10 @@ def test_pieces_past_the_buffers_are_those_of_the_array(store, start, numel, mon
 
 def test_a_buffer_is_shared_and_one_that_waits_gets_its_turn_when_it_is_free(store):
     first, second = (store.lease(block, ["exp_avg"], changes=True) for block in (1, 3))
-    again, third = store.lease(1, ["exp_avg"], changes=False), store.lease(4, ["exp_avg"], changes=True)
+    again, third = (
+        store.lease(1, ["exp_avg"], changes=False),
+        store.lease(4, ["exp_avg"], changes=True),
+    )
     assert first.wait()["exp_avg"].data_ptr() == again.wait()["exp_avg"].data_ptr()
     second.wait()
     arrived = threading.Event()
@@ -115,7 +131,10 @@ def test_a_buffer_is_shared_and_one_that_waits_gets_its_turn_when_it_is_free(sto
 
 def test_a_lease_released_before_its_turn_lets_the_next_one_pass(store):
     held = [store.lease(block, ["exp_avg"], changes=False) for block in (1, 3)]
-    unwanted, last = store.lease(4, ["exp_avg"], changes=False), store.lease(4, ["exp_avg"], changes=False)
+    unwanted, last = (
+        store.lease(4, ["exp_avg"], changes=False),
+        store.lease(4, ["exp_avg"], changes=False),
+    )
     unwanted.release(changed=False, soon=True)
     held[0].release(changed=False, soon=True)
     last.wait()
@@ -159,7 +178,7 @@ def test_many_threads_see_each_other_s_changes(store):
         assert torch.all(read(store, "remainder", block) == 10)
 
 
-# -- drives that fail ---------------------------------------------------------------------------------------------------------------
+# -- drives that fail -----------------------------------------------------------------------------
 
 
 def fail_every(monkeypatch: pytest.MonkeyPatch, call: str, n: int, error: int) -> None:
@@ -177,23 +196,29 @@ def fail_every(monkeypatch: pytest.MonkeyPatch, call: str, n: int, error: int) -
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_call_that_fails_stops_whoever_waits_with_folder_and_errno(store, tmp_path, monkeypatch, call, n, error):
+def test_a_call_that_fails_stops_whoever_waits_with_folder_and_errno(
+    store, tmp_path, monkeypatch, call, n, error
+):
     fail_every(monkeypatch, call, n, error)
-    with pytest.raises(StorageError, match=rf"{tmp_path}/[01]: cannot (read|write) .*\(errno {error}\)"):
+    with pytest.raises(
+        StorageError, match=rf"{tmp_path}/[01]: cannot (read|write) .*\(errno {error}\)"
+    ):
         write_and_read_all(store, times=8)
     with pytest.raises(StorageError, match=f"errno {error}"):  # and everybody later
-        read(store, "rows", 1)
+        read(store, "scales", 1)
     with pytest.raises(StorageError, match=f"errno {error}"):
-        list(store.pieces("rows", 1, 0, 2))
+        list(store.pieces("scales", 1, 0, 2))
 
 
 @pytest.mark.parametrize("most", [4096, 5000, 12288])
 def test_short_transfers_are_continued(store, monkeypatch, most):
-    """A drive that moves at most so many bytes at a time, unless it is the end."""
+    """A drive that moves at most `most` bytes at a time."""
     for call in ("preadv", "pwritev"):
         real = getattr(os, call)
 
-        def shim(number: int, views: list[memoryview], offset: int, real: Callable[..., Any] = real) -> Any:
+        def shim(
+            number: int, views: list[memoryview], offset: int, real: Callable[..., Any] = real
+        ) -> Any:
             return min(real(number, views, offset), most)
 
         monkeypatch.setattr(os, call, shim)
@@ -215,11 +240,15 @@ def test_space_is_reserved_before_anything_is_loaded(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=r"cannot reserve .* GiB .*No space left.*free space there"):
+    with pytest.raises(
+        StorageError, match=r"cannot reserve .* GiB .*No space left.*free space there"
+    ):
         NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path], threads=1)
 
 
-def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(
+    tmp_path, monkeypatch, caplog
+):
     def refuse(*_: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -239,13 +268,21 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path / "file" / "swap"], threads=1)
 
 
-# -- over the tiers -----------------------------------------------------------------------------------------------------------------
+# -- over the tiers -------------------------------------------------------------------------------
 
 
 def test_a_lease_is_over_all_tiers(tmp_path):
     specs = [ArraySpec("weight", torch.float32), ArraySpec("exp_avg", torch.float32)]
     on_nvme = OnNvme({"exp_avg": (2, 3)}, (tmp_path,))
-    with Store(LAYOUTS, specs, resident=1, resident_arrays=specs, device=torch.device("cpu"), on_nvme=on_nvme, threads=1) as store:
+    with Store(
+        LAYOUTS,
+        specs,
+        resident=1,
+        resident_arrays=specs,
+        device=torch.device("cpu"),
+        on_nvme=on_nvme,
+        threads=1,
+    ) as store:
         for block in range(5):
             with store.lease(block, ["weight", "exp_avg"], changes=True) as arrays:
                 arrays["weight"].fill_(block)
@@ -255,7 +292,13 @@ def test_a_lease_is_over_all_tiers(tmp_path):
                 assert torch.all(arrays["weight"] == block)
                 assert torch.all(arrays["exp_avg"] == 10 + block)
             assert torch.all(torch.cat(list(store.pieces("exp_avg", block, 5, 100))) == 10 + block)
-        assert [store.is_on_nvme("exp_avg", block) for block in range(5)] == [False, False, True, True, False]
+        assert [store.is_on_nvme("exp_avg", block) for block in range(5)] == [
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
         with pytest.raises(KeyError):
             store.array("exp_avg", 2)
 
@@ -265,7 +308,9 @@ def test_waits_of_several_count_once(store):
     for lease in held:
         lease.wait()
     before, started = store.waited_s, time.perf_counter()
-    threads = [threading.Thread(target=store.lease(4, ["exp_avg"], changes=True).wait) for _ in range(2)]
+    threads = [
+        threading.Thread(target=store.lease(4, ["exp_avg"], changes=True).wait) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -275,7 +320,11 @@ def test_waits_of_several_count_once(store):
     assert 0.04 < store.waited_s - before <= time.perf_counter() - started
 
 
-@pytest.mark.parametrize("failed", [KeyboardInterrupt(), RuntimeError("can't start new thread")], ids=["interrupted", "no thread"])
+@pytest.mark.parametrize(
+    "failed",
+    [KeyboardInterrupt(), RuntimeError("can't start new thread")],
+    ids=["interrupted", "no thread"],
+)
 def test_nobody_waits_for_a_transfer_that_did_not_begin(store, monkeypatch, failed):
     def fail(*_: object) -> None:
         raise failed
@@ -284,7 +333,9 @@ def test_nobody_waits_for_a_transfer_that_did_not_begin(store, monkeypatch, fail
         patch.setattr(store._files, "read", fail)
         with pytest.raises(type(failed)):
             store.lease(1, ["exp_avg"], changes=True)
-    with pytest.raises((StorageError, RuntimeError), match=r"interrupted as it began; resume from|start new thread"):
+    with pytest.raises(
+        (StorageError, RuntimeError), match=r"interrupted as it began; resume from|start new thread"
+    ):
         store.lease(1, ["exp_avg"], changes=True).wait()
 
 

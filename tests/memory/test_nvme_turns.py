@@ -1,4 +1,4 @@
-"""Who gets a staging buffer when: readers of weights do not queue behind updates, and nobody waits for ever."""
+"""The order in which leases get buffers: readers pass updates, and no lease waits forever."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
-from megatrain import nvme_tier
+from megatrain import schedule
 from megatrain.errors import MegaTrainError
-from megatrain.memory.host_store import ArraySpec
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeLease, NvmeStore
 
 BLOCKS = 7
@@ -27,16 +27,22 @@ Make = Callable[..., NvmeStore]
 
 @pytest.fixture
 def make(tmp_path, monkeypatch) -> Iterator[Make]:
-    """Stores with so many buffers for weights and for what only updates use."""
+    """Makes stores with given numbers of buffers for weights and for arrays of updates alone."""
     with ExitStack() as made:
 
         def one(weights: int, others: int = 3) -> NvmeStore:
-            monkeypatch.setattr(nvme_tier, "STAGES", {"weight": weights})
-            monkeypatch.setattr(nvme_tier, "STATE_STAGES", others)
+            monkeypatch.setattr(schedule, "STAGES", {"weight": weights})
+            monkeypatch.setattr(schedule, "STATE_STAGES", others)
             layouts = [FlatLayout.pack([("w", (100 + block,), True)]) for block in range(BLOCKS)]
-            store = NvmeStore(layouts, ARRAYS, {spec.name: range(BLOCKS) for spec in ARRAYS}, [tmp_path], threads=1)
+            store = NvmeStore(
+                layouts,
+                ARRAYS,
+                {spec.name: range(BLOCKS) for spec in ARRAYS},
+                [tmp_path],
+                threads=1,
+            )
             made.callback(store.close)
-            made.callback(store.stop, MegaTrainError("the test is over"))  # whoever hangs ends
+            made.callback(store.stop, MegaTrainError("the test is over"))  # a lease that hangs ends
             return store
 
         yield one
@@ -92,8 +98,12 @@ def test_a_reader_passes_the_updates_that_were_queued_before(make, buffers, ahea
     update(updates[0], 7)
     update(updates[1], 8)
     found: dict[int, float] = {}
+
+    def read(block: int) -> None:
+        found[block] = value_of(look(store, block, ahead=ahead))
+
     for block in (0, 1):
-        in_time(lambda block=block: found.update({block: value_of(look(store, block, ahead=ahead))}))  # type: ignore[misc]
+        in_time(partial(read, block))
     assert found == {0: 7, 1: 8}
     assert not served(updates[-1])
 
@@ -122,7 +132,7 @@ def test_where_every_block_has_a_buffer_updates_take_them_all(make):
     assert all(served(ask(store, block)) for block in range(BLOCKS))
 
 
-def test_a_reader_whose_block_is_updated_keeps_his_place_and_takes_no_buffer(make):
+def test_a_reader_whose_block_is_updated_keeps_its_place_and_takes_no_buffer(make):
     store = make(3)
     first = look(store, 0, ahead=False)
     second, third = look(store, 1), look(store, 2)
@@ -131,22 +141,25 @@ def test_a_reader_whose_block_is_updated_keeps_his_place_and_takes_no_buffer(mak
     assert all(map(served, (first, second, third)))
 
 
-def test_a_reader_who_gave_up_holds_nobody_back(make):
+def test_a_reader_that_gave_up_holds_nobody_back(make):
     store = make(3)
     first, second = look(store, 0, ahead=False), look(store, 1)
     first.release(changed=False, soon=True)
     in_time(second.wait)
 
 
-def test_what_an_update_is_to_change_is_shared_with_the_reader_who_came_before(make):
+def test_what_an_update_is_to_change_is_shared_with_the_reader_that_came_before(make):
     store = make(2)
     reader, changer = look(store, 0), ask(store, 0)
     in_time(reader.wait, changer.wait)
     assert reader.wait()["weight"].data_ptr() == changer.wait()["weight"].data_ptr()
 
 
-def test_a_reader_of_several_arrays_takes_his_turn_in_all_of_them(make):
-    """Else he would hold the only weight and wait for the remainder that an update holds, which waits for the weight."""
+def test_a_reader_of_several_arrays_takes_its_turn_in_all_of_them(make):
+    """Else it would hold the only weight's buffer and wait for the remainder's.
+
+    An update holds that one, and waits for the weight's.
+    """
     store = make(1, others=1)
     updates = [ask(store, block) for block in (0, 1)]
     both = store.lease(0, ["weight", "remainder"], changes=False)
@@ -154,7 +167,7 @@ def test_a_reader_of_several_arrays_takes_his_turn_in_all_of_them(make):
     in_time(lambda: update(updates[1], 6), lambda: value_of(both))
 
 
-def test_an_error_reaches_readers_who_wait_and_those_whom_they_hold_back(make):
+def test_an_error_reaches_readers_that_wait_and_those_behind_them(make):
     store = make(1)
     ask(store, 3).wait()
     readers = [look(store, 0, ahead=False), look(store, 1), look(store, 2, ahead=False)]
@@ -171,17 +184,19 @@ def test_an_error_reaches_readers_who_wait_and_those_whom_they_hold_back(make):
     assert errors == ["the update failed"] * 3
 
 
-# -- steps as an engine takes them ----------------------------------------------------------------------------------------------------
+# -- steps as an engine takes them ----------------------------------------------------------------
 
 
 class Steps:
-    """Updates in one thread and uploads in another, each in the order of asking, and what is uploaded must be of the last step."""
+    """Updates in one thread and uploads in another, each in the order of asking.
+
+    What is uploaded must be of the last step.
+    """
 
     def __init__(self, store: NvmeStore, seed: int, slow: str) -> None:
         self.store, self.random, self.slow = store, random.Random(seed), slow
         self.lanes = {name: ThreadPoolExecutor(1) for name in ("update", "upload", "release")}
         self.done: dict[int, Future[None]] = {}
-        self.uploads: list[Future[float]] = []
 
     def sleep(self, lane: str) -> None:
         if self.slow in (lane, "all"):
@@ -216,8 +231,10 @@ class Steps:
         self.lanes["release"].submit(release)
         return landed
 
-    def sweep(self, visits: list[int], expected: int, visited: Callable[[int], None] = lambda _: None) -> None:
-        """Two are fetched ahead."""
+    def sweep(
+        self, visits: list[int], expected: int, visited: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Visit the blocks; two are fetched ahead."""
         fetched = [self.upload(block) for block in visits[:2]]
         for number, block in enumerate(visits):
             assert fetched[number].result(IN_TIME_S) == expected
@@ -228,17 +245,20 @@ class Steps:
 
 @pytest.mark.parametrize("slow", ["nobody", "update", "upload", "release", "all"])
 @pytest.mark.parametrize("buffers", [1, 2, 3, 5])
-@pytest.mark.parametrize("beside_backward", [False, True], ids=["updates before the forward", "updates beside backward"])
+@pytest.mark.parametrize(
+    "beside_backward", [False, True], ids=["updates before the forward", "updates beside backward"]
+)
 def test_sweeps_beside_updates_see_what_was_updated_and_end(make, buffers, slow, beside_backward):
     store = make(buffers, others=min(buffers, 3))
     steps, forward = Steps(store, buffers, slow), list(range(BLOCKS))
     for step in range(1, 5):
         if beside_backward:
-            steps.sweep([*reversed(forward)], step - 1, visited=lambda block, step=step: steps.update(block, step))  # type: ignore[misc]
+            visited = partial(steps.update, step=step)
+            steps.sweep([*reversed(forward)], step - 1, visited)
         else:
             for block in forward:
                 steps.update(block, step)
-        if step == 2:  # what evaluates, saves or copies comes between
+        if step == 2:  # an evaluation, a save and a copy come between
             steps.done[3].result(IN_TIME_S)
             assert {float(piece[0]) for piece in store.pieces("weight", 3, 0, 100)} == {2}
             in_time(lambda: value_of(look(store, 3)))

@@ -1,4 +1,4 @@
-"""Slabs are zeroed host memory; what CUDA was told about them it is told again when they go, whoever forgets to close them."""
+"""Slabs are zeroed host memory; they are unpinned when they go, also if nobody closes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
-from megatrain.memory.host_store import ArraySpec, HostStore
-from megatrain.memory.layout import FlatLayout
-from megatrain.memory.slab import HUGE_PAGE, Slab
+from megatrain.memory.layout import ArraySpec, FlatLayout
+from megatrain.memory.slab import Slab
+from megatrain.memory.store import Store
+from megatrain.schedule import HUGE_PAGE
 
 
 class Cuda:
@@ -26,7 +27,11 @@ class Cuda:
 
     def register(self, pointer: int, nbytes: int, flags: int) -> int:
         assert pointer not in self.registered, "registered twice"
-        if self.heeds_memlock and sum(self.registered.values()) + nbytes > resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]:
+        if (
+            self.heeds_memlock
+            and sum(self.registered.values()) + nbytes
+            > resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        ):
             return 2
         if self.code == 0:
             self.registered[pointer] = nbytes
@@ -90,7 +95,9 @@ def test_memory_that_may_not_be_pinned_stays_pageable_and_says_so(cuda, code, ca
 
 def test_memory_that_cannot_be_pinned_for_another_reason_is_refused(cuda):
     cuda.code = 1
-    with pytest.raises(OutOfMemory, match=r"could not pin 0\.0 GiB of host memory for test \(error 1\)"):
+    with pytest.raises(
+        OutOfMemory, match=r"could not pin 0\.0 GiB of host memory for test \(error 1\)"
+    ):
         Slab("test", 100, pinned=True, threads=1)
     assert cuda.registered == {}
 
@@ -104,7 +111,7 @@ def test_where_the_memlock_limit_binds_what_is_within_it_is_pinned(cuda, caplog)
         arrays = [ArraySpec("weight", torch.uint8, transferred=True)]
         layouts = [FlatLayout.pack([("w", (HUGE_PAGE,), True)])] * 2
         slabs = [Slab(f"{number}", HUGE_PAGE, pinned=True, threads=1) for number in range(5)]
-        with HostStore(layouts, arrays, pinned=True) as store:
+        with Store(layouts, arrays, device=torch.device("cuda")) as store:
             store.array("weight", 1).fill_(7)
             assert int(store.array("weight", 1)[-1]) == 7
     finally:

@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatrain.engine.build import from_config
 from megatrain.engine.engine import Engine
 from megatrain.optim.split import join_master
 from tests.support import FAMILIES, differing, tiny_config
@@ -16,7 +15,9 @@ BIG = {"hidden_size": 128, "num_hidden_layers": 2}
 
 
 def initialized(family: str, seed: int = 0, precision: str = "float32") -> Engine:
-    return from_config(tiny_config(family, **BIG), seed=seed, precision=precision, device="cpu")
+    return Engine.from_config(
+        tiny_config(family, **BIG), seed=seed, precision=precision, device="cpu"
+    )
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -29,8 +30,12 @@ def test_every_tensor_is_distributed_as_in_the_model_s_own_initialisation(family
     changes = {"n_embd": 128, "n_layer": 2} if family == "gpt2" else BIG
     config = tiny_config(family, **changes)
     torch.manual_seed(3)
-    own = dict(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
-    ours = weights_of(from_config(config, precision="float32", device="cpu"))
+    own = dict(
+        transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        ).named_parameters()
+    )
+    ours = weights_of(Engine.from_config(config, precision="float32", device="cpu"))
     assert ours.keys() == own.keys()
     for name, weight in ours.items():
         expected = own[name].detach()
@@ -38,7 +43,9 @@ def test_every_tensor_is_distributed_as_in_the_model_s_own_initialisation(family
             assert torch.equal(weight, expected), name
         else:
             assert float(weight.std()) == pytest.approx(float(expected.std()), rel=0.1), name
-            assert abs(float(weight.mean())) < 5 * float(expected.std()) / weight.numel() ** 0.5, name
+            assert abs(float(weight.mean())) < 5 * float(expected.std()) / weight.numel() ** 0.5, (
+                name
+            )
 
 
 def test_norms_are_one_and_biases_zero():
@@ -55,14 +62,19 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
 
 def test_layers_differ_from_each_other():
     weights = weights_of(initialized("llama"))
-    assert not torch.equal(weights["model.layers.0.mlp.up_proj.weight"], weights["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(
+        weights["model.layers.0.mlp.up_proj.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    )
 
 
 def test_bfloat16_keeps_the_fp32_draw_as_its_master():
     exact = weights_of(initialized("llama"))
     with initialized("llama", precision="bfloat16") as engine:
         for block in engine.anatomy.blocks:
-            master = join_master(engine.store.array("weight", block.index), engine.store.array("remainder", block.index))
+            master = join_master(
+                engine.store.array("weight", block.index),
+                engine.store.array("remainder", block.index),
+            )
             views = block.layout.views(master)
             assert differing(views, {name: exact[name] for name in views}) == []
 
@@ -76,7 +88,9 @@ def test_the_caller_s_random_state_is_left_alone():
 
 def test_an_initialised_engine_still_computes_with_its_slots():
     with initialized("gpt-neox") as engine:
-        for block, parameters in zip(engine.anatomy.blocks, engine._passes.parameters, strict=True):
+        for block, parameters in zip(
+            engine.anatomy.blocks, engine.parts.passes.parameters, strict=True
+        ):
             for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
                 module, leaf = engine.skeleton.owner(spec.name)
                 assert module._parameters[leaf] is parameter

@@ -1,4 +1,5 @@
-"""Sources, configurations and tokenizers: what a user names is found, what a folder claims is not obeyed."""
+"""Sources, configurations and tokenizers: what a user names is found, what a folder claims is not
+obeyed."""
 
 from __future__ import annotations
 
@@ -12,12 +13,26 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatrain.errors import ModelError
-from megatrain.models.pretrained import Source, end_of_turn, load_config, load_config_and_tokenizer, load_tokenizer, resolve_source
+from megatrain.models.pretrained import (
+    ModelSource,
+    end_of_turn,
+    load_config_and_tokenizer,
+    load_tokenizer,
+    read_model_config,
+    resolve_source,
+)
 
 CONFIG = transformers.LlamaConfig(
-    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, max_position_embeddings=16
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    vocab_size=8,
+    max_position_embeddings=16,
 )
-CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 
 
 @pytest.fixture
@@ -28,7 +43,9 @@ def folder(tmp_path: Path) -> Path:
 
 def make_tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
     words = {"<unk>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "</s>": 3, "hello": 4}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return tokenizer
 
@@ -39,12 +56,12 @@ def edit(folder: Path, file: str, **entries: Any) -> None:
 
 
 def test_a_folder_is_a_folder(folder: Path) -> None:
-    assert resolve_source(str(folder)) == Source("folder", folder)
+    assert resolve_source(str(folder)) == ModelSource("folder", folder)
 
 
 def test_a_gguf_file_is_found_by_itself_or_by_its_folder(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
-    expected = Source("gguf", tmp_path, "x.gguf")
+    expected = ModelSource("gguf", tmp_path, "x.gguf")
     assert resolve_source(tmp_path / "x.gguf") == expected == resolve_source(tmp_path)
     assert expected.file == tmp_path / "x.gguf"
 
@@ -60,7 +77,10 @@ def test_a_missing_parent_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
-    with pytest.raises(ModelError, match=r"^nobody/nothing at revision v1: is not a local folder.* hub did not deliver"):
+    with pytest.raises(
+        ModelError,
+        match=r"^nobody/nothing at revision v1: is not a local folder.* hub did not deliver",
+    ):
         resolve_source("nobody/nothing", revision="v1")
 
 
@@ -73,7 +93,9 @@ def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
         (["adapter_config.json"], "is an adapter"),
     ],
 )
-def test_a_folder_that_is_no_model_says_what_it_is(tmp_path: Path, files: list[str], message: str) -> None:
+def test_a_folder_that_is_no_model_says_what_it_is(
+    tmp_path: Path, files: list[str], message: str
+) -> None:
     for file in files:
         (tmp_path / file).touch()
     with pytest.raises(ModelError, match=message):
@@ -100,8 +122,10 @@ def test_another_kind_of_file_is_refused(folder: Path) -> None:
 )
 def test_a_malformed_config_is_one_sentence(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"config\.json: (cannot be used|needs Python code)") as caught:
-        load_config(resolve_source(folder))
+    with pytest.raises(
+        ModelError, match=r"config\.json: (cannot be used|needs Python code)"
+    ) as caught:
+        read_model_config(resolve_source(folder))
     assert "\n" not in str(caught.value)
 
 
@@ -109,20 +133,28 @@ def test_a_huge_config_is_not_read(folder: Path) -> None:
     with (folder / "config.json").open("ab") as file:
         file.truncate(1 << 30)
     with pytest.raises(ModelError, match="larger than 16 MiB"):
-        load_config(resolve_source(folder))
+        read_model_config(resolve_source(folder))
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_quantised_weights_are_refused_by_method(folder: Path, key: str) -> None:
     edit(folder, "config.json", **{key: {"quant_method": "fp8"}})
     with pytest.raises(ModelError, match=r"quantised \(fp8\).*unquantised"):
-        load_config(resolve_source(folder))
+        read_model_config(resolve_source(folder))
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+    ],
+)
 def test_a_folder_cannot_choose_a_kernel_to_download(folder: Path, key: str) -> None:
     edit(folder, "config.json", **{key: "somebody/kernel"})
-    config = load_config(resolve_source(folder))
+    config = read_model_config(resolve_source(folder))
     assert config._attn_implementation is None
     assert "somebody/kernel" not in config.to_json_string()
 
@@ -132,29 +164,42 @@ def trap(folder: Path) -> Path:
     """A folder whose code leaves a mark if it is ever run."""
     mark = folder / "ran"
     (folder / "evil.py").write_text(
-        f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as C\n\nclass Evil(C):\n    model_type = 'evil'\n"
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as C\n\n"
+        "class Evil(C):\n    model_type = 'evil'\n"
     )
     return mark
 
 
 @pytest.mark.parametrize("model_type", ["evil", "llama"])
 def test_code_of_a_folder_is_not_run(folder: Path, trap: Path, model_type: str) -> None:
-    edit(folder, "config.json", model_type=model_type, auto_map={"AutoConfig": "evil.Evil"}, trust_remote_code=True)
+    edit(
+        folder,
+        "config.json",
+        model_type=model_type,
+        auto_map={"AutoConfig": "evil.Evil"},
+        trust_remote_code=True,
+    )
     if model_type == "evil":
         with pytest.raises(ModelError, match="needs Python code from the model's folder"):
-            load_config(resolve_source(folder))
+            read_model_config(resolve_source(folder))
     else:
-        load_config(resolve_source(folder))
+        read_model_config(resolve_source(folder))
     assert not trap.exists()
 
 
 def test_a_tokenizers_code_is_not_run(folder: Path, trap: Path) -> None:
     make_tokenizer(eos_token="</s>").save_pretrained(folder)
-    edit(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil")
+    edit(
+        folder,
+        "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["evil.Evil", None]},
+        tokenizer_class="Evil",
+    )
     try:
         load_tokenizer(resolve_source(folder))
     except ModelError as error:
-        assert "needs Python code" in str(error)  # noqa: PT017  either answer is right, as long as nothing ran
+        # either answer is right, as long as nothing ran
+        assert "needs Python code" in str(error)  # noqa: PT017
     assert not trap.exists()
 
 
@@ -191,7 +236,9 @@ def test_a_folder_keeps_its_own_pad(folder: Path) -> None:
         (None, None),
     ],
 )
-def test_the_end_of_a_turn_is_read_from_the_template(template: str | None, token: str | None) -> None:
+def test_the_end_of_a_turn_is_read_from_the_template(
+    template: str | None, token: str | None
+) -> None:
     tokenizer = make_tokenizer(eos_token="</s>")
     tokenizer.chat_template = template
     assert end_of_turn(tokenizer) == token

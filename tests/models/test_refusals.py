@@ -1,4 +1,4 @@
-"""What cannot be streamed exactly is refused by name, with the reason; what keeps to the rules is not."""
+"""Models that cannot be streamed exactly are refused by name, with the reason; others are not."""
 
 from __future__ import annotations
 
@@ -11,60 +11,122 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models import skeleton as skeleton_module
-from megatrain.models.probe import probe
-from megatrain.models.skeleton import Skeleton, build_model
+from megatrain.models.family import build_model
+from megatrain.models.probe import probe_model
+from megatrain.models.skeleton import Skeleton
 from tests.support import VOCABULARY, tiny_config
 
-# -- refusals of real families --------------------------------------------------------------------------------------------------------
+# -- refusals of real families ---------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": (
         "BertConfig",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "is_decoder": True},
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "is_decoder": True,
+        },
         r"decoder\.bias shares its weights with .*predictions\.bias",
     ),
     "dots1": (
         "Dots1Config",
         {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-            "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-            "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
         },
         r"e_score_correction_bias, which belongs to its weights but is not trained",
     ),
     "pegasus": (
         "PegasusConfig",
-        {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        {
+            "d_model": 32,
+            "decoder_layers": 3,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 64,
+            "is_decoder": True,
+        },
         r"embed_positions\.weight, which belongs to its weights but is not trained",
     ),
     "bart": (
         "BartConfig",
-        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True},
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 64,
+            "is_decoder": True,
+        },
         r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
     ),
-    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}, "does not run with stand-ins for its layers"),
+    "rwkv": (
+        "RwkvConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2},
+        "does not run with stand-ins for its layers",
+    ),
     "mixtral": (
         "MixtralConfig",
         {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-            "num_local_experts": 4, "output_router_logits": True,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "output_router_logits": True,
         },
         "output_router_logits asks for the routers' balancing loss, which is not built",
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_bidirectional_attention": True},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "use_bidirectional_attention": True,
+        },
         "use_bidirectional_attention shows every token the one it should predict",
     ),
     "opt": (
         "OPTConfig",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1},
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 64,
+            "word_embed_proj_dim": 32,
+            "layerdrop": 0.1,
+        },
         r"layerdrop",
     ),
-    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "return more than hidden states"),
-    "gptj": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "return more than hidden states"),
-    "t5": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4}, "cannot be built as a causal language model"),
-}  # fmt: skip
+    "bloom": (
+        "BloomConfig",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "return more than hidden states",
+    ),
+    "gptj": (
+        "GPTJConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "return more than hidden states",
+    ),
+    "t5": (
+        "T5Config",
+        {"d_model": 32, "num_layers": 2, "num_heads": 4},
+        "cannot be built as a causal language model",
+    ),
+}
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -80,7 +142,7 @@ def test_an_unknown_attention_is_refused():
         Skeleton(tiny_config("llama"), attention="nonsense")
 
 
-# -- refusals of made-up models -------------------------------------------------------------------------------------------------------
+# -- refusals of made-up models --------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -219,7 +281,7 @@ class LooksAtValues(Toy):
 def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model, reason):
     toy = model()
     with pytest.raises(ModelError, match=reason) as refusal:
-        probe(toy, toy.layers)
+        probe_model(toy, toy.layers)
     assert str(refusal.value).startswith(f"{model.__name__} cannot be streamed exactly")
     assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
@@ -227,8 +289,12 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
 @pytest.mark.parametrize("model", [Toy, IgnoresItsBox])
 def test_a_model_that_keeps_to_the_rules_is_accepted(model):
     toy = model()
-    findings = probe(toy, toy.layers)
-    assert (findings.returns_tuple, findings.before, findings.after) == (False, ["embed.weight"], [])
+    findings = probe_model(toy, toy.layers)
+    assert (findings.returns_tuple, findings.before, findings.after) == (
+        False,
+        ["embed.weight"],
+        [],
+    )
 
 
 def skeleton_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Skeleton:
@@ -240,21 +306,29 @@ def test_weights_shared_between_layers_are_refused(monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     layers: Any = model.model.layers  # type: ignore[union-attr]
     layers[2].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
-    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0"):
+    with pytest.raises(
+        ModelError,
+        match=r"layers\.2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0",
+    ):
         skeleton_of(model, monkeypatch)
 
 
 def test_a_parameter_that_the_forward_never_uses_is_refused(monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     model.unused = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ModelError, match=r"unused\.weight is used neither before the first nor after the last layer"):
+    with pytest.raises(
+        ModelError,
+        match=r"unused\.weight is used neither before the first nor after the last layer",
+    ):
         skeleton_of(model, monkeypatch)
 
 
 def test_a_parameter_used_at_both_ends_is_refused(monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     base: Any = model.model
-    base.norm.register_forward_hook(lambda *_: [base.embed_tokens(torch.zeros(1, 1, dtype=torch.long))].clear())
+    base.norm.register_forward_hook(
+        lambda *_: [base.embed_tokens(torch.zeros(1, 1, dtype=torch.long))].clear()
+    )
     with pytest.raises(ModelError, match=r"embed_tokens\.weight is used at both ends"):
         skeleton_of(model, monkeypatch)
 
@@ -262,5 +336,8 @@ def test_a_parameter_used_at_both_ends_is_refused(monkeypatch):
 def test_a_second_stack_of_as_many_layers_is_refused(monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
-    with pytest.raises(ModelError, match=r"expected exactly one list of 3 decoder layers, found model\.layers, encoder"):
+    with pytest.raises(
+        ModelError,
+        match=r"expected exactly one list of 3 decoder layers, found model\.layers, encoder",
+    ):
         skeleton_of(model, monkeypatch)

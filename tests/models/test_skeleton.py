@@ -9,11 +9,33 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.skeleton import Skeleton, build_model, choose_attention, layouts_of
-from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, differing, engine_of, plain_model, tiny_config
+from megatrain.models.anatomy import layouts_of
+from megatrain.models.family import build_model, choose_attention
+from megatrain.models.skeleton import Skeleton
+from tests.support import (
+    FAMILIES,
+    MORE_FAMILIES,
+    VOCABULARY,
+    differing,
+    engine_of,
+    plain_model,
+    tiny_config,
+)
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
-TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2", "opt", "gemma2", "gemma3", "cohere"}
+TIED = {
+    "llama-tied",
+    "qwen2-tied",
+    "falcon-7b",
+    "falcon-rw",
+    "falcon-40b",
+    "gpt-neox-tied",
+    "gpt2",
+    "opt",
+    "gemma2",
+    "gemma3",
+    "cohere",
+}
 TIED |= {"ctrl", "opt-projected", "gpt-bigcode"}
 
 
@@ -34,11 +56,19 @@ def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
     model = plain_model(config)
     shape = Skeleton(config, dtype=torch.float32).anatomy
     specs = [spec for block in shape.blocks for spec in block.layout.tensors]
-    assert {spec.name: spec.shape for spec in specs} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {spec.name: spec.shape for spec in specs} == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
     assert len(specs) == len({spec.name for spec in specs})
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layers == config.num_hidden_layers == 3
-    assert [block.name for block in shape.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    assert [block.name for block in shape.blocks] == [
+        "embed",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "head",
+    ]
     assert (shape.hidden_size, shape.vocab_size) == (32, VOCABULARY)
 
 
@@ -66,8 +96,14 @@ def test_a_block_has_one_segment_of_each_kind(family):
 
 def test_learned_positions_belong_to_embed_and_the_final_norm_to_the_head():
     shape = Skeleton(tiny_config("gpt2"), dtype=torch.float32).anatomy
-    assert [spec.name for spec in shape.embed.layout.tensors] == ["transformer.wte.weight", "transformer.wpe.weight"]
-    assert [spec.name for spec in shape.head.layout.tensors] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+    assert [spec.name for spec in shape.embed.layout.tensors] == [
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    ]
+    assert [spec.name for spec in shape.head.layout.tensors] == [
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+    ]
 
 
 def test_only_matrices_decay():
@@ -89,7 +125,8 @@ def test_building_takes_no_memory_for_a_large_vocabulary():
 import resource, transformers
 from megatrain.models.skeleton import Skeleton
 def peak(vocabulary):
-    sizes = dict(hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(hidden_size=256, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
     Skeleton(transformers.LlamaConfig(vocab_size=vocabulary, **sizes))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(-peak(100) + peak(1 << 19))
@@ -110,7 +147,12 @@ def test_bound_parameters_are_the_flat_memory():
     for block in skeleton.anatomy.blocks:
         flat = torch.randn(block.layout.numel)
         parameters = skeleton.bind(block, flat)
-        assert differing(dict(enumerate(parameters)), dict(enumerate(block.layout.views(flat).values()))) == []
+        assert (
+            differing(
+                dict(enumerate(parameters)), dict(enumerate(block.layout.views(flat).values()))
+            )
+            == []
+        )
         flat.zero_()
         assert not any(p.any() for p in parameters)
     owner, leaf = skeleton.owner("lm_head.weight")
@@ -136,7 +178,9 @@ def test_attention_that_cannot_cap_logits_is_not_chosen():
     assert choose_attention(tiny_config("llama"), "auto") == "sdpa"
     assert choose_attention(tiny_config("gemma2"), "auto") == "eager"
     assert choose_attention(tiny_config("gemma2"), "sdpa") == "sdpa"
-    assert Skeleton(tiny_config("gemma2"), dtype=torch.float32).config._attn_implementation == "eager"
+    assert (
+        Skeleton(tiny_config("gemma2"), dtype=torch.float32).config._attn_implementation == "eager"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,14 +200,20 @@ def test_it_knows_whether_training_draws_random_numbers(family, changes, draws):
 def test_a_dry_call_has_shapes_and_no_data():
     skeleton = Skeleton(tiny_config("llama"), dtype=torch.bfloat16)
     hidden, calls = skeleton.dry_call(2, 40)
-    assert (tuple(hidden.shape), hidden.dtype, hidden.is_meta) == ((2, 40, 32), torch.bfloat16, True)
+    assert (tuple(hidden.shape), hidden.dtype, hidden.is_meta) == (
+        (2, 40, 32),
+        torch.bfloat16,
+        True,
+    )
     assert len(calls) == 3
 
 
 def test_whether_documents_are_separated_is_found_once():
     skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
     assert skeleton.separates_documents()
-    skeleton.move_buffers(torch.device("meta"))  # as an engine moves them to its device, where the zeros are not
+    skeleton.move_buffers(
+        torch.device("meta")
+    )  # as an engine moves them to its device, where the zeros are not
     assert skeleton.separates_documents()
     bound = Skeleton(tiny_config("llama"), dtype=torch.float32)
     bound.move_buffers(torch.device("meta"))

@@ -13,7 +13,9 @@ from megatrain.errors import ConfigError
 from megatrain.optim import OPTIMIZERS, AdamW, WholeTensors
 from megatrain.optim.split import join_master, split_master
 
-OF_RANGES: dict[str, Any] = {name: kind for name, kind in OPTIMIZERS.items() if not issubclass(kind, WholeTensors)}
+OF_RANGES: dict[str, Any] = {
+    name: kind for name, kind in OPTIMIZERS.items() if not issubclass(kind, WholeTensors)
+}
 PRECISIONS = ("bfloat16", "float32")
 Views = dict[str, Tensor]
 
@@ -34,7 +36,9 @@ def random_views(precision: str, n: int, seed: int = 0) -> Views:
 def random_grad(precision: str, n: int, seed: int) -> Tensor:
     """Gradients over many magnitudes, exact zeros and denormals among them."""
     generator = torch.Generator().manual_seed(seed)
-    grad = torch.randn(n, generator=generator) * 10.0 ** torch.randint(-9, 0, (n,), generator=generator)
+    grad = torch.randn(n, generator=generator) * 10.0 ** torch.randint(
+        -9, 0, (n,), generator=generator
+    )
     special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-20, 1e4, -1e4])
     grad[: len(special)] = special[: len(grad)]
     return grad.to(getattr(torch, precision))
@@ -45,7 +49,11 @@ def clone(views: Views) -> Views:
 
 
 def master_of(views: Views) -> Tensor:
-    return join_master(views["weight"], views["remainder"]) if "remainder" in views else views["weight"]
+    return (
+        join_master(views["weight"], views["remainder"])
+        if "remainder" in views
+        else views["weight"]
+    )
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -58,7 +66,9 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def reference(optimizer: AdamW, views: Views, *, lr: float, weight_decay: float, step: int, grad_scale: float) -> None:
+def reference(
+    optimizer: AdamW, views: Views, *, lr: float, weight_decay: float, step: int, grad_scale: float
+) -> None:
     """AdamW in torch, every operation on its own, in the order of torch.optim.AdamW."""
     f32 = torch.float32
     beta1, beta2 = optimizer.betas
@@ -67,7 +77,9 @@ def reference(optimizer: AdamW, views: Views, *, lr: float, weight_decay: float,
     decayed = master * torch.tensor(1 - lr * weight_decay, dtype=f32)
     m.copy_(fma(g - m, torch.tensor(1 - beta1, dtype=f32), m))
     v.copy_(fma(torch.tensor(1 - beta2, dtype=f32) * g, g, v * torch.tensor(beta2, dtype=f32)))
-    denominator = sqrt(v) / torch.tensor((1 - beta2**step) ** 0.5, dtype=f32) + torch.tensor(optimizer.eps, dtype=f32)
+    denominator = sqrt(v) / torch.tensor((1 - beta2**step) ** 0.5, dtype=f32) + torch.tensor(
+        optimizer.eps, dtype=f32
+    )
     updated = decayed + (torch.tensor(-lr / (1 - beta1**step), dtype=f32) * m) / denominator
     if "remainder" in views:
         split_master(updated, out=(views["weight"], views["remainder"]))
@@ -99,11 +111,15 @@ def test_updates_equal_the_formula_bit_for_bit(precision, optimizer, weight_deca
         lr = 1e-3 / step
         views["grad"] = expected["grad"] = random_grad(precision, n, seed=step)
         optimizer.update(views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
-        reference(optimizer, expected, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
+        reference(
+            optimizer, expected, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale
+        )
         assert_same_bits(views, expected)
 
 
-def torch_optimizer_in_state(views: Views, steps: int, **options: Any) -> tuple[torch.optim.AdamW, Tensor]:
+def torch_optimizer_in_state(
+    views: Views, steps: int, **options: Any
+) -> tuple[torch.optim.AdamW, Tensor]:
     """torch.optim.AdamW after `steps` updates with the weights and moments of `views`, and its parameter."""
     parameter = master_of(views).clone().requires_grad_()
     optimizer = torch.optim.AdamW([parameter], **options)
@@ -121,7 +137,9 @@ def torch_optimizer_in_state(views: Views, steps: int, **options: Any) -> tuple[
 def test_one_update_is_that_of_torch(precision, step, weight_decay):
     views = random_views(precision, 1 << 16)
     before = master_of(views).double()
-    theirs, parameter = torch_optimizer_in_state(views, step - 1, lr=3e-4, weight_decay=weight_decay, betas=(0.9, 0.999), eps=1e-8)
+    theirs, parameter = torch_optimizer_in_state(
+        views, step - 1, lr=3e-4, weight_decay=weight_decay, betas=(0.9, 0.999), eps=1e-8
+    )
     parameter.grad = views["grad"].float() * 0.5
     theirs.step()
     AdamW().update(views, lr=3e-4, weight_decay=weight_decay, step=step, grad_scale=0.5)
@@ -164,10 +182,16 @@ def test_updates_too_small_for_bfloat16_are_kept():
         for one in (views, exact):
             AdamW().update(one, lr=1e-6, weight_decay=0.0, step=step, grad_scale=1.0)
         rounded = (rounded.float() + (master_of(views) - was)).to(torch.bfloat16)
-    assert torch.equal(rounded, master.to(torch.bfloat16))  # what a bf16 weight without a remainder would have learnt: nothing
-    assert torch.equal(master_of(views), exact["weight"])  # the same as float32 training with these gradients
+    assert torch.equal(
+        rounded, master.to(torch.bfloat16)
+    )  # what a bf16 weight without a remainder would have learnt: nothing
+    assert torch.equal(
+        master_of(views), exact["weight"]
+    )  # the same as float32 training with these gradients
     moved = master - master_of(views)
-    torch.testing.assert_close(moved, torch.full_like(moved, 1e-4), rtol=0.1, atol=0)  # 100 updates of about 1e-6
+    torch.testing.assert_close(
+        moved, torch.full_like(moved, 1e-4), rtol=0.1, atol=0
+    )  # 100 updates of about 1e-6
 
 
 def test_grad_scale_multiplies_the_gradient_first():

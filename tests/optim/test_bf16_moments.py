@@ -11,8 +11,25 @@ from torch import Tensor
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW
 from tests.engine.test_fp8_engine import SIZES
-from tests.optim.test_adamw import PRECISIONS, Views, assert_same_bits, clone, master_of, random_grad, random_views, reference
-from tests.support import State, differing, engine_of, full_batches, state_of, tiny_config, train_engine
+from tests.optim.test_adamw import (
+    PRECISIONS,
+    Views,
+    assert_same_bits,
+    clone,
+    master_of,
+    random_grad,
+    random_views,
+    reference,
+)
+from tests.support import (
+    State,
+    differing,
+    engine_of,
+    full_batches,
+    state_of,
+    tiny_config,
+    train_engine,
+)
 
 OPTIMIZER = AdamW(moments="bfloat16")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,7 +67,11 @@ def test_rounding_keeps_the_mean_where_the_nearest_would_stand_still() -> None:
     """A second moment without gradients falls by a thousandth a step: after 700 steps to half. To the nearest it would not fall at all."""
     n = 4096
     views = views_of("float32", n)
-    views |= {"exp_avg": torch.zeros(n).bfloat16(), "exp_avg_sq": torch.ones(n).bfloat16(), "grad": torch.zeros(n)}
+    views |= {
+        "exp_avg": torch.zeros(n).bfloat16(),
+        "exp_avg_sq": torch.ones(n).bfloat16(),
+        "grad": torch.zeros(n),
+    }
     assert torch.equal((views["exp_avg_sq"].float() * 0.999).bfloat16(), views["exp_avg_sq"])
     for step in range(1, 694):
         OPTIMIZER.update(views, lr=0.0, weight_decay=0.0, step=step, grad_scale=1.0)
@@ -67,7 +88,9 @@ def test_any_cut_into_ranges_gives_the_same_bits_and_another_place_others(precis
     OPTIMIZER.update(whole, lr=1e-3, weight_decay=0.1, step=2, grad_scale=0.7, first=5_000_000_000)
     for start, stop in pairwise([0, 1, 2, 19, 1024, 5000, n]):
         part = {key: view[start:stop] for key, view in cut.items()}
-        OPTIMIZER.update(part, lr=1e-3, weight_decay=0.1, step=2, grad_scale=0.7, first=5_000_000_000 + start)
+        OPTIMIZER.update(
+            part, lr=1e-3, weight_decay=0.1, step=2, grad_scale=0.7, first=5_000_000_000 + start
+        )
     assert_same_bits(cut, whole)
     OPTIMIZER.update(elsewhere, lr=1e-3, weight_decay=0.1, step=2, grad_scale=0.7)
     changed = (elsewhere["exp_avg_sq"] != whole["exp_avg_sq"]).float().mean()
@@ -89,7 +112,9 @@ def test_an_engine_keeps_ten_bytes_a_parameter_and_learns_as_with_fp32_moments()
     config, steps = tiny_config("llama", **SIZES), [full_batches(0)] * 40
     losses = []
     for moments in ("float32", "bfloat16"):
-        with engine_of(config, precision="bfloat16", optimizer=AdamW(lr=3e-3, moments=moments)) as engine:
+        with engine_of(
+            config, precision="bfloat16", optimizer=AdamW(lr=3e-3, moments=moments)
+        ) as engine:
             arrays = sum(engine.store.array(name, 0).element_size() for name in engine.store.arrays)
             assert arrays == {"float32": 14, "bfloat16": 10}[moments]
             losses.append(train_engine(engine, steps).losses)
@@ -101,7 +126,9 @@ def test_threads_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     steps = [full_batches(seed) for seed in range(3)]
 
     def run() -> State:
-        with engine_of(tiny_config("llama", **SIZES), precision="bfloat16", optimizer=OPTIMIZER) as engine:
+        with engine_of(
+            tiny_config("llama", **SIZES), precision="bfloat16", optimizer=OPTIMIZER
+        ) as engine:
             train_engine(engine, steps)
             return state_of(engine)
 
@@ -111,5 +138,7 @@ def test_threads_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.moments: 'float16' is none of float32, bfloat16, int8"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.moments: 'float16' is none of float32, bfloat16, int8"
+    ):
         AdamW(moments="float16")

@@ -12,7 +12,16 @@ from torch import Tensor
 from megatrain.memory.layout import GROUP
 from megatrain.optim import AdamW, Lion, Optimizer
 from tests.engine.test_fp8_engine import SIZES
-from tests.optim.test_adamw import PRECISIONS, Views, assert_same_bits, clone, master_of, random_grad, random_views, reference
+from tests.optim.test_adamw import (
+    PRECISIONS,
+    Views,
+    assert_same_bits,
+    clone,
+    master_of,
+    random_grad,
+    random_views,
+    reference,
+)
 from tests.support import engine_of, full_batches, tiny_config, train_engine
 
 OPTIMIZER = AdamW(moments="int8")
@@ -22,8 +31,13 @@ N = 300 * GROUP
 
 def new_views(optimizer: Optimizer, precision: str, n: int = N, seed: int = 0) -> Views:
     """Weights, a first gradient, and the optimizer's state before its first update."""
-    views = {name: view for name, view in random_views(precision, n, seed).items() if name not in NAMES}
-    return views | {s.name: torch.zeros(n // (GROUP if s.per == "group" else 1), dtype=s.dtype) for s in optimizer.state_arrays}
+    views = {
+        name: view for name, view in random_views(precision, n, seed).items() if name not in NAMES
+    }
+    return views | {
+        s.name: torch.zeros(n // (GROUP if s.per == "group" else 1), dtype=s.dtype)
+        for s in optimizer.state_arrays
+    }
 
 
 def values(views: Views, name: str) -> Tensor:
@@ -55,11 +69,17 @@ def test_weights_are_those_of_the_formula_and_moments_within_a_step(precision: s
         for name in NAMES:
             apart = (values(views, name) - exact[name]).abs()
             assert torch.all(apart <= 1.001 * step_of(views, name, exact[name])), (name, step)
-            assert torch.all(apart <= exact[name].abs() / 8 + exact[name].abs().view(-1, GROUP).amax(1).repeat_interleave(GROUP) / 2**17)
+            assert torch.all(
+                apart
+                <= exact[name].abs() / 8
+                + exact[name].abs().view(-1, GROUP).amax(1).repeat_interleave(GROUP) / 2**17
+            )
 
 
 @pytest.mark.parametrize(("name", "binades"), [("exp_avg", 15), ("exp_avg_sq", 31)])
-def test_a_scale_is_that_of_the_largest_and_a_lone_element_keeps_its_moments(name: str, binades: int) -> None:
+def test_a_scale_is_that_of_the_largest_and_a_lone_element_keeps_its_moments(
+    name: str, binades: int
+) -> None:
     """Beside zeros, and at every magnitude that a gradient may have: three bits of mantissa, and no code beyond the last."""
     views = new_views(OPTIMIZER, "float32", 130 * GROUP)
     grads = torch.zeros(130, GROUP)
@@ -71,8 +91,13 @@ def test_a_scale_is_that_of_the_largest_and_a_lone_element_keeps_its_moments(nam
     found = values(views, name).view(-1, GROUP)
     assert torch.all((found[:, 5] / exact - 1).abs() <= 1 / 8)
     assert torch.count_nonzero(found) == 130
-    exponents, largest = views[f"{name}_scale"].double() - 127 + binades, torch.floor(torch.log2(exact))
-    assert torch.all((exponents == largest) | (exponents == largest + 1) | (views[f"{name}_scale"] == 0))
+    exponents, largest = (
+        views[f"{name}_scale"].double() - 127 + binades,
+        torch.floor(torch.log2(exact)),
+    )
+    assert torch.all(
+        (exponents == largest) | (exponents == largest + 1) | (views[f"{name}_scale"] == 0)
+    )
 
 
 def test_rounding_keeps_the_mean_of_both_moments() -> None:
@@ -102,8 +127,12 @@ def test_a_second_moment_above_zero_is_never_lost() -> None:
         before = views["weight"].clone()
         optimizer.update(views, lr=1e-3, weight_decay=0.0, step=step, grad_scale=1.0)
         assert views["exp_avg_sq"].min() >= 1
-        assert float((views["weight"] - before).abs().max()) <= 1.5e-3  # Adam's 1e-3, and the rounding's noise
-    assert torch.all(values(views, "exp_avg_sq")[1:GROUP] <= 2 * values(views, "exp_avg_sq")[0] / 2**34 * 8)
+        assert (
+            float((views["weight"] - before).abs().max()) <= 1.5e-3
+        )  # Adam's 1e-3, and the rounding's noise
+    assert torch.all(
+        values(views, "exp_avg_sq")[1:GROUP] <= 2 * values(views, "exp_avg_sq")[0] / 2**34 * 8
+    )
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6])
@@ -127,7 +156,9 @@ def test_steps_stay_near_those_of_fp32_moments_where_a_group_s_scales_differ(spr
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", [AdamW, Lion])
-def test_any_cut_into_groups_gives_the_same_bits_and_another_place_others(kind: type[AdamW] | type[Lion], precision: str) -> None:
+def test_any_cut_into_groups_gives_the_same_bits_and_another_place_others(
+    kind: type[AdamW] | type[Lion], precision: str
+) -> None:
     optimizer = kind(moments="int8")
     whole = new_views(optimizer, precision)
     optimizer.update(whole, lr=1e-3, weight_decay=0.1, step=1, grad_scale=0.7)
@@ -136,7 +167,10 @@ def test_any_cut_into_groups_gives_the_same_bits_and_another_place_others(kind: 
     optimizer.update(whole, **options, first=5_000_000_000)
     for start, stop in pairwise(GROUP * edge for edge in (0, 1, 2, 19, 64, 299, 300)):
         grouped = {s.name for s in optimizer.state_arrays if s.per == "group"}
-        part = {k: v[start // GROUP : stop // GROUP] if k in grouped else v[start:stop] for k, v in cut.items()}
+        part = {
+            k: v[start // GROUP : stop // GROUP] if k in grouped else v[start:stop]
+            for k, v in cut.items()
+        }
         optimizer.update(part, **options, first=5_000_000_000 + start)
     assert_same_bits(cut, whole)
     optimizer.update(elsewhere, **options)
@@ -144,7 +178,9 @@ def test_any_cut_into_groups_gives_the_same_bits_and_another_place_others(kind: 
     assert torch.equal(elsewhere["weight"], whole["weight"])
 
 
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, Lion(moments="int8")], ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize(
+    "optimizer", [OPTIMIZER, Lion(moments="int8")], ids=lambda optimizer: optimizer.name
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_padding_stays_zero_within_a_group_and_beyond(optimizer: Any, precision: str) -> None:
     views = new_views(optimizer, precision, 32 * GROUP)
@@ -152,7 +188,9 @@ def test_padding_stays_zero_within_a_group_and_beyond(optimizer: Any, precision:
         views["grad"] = random_grad(precision, 32 * GROUP, step)
         for name, view in views.items():
             view[1000 if len(view) > 32 else 16 :] = (
-                0 if name in ("weight", "remainder", "grad") else view[1000 if len(view) > 32 else 16 :]
+                0
+                if name in ("weight", "remainder", "grad")
+                else view[1000 if len(view) > 32 else 16 :]
             )
         optimizer.update(views, lr=1e-2, weight_decay=0.1, step=step, grad_scale=0.5)
     for name, view in views.items():
@@ -170,8 +208,13 @@ def test_an_engine_keeps_eight_bytes_a_parameter_and_learns_as_with_fp32_moments
     config, steps = tiny_config("llama", **SIZES), [full_batches(0)] * 40
     losses = []
     for moments in ("float32", "int8"):
-        with engine_of(config, precision="bfloat16", optimizer=AdamW(lr=3e-3, moments=moments)) as engine:
-            nbytes = sum(engine.store.array(name, 0).nbytes for name in engine.store.arrays) / engine.store.layouts[0].numel
+        with engine_of(
+            config, precision="bfloat16", optimizer=AdamW(lr=3e-3, moments=moments)
+        ) as engine:
+            nbytes = (
+                sum(engine.store.array(name, 0).nbytes for name in engine.store.arrays)
+                / engine.store.layouts[0].numel
+            )
             assert nbytes == {"float32": 14, "int8": 8 + 2 / GROUP}[moments]
             losses.append(train_engine(engine, steps).losses)
     assert losses[1] == pytest.approx(losses[0], rel=0.1, abs=0.03)

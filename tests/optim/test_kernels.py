@@ -1,4 +1,4 @@
-"""What the kernels' speed and safety rest on: packed instructions, no GIL, and a cache that may be missing or broken."""
+"""What the kernels' speed and safety rest on: packed instructions, no GIL, a cache that may fail."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numba
 import numpy as np
 import pytest
 
-from megatrain.optim import int8_kernels, kernels, lion_kernels
+from megatrain.optim import int8_kernels, kernels, lion_kernels, muon_kernels
 
-KERNELS = {
-    kernel.__name__: kernel
-    for kernel in (
-        kernels.adamw_split,
-        kernels.adamw_float32,
-        kernels.adamw_split_bf16,
-        kernels.adamw_float32_bf16,
-        int8_kernels.adamw_split_int8,
-        int8_kernels.adamw_float32_int8,
-        int8_kernels.lion_split_int8,
-        int8_kernels.lion_float32_int8,
-        lion_kernels.lion_split,
-        lion_kernels.lion_float32,
-        lion_kernels.lion_split_bf16,
-        lion_kernels.lion_float32_bf16,
-    )
+WITH_BF16_MOMENTS = {"adamw": kernels.adamw, "lion": lion_kernels.lion}
+OTHERS = {
+    "adamw, int8": int8_kernels.adamw,
+    "lion, int8": int8_kernels.lion,
+    "muon's direction": muon_kernels.direct,
+    "muon's update": muon_kernels.apply,
+}
+KERNELS: dict[str, tuple[Any, tuple[bool, ...]]] = {
+    f"{name}{', bf16' if bf16 else ''}, {'split' if split else 'float32'}": (factory, (split, bf16))
+    for name, factory in WITH_BF16_MOMENTS.items()
+    for bf16 in (False, True)
+    for split in (True, False)
+} | {
+    f"{name}, {'split' if split else 'float32'}": (factory, (split,))
+    for name, factory in OTHERS.items()
+    for split in (True, False)
 }
 
 
@@ -44,24 +44,36 @@ def njit_whose_cache_raises(error: Exception) -> Any:
 def test_the_loop_is_vectorised(name, monkeypatch):
     if platform.machine() != "x86_64":
         pytest.skip("reads x86 assembly")
-    monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(OSError()))  # code from the cache cannot be inspected
-    kernel: Any = KERNELS[name].__wrapped__()
-    (assembly,) = kernel.inspect_asm().values()
+    # code from the cache cannot be inspected
+    monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(OSError()))
+    factory, arguments = KERNELS[name]
+    (assembly,) = factory.__wrapped__(*arguments).inspect_asm().values()
     for operation in ("mul", "div", "sqrt") if name.startswith("adamw") else ("mul",):
-        assert re.search(rf"v{operation}ps\b.*%[yz]mm|\b{operation}ps\b.*%xmm", assembly), operation
+        packed = rf"v{operation}ps\b.*%[yz]mm|\b{operation}ps\b.*%xmm"
+        assert re.search(packed, assembly), operation
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_gil_is_released(name):
-    kernel: Any = KERNELS[name]()
-    assert kernel.targetoptions["nogil"]
+    factory, arguments = KERNELS[name]
+    assert factory(*arguments).targetoptions["nogil"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left"), EOFError("Ran out of input")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no locator available"),
+        OSError(28, "No space left"),
+        EOFError("Ran out of input"),
+    ],
+)
 def test_a_run_goes_on_without_the_cache(monkeypatch, caplog, error):
     monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(error))
-    kernel = kernels.adamw_float32.__wrapped__()
-    weight, exp_avg, exp_avg_sq, grad = (np.full(5, value, np.float32) for value in (1.0, 0.0, 0.0, 2.0))
-    kernel(weight, exp_avg, exp_avg_sq, grad, 0, np.uint32(0), *map(np.float32, (1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1e-8, -0.25)))
+    kernel = kernels.adamw.__wrapped__(split=False, bf16_moments=False)
+    weight, exp_avg, exp_avg_sq, grad = (
+        np.full(5, value, np.float32) for value in (1.0, 0.0, 0.0, 2.0)
+    )
+    scalars = tuple(map(np.float32, (1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1e-8, -0.25)))
+    kernel(weight, None, exp_avg, exp_avg_sq, grad, 0, np.uint32(0), scalars)
     assert weight.tolist() == [0.75] * 5
     assert str(error) in caplog.text

@@ -12,7 +12,16 @@ from megatrain.errors import ConfigError
 from megatrain.optim import Lion
 from megatrain.optim.split import split_master
 from tests.engine.test_fp8_engine import SIZES
-from tests.optim.test_adamw import PRECISIONS, Views, assert_same_bits, clone, fma, master_of, random_grad, random_views
+from tests.optim.test_adamw import (
+    PRECISIONS,
+    Views,
+    assert_same_bits,
+    clone,
+    fma,
+    master_of,
+    random_grad,
+    random_views,
+)
 from tests.optim.test_bf16_moments import neighbours
 from tests.support import engine_of, full_batches, tiny_config, train_engine
 
@@ -21,14 +30,23 @@ def views_of(precision: str, n: int) -> Views:
     return {name: view for name, view in random_views(precision, n).items() if name != "exp_avg_sq"}
 
 
-def reference(optimizer: Lion, views: Views, *, lr: float, weight_decay: float, grad_scale: float) -> None:
+def reference(
+    optimizer: Lion, views: Views, *, lr: float, weight_decay: float, grad_scale: float
+) -> None:
     """The paper's update in torch, every operation on its own but for the additions with a factor, which are rounded once."""
     b1, b2, c1, c2, scale, decay = (
         torch.tensor(value, dtype=torch.float32)
-        for value in (*optimizer.betas, *(1 - beta for beta in optimizer.betas), grad_scale, 1 - lr * weight_decay)
+        for value in (
+            *optimizer.betas,
+            *(1 - beta for beta in optimizer.betas),
+            grad_scale,
+            1 - lr * weight_decay,
+        )
     )
     m, g = views["exp_avg"], views["grad"].float() * scale
-    updated = master_of(views) * decay + torch.tensor(-lr, dtype=torch.float32) * torch.sign(fma(c1, g, m * b1))
+    updated = master_of(views) * decay + torch.tensor(-lr, dtype=torch.float32) * torch.sign(
+        fma(c1, g, m * b1)
+    )
     m.copy_(fma(c2, g, m * b2))
     if "remainder" in views:
         split_master(updated, out=(views["weight"], views["remainder"]))
@@ -39,9 +57,15 @@ def reference(optimizer: Lion, views: Views, *, lr: float, weight_decay: float, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("optimizer", "weight_decay", "grad_scale"),
-    [(Lion(), 0.0, 1.0), (Lion(betas=(0.95, 0.98)), 0.1, 0.37), (Lion(betas=(0.0, 0.0)), 0.01, 1e-3)],
+    [
+        (Lion(), 0.0, 1.0),
+        (Lion(betas=(0.95, 0.98)), 0.1, 0.37),
+        (Lion(betas=(0.0, 0.0)), 0.01, 1e-3),
+    ],
 )
-def test_updates_equal_the_formula_bit_for_bit(precision: str, optimizer: Lion, weight_decay: float, grad_scale: float) -> None:
+def test_updates_equal_the_formula_bit_for_bit(
+    precision: str, optimizer: Lion, weight_decay: float, grad_scale: float
+) -> None:
     n = 20_011
     views = views_of(precision, n)
     expected = clone(views)
@@ -56,7 +80,9 @@ def test_updates_equal_the_formula_bit_for_bit(precision: str, optimizer: Lion, 
 class PlainLion(torch.optim.Optimizer):
     """As anybody would write it."""
 
-    def __init__(self, parameters: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(
+        self, parameters: Any, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -83,9 +109,13 @@ def test_fifty_updates_follow_plain_pytorch(precision: str) -> None:
         parameter.grad = views["grad"].float()
         theirs.step()
         Lion().update(views, lr=1e-4, weight_decay=0.1, step=step, grad_scale=1.0)
-    torch.testing.assert_close(views["exp_avg"], theirs.state[parameter]["exp_avg"], rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(
+        views["exp_avg"], theirs.state[parameter]["exp_avg"], rtol=1e-5, atol=1e-12
+    )
     expected = parameter.detach().double() - before
-    assert (master_of(views).double() - before - expected).norm() / expected.norm() <= 1e-3  # a sign may differ where the sum is next to 0
+    assert (
+        master_of(views).double() - before - expected
+    ).norm() / expected.norm() <= 1e-3  # a sign may differ where the sum is next to 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -108,7 +138,9 @@ def test_a_moment_in_bfloat16_is_one_of_two_neighbours(precision: str) -> None:
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 def test_an_engine_learns(moments: str) -> None:
     config, steps = tiny_config("llama", **SIZES), [full_batches(0)] * 40
-    with engine_of(config, precision="bfloat16", optimizer=Lion(lr=1e-3, moments=moments)) as engine:
+    with engine_of(
+        config, precision="bfloat16", optimizer=Lion(lr=1e-3, moments=moments)
+    ) as engine:
         losses = train_engine(engine, steps).losses
     assert losses[-1] < 0.2 * losses[0]
 
@@ -116,5 +148,7 @@ def test_an_engine_learns(moments: str) -> None:
 def test_values_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.betas\[1\]: 1.0 .* below 1"):
         Lion(betas=(0.9, 1.0))
-    with pytest.raises(ConfigError, match=r"optimizer\.moments: 'int4' is none of float32, bfloat16, int8"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.moments: 'int4' is none of float32, bfloat16, int8"
+    ):
         Lion(moments="int4")

@@ -14,8 +14,22 @@ from megatrain.optim.schedules import SCHEDULES, warmup_steps
 BASE, TOTAL = 3e-4, 40
 
 
-def rates(name: str, *, total_steps: int = TOTAL, warmup: int = 0, min_ratio: float = 0.0, decay_share: float = 0.25) -> list[float]:
-    rate = partial(SCHEDULES[name], base=BASE, total_steps=total_steps, warmup_steps=warmup, min_ratio=min_ratio, decay_share=decay_share)
+def rates(
+    name: str,
+    *,
+    total_steps: int = TOTAL,
+    warmup: int = 0,
+    min_ratio: float = 0.0,
+    decay_share: float = 0.25,
+) -> list[float]:
+    rate = partial(
+        SCHEDULES[name],
+        base=BASE,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        min_ratio=min_ratio,
+        decay_share=decay_share,
+    )
     return [rate(step) for step in range(total_steps + 3)]
 
 
@@ -39,18 +53,31 @@ def test_schedules_equal_those_of_transformers(warmup):
         "cosine": of(optimization.get_cosine_schedule_with_warmup, num_training_steps=TOTAL),
     }
     for name, schedule in theirs.items():
-        assert rates(name, warmup=warmup)[:TOTAL] == pytest.approx(rates_of_transformers(schedule)[:TOTAL], rel=1e-12, abs=1e-18), name
+        assert rates(name, warmup=warmup)[:TOTAL] == pytest.approx(
+            rates_of_transformers(schedule)[:TOTAL], rel=1e-12, abs=1e-18
+        ), name
 
 
 def test_cosine_with_a_floor_equals_that_of_transformers():
     schedule = partial(
-        optimization.get_cosine_with_min_lr_schedule_with_warmup, num_warmup_steps=5, num_training_steps=TOTAL, min_lr_rate=0.1
+        optimization.get_cosine_with_min_lr_schedule_with_warmup,
+        num_warmup_steps=5,
+        num_training_steps=TOTAL,
+        min_lr_rate=0.1,
     )
-    assert rates("cosine", warmup=5, min_ratio=0.1)[:TOTAL] == pytest.approx(rates_of_transformers(schedule)[:TOTAL], rel=1e-12)
+    assert rates("cosine", warmup=5, min_ratio=0.1)[:TOTAL] == pytest.approx(
+        rates_of_transformers(schedule)[:TOTAL], rel=1e-12
+    )
 
 
 def test_wsd_equals_that_of_transformers_with_linear_decay():
-    schedule = partial(optimization.get_wsd_schedule, num_warmup_steps=5, num_training_steps=TOTAL, num_decay_steps=10, decay_type="linear")
+    schedule = partial(
+        optimization.get_wsd_schedule,
+        num_warmup_steps=5,
+        num_training_steps=TOTAL,
+        num_decay_steps=10,
+        decay_type="linear",
+    )
     assert rates("wsd", warmup=5) == pytest.approx(rates_of_transformers(schedule), rel=1e-12)
 
 
@@ -74,11 +101,23 @@ def test_warm_up_starts_at_zero_and_ends_at_the_base_rate(name):
 @pytest.mark.parametrize("total_steps", [0, 1, 2])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_the_shortest_runs_stay_in_range(name, total_steps, warmup):
-    assert all(0 <= rate <= BASE for rate in rates(name, total_steps=total_steps, warmup=warmup, decay_share=1.0))
+    assert all(
+        0 <= rate <= BASE
+        for rate in rates(name, total_steps=total_steps, warmup=warmup, decay_share=1.0)
+    )
 
 
 @pytest.mark.parametrize(
-    ("warmup", "total", "steps"), [(0, 100, 0), (0.03, 100, 3), (0.03, 20, 1), (0.5, 7, 4), (1, 100, 1), (10.0, 100, 10), (500, 100, 500)]
+    ("warmup", "total", "steps"),
+    [
+        (0, 100, 0),
+        (0.03, 100, 3),
+        (0.03, 20, 1),
+        (0.5, 7, 4),
+        (1, 100, 1),
+        (10.0, 100, 10),
+        (500, 100, 500),
+    ],
 )
 def test_warm_up_below_one_is_a_share(warmup, total, steps):
     assert warmup_steps(warmup, total) == steps

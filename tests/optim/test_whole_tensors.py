@@ -1,8 +1,8 @@
-"""Adafactor and Muon against torch.optim's, tensor by tensor: decay, clipping, shapes, ties, precision; and any number of threads alike."""
+"""Muon against torch.optim's, tensor by tensor: decay, shapes, ties, precision; and any number of threads alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,21 +10,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.engine.workspace import HostWorkspace, InPlace
+from megatrain.engine.update import HostWorkspace, InPlace
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
-from megatrain.optim import Adafactor, Muon, WholeTensors, adafactor, muon, whole_tensors
+from megatrain.optim import Muon, muon
 from megatrain.optim.split import join_master, split_master
 from megatrain.optim.whole_tensors import TensorState
 
-SHAPES = {"w": (24, 40), "tall": (70, 9), "experts": (3, 8, 12), "norm": (70,), "b.bias": (3, 5), "one": (1,), "row": (1, 6)}
-LAYOUT = FlatLayout.pack([(name, shape, name in ("w", "tall", "experts", "row")) for name, shape in SHAPES.items()], layer=True)
+SHAPES = {
+    "w": (24, 40),
+    "tall": (70, 9),
+    "experts": (3, 8, 12),
+    "norm": (70,),
+    "b.bias": (3, 5),
+    "one": (1,),
+    "row": (1, 6),
+}
+LAYOUT = FlatLayout.pack(
+    [(name, shape, name in ("w", "tall", "experts", "row")) for name, shape in SHAPES.items()],
+    layer=True,
+)
 STEPS = 6
 SCALE = 0.37
 State = dict[str, Tensor]
 
 
-def arrays_of(optimizer: WholeTensors, split: bool, seed: int = 0) -> State:
+def arrays_of(optimizer: Muon, split: bool, seed: int = 0) -> State:
     """Flat arrays of a block, its padding zero, and its state too."""
     generator = torch.Generator().manual_seed(seed)
     master = torch.zeros(LAYOUT.numel)
@@ -32,7 +43,10 @@ def arrays_of(optimizer: WholeTensors, split: bool, seed: int = 0) -> State:
         view.copy_(torch.randn(view.shape, generator=generator) * 0.2)
     weight, remainder = split_master(master)
     arrays = {"weight": weight, "remainder": remainder} if split else {"weight": master}
-    return arrays | {array.name: torch.zeros(LAYOUT.per(array.per).numel, dtype=array.dtype) for array in optimizer.state_arrays}
+    return arrays | {
+        array.name: torch.zeros(LAYOUT.per(array.per).numel, dtype=array.dtype)
+        for array in optimizer.state_arrays
+    }
 
 
 def gradient_of(step: int, dtype: torch.dtype) -> Tensor:
@@ -47,74 +61,50 @@ def gradient_of(step: int, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype)
 
 
-def states_of(optimizer: WholeTensors, arrays: Mapping[str, Tensor]) -> list[TensorState]:
+def states_of(optimizer: Muon, arrays: Mapping[str, Tensor]) -> list[TensorState]:
     layouts = {array.name: LAYOUT.per(array.per) for array in optimizer.state_arrays}
     flats = {name: layouts.get(name, LAYOUT).flats(array) for name, array in arrays.items()}
-    shapes = {name: {spec.name: spec.shape for spec in layouts.get(name, LAYOUT).tensors} for name in arrays}
     return [
         TensorState(
             spec,
-            {name: of_tensor[spec.name] for name, of_tensor in flats.items() if spec.name in of_tensor},
-            {name: of_tensor[spec.name] for name, of_tensor in shapes.items() if spec.name in of_tensor},
+            {
+                name: of_tensor[spec.name]
+                for name, of_tensor in flats.items()
+                if spec.name in of_tensor
+            },
         )
         for spec in LAYOUT.tensors
     ]
 
 
-def update(optimizer: WholeTensors, arrays: State, grad: Tensor, *, lr: float, step: int, threads: int = 1) -> None:
+def update(
+    optimizer: Muon, arrays: State, grad: Tensor, *, lr: float, step: int, threads: int = 1
+) -> None:
     workspace = HostWorkspace(optimizer.scratch([LAYOUT]).host, torch.device("cpu"), 1)
     with ThreadPoolExecutor(threads) as pool:
-        for stage in optimizer.stages(states_of(optimizer, {**arrays, "grad": grad}), workspace, lr=lr, step=step, grad_scale=SCALE):
+        for stage in optimizer.stages(
+            states_of(optimizer, {**arrays, "grad": grad}),
+            workspace,
+            lr=lr,
+            step=step,
+            grad_scale=SCALE,
+        ):
             list(pool.map(lambda piece: piece(), stage))
     workspace.close()
 
 
 def masters(arrays: State) -> State:
-    flat = join_master(arrays["weight"], arrays["remainder"]) if "remainder" in arrays else arrays["weight"]
+    flat = (
+        join_master(arrays["weight"], arrays["remainder"])
+        if "remainder" in arrays
+        else arrays["weight"]
+    )
     return {name: view.clone() for name, view in LAYOUT.views(flat).items()}
 
 
-def torch_adafactor(parameters: Mapping[str, nn.Parameter], optimizer: Adafactor) -> list[torch.optim.Optimizer]:
-    """Three dimensions as torch has them: its factors are of the last two."""
-    options: dict[str, Any] = {"beta2_decay": optimizer.beta2_decay, "eps": (optimizer.eps1, optimizer.eps2), "d": optimizer.clip_threshold}
-    groups = [
-        {
-            "params": [parameters[t.name] for t in LAYOUT.tensors if t.decay == decays],
-            "weight_decay": optimizer.weight_decay if decays else 0.0,
-        }
-        for decays in (True, False)
-    ]
-    return [torch.optim.Adafactor(groups, lr=optimizer.lr, foreach=False, **options)]
-
-
-ADAFACTORS = [
-    Adafactor(lr=1e-2),
-    Adafactor(lr=0.9, weight_decay=0.1, beta2_decay=-0.5, eps1=1e-4, eps2=0.3, clip_threshold=1.3),
-    Adafactor(lr=1e-3, weight_decay=0.3, clip_threshold=50.0),
-]
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["float32", "split"])
-@pytest.mark.parametrize("optimizer", ADAFACTORS, ids=lambda o: f"lr={o.lr}")
-def test_adafactor_is_torch_s(optimizer, split):
-    arrays = arrays_of(optimizer, split)
-    start = masters(arrays)
-    parameters = {name: nn.Parameter(master.clone()) for name, master in start.items()}
-    theirs = torch_adafactor(parameters, optimizer)
-    for step in range(1, STEPS + 1):
-        grad = gradient_of(step, arrays["weight"].dtype)
-        for name, view in LAYOUT.views(grad).items():
-            parameters[name].grad = view.float() * SCALE
-        for each in theirs:
-            each.step()
-        update(optimizer, arrays, grad, lr=optimizer.lr, step=step)
-        for name, ours in masters(arrays).items():
-            moved, expected = ours - start[name], parameters[name].detach() - start[name]
-            assert float((moved - expected).norm()) <= 2e-6 * float(expected.norm()) + 1e-7 * float(start[name].norm()), (name, step)
-            assert float(expected.norm()) > 0
-
-
-def torch_muon(parameters: Mapping[str, nn.Parameter], optimizer: Muon) -> list[torch.optim.Optimizer]:
+def torch_muon(
+    parameters: Mapping[str, nn.Parameter], optimizer: Muon
+) -> list[torch.optim.Optimizer]:
     """Experts one by one; everything that is no hidden matrix by torch's AdamW."""
     made: list[torch.optim.Optimizer] = []
     for spec in LAYOUT.tensors:
@@ -124,25 +114,46 @@ def torch_muon(parameters: Mapping[str, nn.Parameter], optimizer: Muon) -> list[
                 "momentum": optimizer.momentum, "nesterov": optimizer.nesterov, "ns_steps": optimizer.ns_steps,
                 "adjust_lr_fn": optimizer.adjust_lr_fn, "ns_coefficients": optimizer.ns_coefficients,
             }  # fmt: skip
-            views = [parameters[spec.name]] if len(spec.shape) == 2 else [*experts_of(parameters[spec.name])]
+            views = (
+                [parameters[spec.name]]
+                if len(spec.shape) == 2
+                else [*experts_of(parameters[spec.name])]
+            )
             made.append(torch.optim.Muon(views, lr=optimizer.lr, weight_decay=decay, **options))
         else:
             rate = optimizer.lr if optimizer.adamw_lr is None else optimizer.adamw_lr
-            made.append(torch.optim.AdamW([parameters[spec.name]], lr=rate, betas=optimizer.betas, eps=optimizer.eps, weight_decay=decay))
+            made.append(
+                torch.optim.AdamW(
+                    [parameters[spec.name]],
+                    lr=rate,
+                    betas=optimizer.betas,
+                    eps=optimizer.eps,
+                    weight_decay=decay,
+                )
+            )
     return made
 
 
 def experts_of(parameter: nn.Parameter) -> list[nn.Parameter]:
     """Views into one tensor, whose gradients are views too."""
     views = [nn.Parameter(expert) for expert in parameter.data]
-    for view, grad in zip(views, parameter.grad if parameter.grad is not None else [], strict=False):
+    for view, grad in zip(
+        views, parameter.grad if parameter.grad is not None else [], strict=False
+    ):
         view.grad = grad
     return views
 
 
 MUONS = [
     Muon(lr=1e-3),
-    Muon(lr=0.02, adamw_lr=3e-4, weight_decay=0.1, adjust_lr_fn="original", momentum=0.9, nesterov=False),
+    Muon(
+        lr=0.02,
+        adamw_lr=3e-4,
+        weight_decay=0.1,
+        adjust_lr_fn="original",
+        momentum=0.9,
+        nesterov=False,
+    ),
     Muon(lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, ns_steps=3),
 ]
 
@@ -169,14 +180,21 @@ def test_muon_is_torch_s_and_adamw_for_the_rest(optimizer, split):
             moved, expected = ours - start[name], parameters[name].detach() - start[name]
             hidden = next(spec for spec in LAYOUT.tensors if spec.name == name).hidden
             bound = 0.02 if hidden else 2e-5  # the iteration runs in bfloat16
-            assert float((moved - expected).norm()) <= bound * float(expected.norm()) + 1e-7 * float(start[name].norm()), (name, step)
+            assert float((moved - expected).norm()) <= bound * float(
+                expected.norm()
+            ) + 1e-7 * float(start[name].norm()), (name, step)
 
 
 def test_hidden_are_the_matrices_of_layers_alone():
     assert [spec.name for spec in LAYOUT.tensors if spec.hidden] == ["w", "tall", "experts"]
     outside = FlatLayout.pack([(name, shape, True) for name, shape in SHAPES.items()])
     assert not any(spec.hidden for spec in outside.tensors)
-    assert [spec.name for spec in LAYOUT.per("unhidden").tensors] == ["norm", "b.bias", "one", "row"]
+    assert [spec.name for spec in LAYOUT.per("unhidden").tensors] == [
+        "norm",
+        "b.bias",
+        "one",
+        "row",
+    ]
 
 
 def test_orthogonal_matrices_have_singular_values_near_one():
@@ -187,18 +205,21 @@ def test_orthogonal_matrices_have_singular_values_near_one():
         assert float(values.max()) < 1.3
 
 
-OPTIMIZERS = [ADAFACTORS[1], MUONS[2]]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
-def test_any_number_of_threads_gives_the_same_bits_and_padding_stays_zero(optimizer, monkeypatch):
-    for module in (adafactor, muon):
-        monkeypatch.setattr(module, "HOST_PIECE", 64)
+def test_any_number_of_threads_gives_the_same_bits_and_padding_stays_zero(monkeypatch):
+    optimizer = MUONS[2]
+    monkeypatch.setattr(muon, "HOST_PIECE", 64)
     results = []
     for threads in (1, 2, 7):
         arrays = arrays_of(optimizer, split=True)
         for step in (1, 2, 3):
-            update(optimizer, arrays, gradient_of(step, torch.bfloat16), lr=optimizer.lr, step=step, threads=threads)
+            update(
+                optimizer,
+                arrays,
+                gradient_of(step, torch.bfloat16),
+                lr=optimizer.lr,
+                step=step,
+                threads=threads,
+            )
         results.append(arrays)
     for other in results[1:]:
         assert all(torch.equal(array, other[name]) for name, array in results[0].items())
@@ -208,70 +229,66 @@ def test_any_number_of_threads_gives_the_same_bits_and_padding_stays_zero(optimi
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["float32", "split"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
-def test_the_device_s_form_is_the_host_s(optimizer, split, monkeypatch):
+def test_the_device_s_form_is_the_host_s(split, monkeypatch):
     """torch's operations, which a GPU runs, in pieces of their own size, and with fp32 sums for gradients."""
+    optimizer = MUONS[2]
     ours, host = arrays_of(optimizer, split), arrays_of(optimizer, split)
     start = masters(host)
-    for module in (adafactor, muon):
-        monkeypatch.setattr(module, "DEVICE_PIECE", 100)
+    monkeypatch.setattr(muon, "DEVICE_PIECE", 100)
     for step in (1, 2, 3):
         grad = gradient_of(step, torch.float32)
         update(optimizer, host, grad.to(host["weight"].dtype), lr=optimizer.lr, step=step)
         run_as_on_device(optimizer, ours, grad, step)
     for name, expected in masters(host).items():
         moved = masters(ours)[name] - start[name]
-        assert float((moved - (expected - start[name])).norm()) <= 0.005 * float((expected - start[name]).norm()) + 1e-7, name
+        assert (
+            float((moved - (expected - start[name])).norm())
+            <= 0.005 * float((expected - start[name]).norm()) + 1e-7
+        ), name
 
 
-def run_as_on_device(optimizer: WholeTensors, arrays: State, grad: Tensor, step: int) -> None:
+def run_as_on_device(optimizer: Muon, arrays: State, grad: Tensor, step: int) -> None:
     for tensor in states_of(optimizer, {**arrays, "grad": grad}):
-        made: Callable[..., Any] = (adafactor if isinstance(optimizer, Adafactor) else muon)._Update
-        if isinstance(optimizer, Muon) and not tensor.spec.hidden:
-            stages: Any = optimizer.stages([tensor], InPlace(grad.device), lr=optimizer.lr, step=step, grad_scale=SCALE)
+        if not tensor.spec.hidden:
+            stages: Any = optimizer.stages(
+                [tensor], InPlace(grad.device), lr=optimizer.lr, step=step, grad_scale=SCALE
+            )
             for stage in stages:
                 for piece in stage:
                     piece()
-        elif isinstance(optimizer, Muon):
-            work = made(optimizer, tensor, InPlace(grad.device), optimizer.lr, SCALE)
-            work.on_host, work.grad = False, tensor.view("grad").view(-1)
+        else:
+            work = muon._Update(optimizer, tensor, InPlace(grad.device), optimizer.lr, SCALE)
+            work.on_host, work.grad = False, tensor.flats["grad"][: tensor.spec.numel]
             for piece in work.direct():
                 piece()
             InPlace(grad.device).replace(optimizer.orthogonal, work.parts())
             for piece in work.apply():
                 piece()
-        else:
-            work = made(optimizer, tensor, optimizer.lr, step, SCALE)
-            work.on_host, work.grad = False, tensor.view("grad").view(work.weight.shape)
-            for piece in work.measure():
-                piece()
-            work.take_in()
-            for stage in (work.weigh, work.apply):
-                for piece in stage():
-                    piece()
 
 
 def test_a_gradient_of_zero_moves_nothing_but_by_decay():
-    for optimizer in OPTIMIZERS:
-        arrays = arrays_of(optimizer, split=False)
-        start = masters(arrays)
-        update(optimizer, arrays, torch.zeros(LAYOUT.numel), lr=0.1, step=1)
-        for spec in LAYOUT.tensors:
-            kept = 1 - 0.1 * optimizer.weight_decay if spec.decay else 1.0
-            assert torch.allclose(masters(arrays)[spec.name], start[spec.name] * kept, rtol=1e-6, atol=0), spec.name
+    optimizer = MUONS[2]
+    arrays = arrays_of(optimizer, split=False)
+    start = masters(arrays)
+    update(optimizer, arrays, torch.zeros(LAYOUT.numel), lr=0.1, step=1)
+    for spec in LAYOUT.tensors:
+        kept = 1 - 0.1 * optimizer.weight_decay if spec.decay else 1.0
+        assert torch.allclose(
+            masters(arrays)[spec.name], start[spec.name] * kept, rtol=1e-6, atol=0
+        ), spec.name
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Adafactor(lr=-1.0), "optimizer.lr"),
-        (lambda: Adafactor(beta2_decay=0.8), "optimizer.beta2_decay"),
-        (lambda: Adafactor(eps1=0.0), "optimizer.eps1"),
-        (lambda: Adafactor(clip_threshold=0.0), "optimizer.clip_threshold"),
+        (lambda: Muon(lr=-1.0), "optimizer.lr"),
         (lambda: Muon(momentum=1.0), "optimizer.momentum"),
         (lambda: Muon(betas=(0.9, 1.0)), "optimizer.betas"),
         (lambda: Muon(ns_steps=0), "optimizer.ns_steps"),
-        (lambda: Muon(adjust_lr_fn="moonshot"), "adjust_lr_fn: 'moonshot' is none of match_rms_adamw, original"),
+        (
+            lambda: Muon(adjust_lr_fn="moonshot"),
+            "adjust_lr_fn: 'moonshot' is none of match_rms_adamw, original",
+        ),
         (lambda: Muon(ns_coefficients=(1.0, 2.0)), "ns_coefficients"),  # type: ignore[arg-type]
     ],
 )
@@ -280,8 +297,9 @@ def test_values_out_of_range_are_refused(make, message):
         make()
 
 
-def test_pieces_bound_what_an_update_takes_beside_the_state():
-    large = FlatLayout.pack([("w", (4096, 4096), True)], layer=True)
-    assert Adafactor().scratch([large]).host < 0.05 * large.numel * 4
-    assert Muon().scratch([large]).host == 2 * large.numel
-    assert large.numel > whole_tensors.HOST_PIECE
+def test_an_update_takes_the_directions_of_the_largest_block_beside_the_state():
+    large = FlatLayout.pack(
+        [("w", (4096, 4096), True), ("v", (64, 64), True), ("norm", (4096,), False)], layer=True
+    )
+    small = FlatLayout.pack([("w", (512, 512), True)], layer=True)
+    assert Muon().scratch([small, large, small]).host == 2 * (4096 * 4096 + 64 * 64)

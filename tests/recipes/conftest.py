@@ -29,9 +29,15 @@ def tokenizer() -> Any:
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    base.train_from_iterator([turn["content"] for row in chat_rows() for turn in row["messages"]], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    base.train_from_iterator(
+        [turn["content"] for row in chat_rows() for turn in row["messages"]], trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML
+    )
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +63,9 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(tmp_path: Path, model_dir: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(
+    tmp_path: Path, model_dir: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The user's folder, which is the current one while the test runs."""
     folder = make_project(tmp_path / "project", model_dir)
     monkeypatch.chdir(folder)
@@ -78,7 +86,9 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture(scope="session")
-def finished_project(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path) -> Path:
+def finished_project(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path
+) -> Path:
     """A user's folder whose run has come to its end. Tests only read it."""
     folder = make_project(tmp_path_factory.mktemp("finished") / "project", model_dir)
     with pytest.MonkeyPatch.context() as patch:

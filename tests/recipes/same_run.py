@@ -19,7 +19,9 @@ def everything(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, weights and optimizer state, by file and name."""
     files = sorted(checkpoint.rglob("*.safetensors"))
     assert len(files) == 1 + 4, "weights, and a file for each block"
-    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+    return {
+        f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()
+    }
 
 
 def without_clock(rows: list[Row]) -> list[Row]:
@@ -31,8 +33,17 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
 
     but_evaluations_of: a step after which one of the runs was stopped before it could evaluate.
     """
-    states = [json.loads((run / "checkpoint-10" / "state.json").read_text()) for run in (one, other)]
-    lines = [[row for row in without_clock(metrics_of(run)) if not is_evaluation(row, but_evaluations_of)] for run in (one, other)]
+    states = [
+        json.loads((run / "checkpoint-10" / "state.json").read_text()) for run in (one, other)
+    ]
+    lines = [
+        [
+            row
+            for row in without_clock(metrics_of(run))
+            if not is_evaluation(row, but_evaluations_of)
+        ]
+        for run in (one, other)
+    ]
     assert differing(everything(one / "checkpoint-10"), everything(other / "checkpoint-10")) == []
     assert states[0] == states[1]
     assert lines[0] == lines[1]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatrain import hardware
 from megatrain.engine.gradients import Gradients
+from megatrain.machine import hardware
 from megatrain.recipes import loop
-from megatrain.run_folder import checkpoints
+from megatrain.storage.run_folder import checkpoints
 from tests.commands import POSITIONS, Answer, Command, chat_rows, metrics_of, steps_of, write_jsonl
 
 
@@ -61,8 +61,15 @@ def broken(project: Path) -> Path:
     (project / "empty").mkdir()
     (project / "empty.jsonl").write_text("")
     (project / "broken.jsonl").write_text(json.dumps(chat_rows(1)[0]) + "\n{x\n")
-    write_jsonl(project / "questions.jsonl", [{"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(3)])
-    for name, lacks in (("weights", "model.safetensors"), ("tokenizer", "tokenizer*.json"), ("template", "chat_template.jinja")):
+    write_jsonl(
+        project / "questions.jsonl",
+        [{"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(3)],
+    )
+    for name, lacks in (
+        ("weights", "model.safetensors"),
+        ("tokenizer", "tokenizer*.json"),
+        ("template", "chat_template.jinja"),
+    ):
         folder = Path(shutil.copytree(project / "model", project / f"no-{name}"))
         for path in folder.glob(lacks):
             path.unlink()
@@ -70,7 +77,9 @@ def broken(project: Path) -> Path:
 
 
 @pytest.mark.parametrize(("override", "words"), CONFIG_FAULTS)
-def test_config_and_model_are_2(megatrain: Command, broken: Path, override: str, words: str) -> None:
+def test_config_and_model_are_2(
+    megatrain: Command, broken: Path, override: str, words: str
+) -> None:
     done = megatrain("train", "cfg.yaml", override)
     assert done.code == 2
     assert sentence(done).startswith(words)
@@ -92,23 +101,32 @@ def test_bad_rows_are_skipped_if_asked(megatrain: Command, broken: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_too_little_memory_is_4_before_rows_are_read(megatrain: Command, project: Path, command: str) -> None:
+def test_too_little_memory_is_4_before_rows_are_read(
+    megatrain: Command, project: Path, command: str
+) -> None:
     (project / "rows.jsonl").unlink()
     done = megatrain(command, "cfg.yaml", "memory.host=64MiB")
     assert done.code == 4
     # how much it needs depends on the machine: the process itself counts
-    assert re.search(r"error: the run does not fit: it needs \d+\.\d\d GiB of host RAM, where 0\.06 GiB can be had; ", done.err)
+    assert re.search(
+        r"error: the run does not fit: it needs \d+\.\d\d GiB of host RAM, where 0\.06 GiB can be had; ",
+        done.err,
+    )
     assert not (project / "run" / "checkpoint-5").exists()
 
 
 def test_a_small_budget_that_fits_is_kept_to(megatrain: Command, project: Path) -> None:
     need = megatrain("plan", "cfg.yaml", "--json").json["totals"]["host"]["need"]
-    assert megatrain("plan", "cfg.yaml", f"memory.host={int(1.02 * need)}").code == 0  # the process itself grows a little
+    assert (
+        megatrain("plan", "cfg.yaml", f"memory.host={int(1.02 * need)}").code == 0
+    )  # the process itself grows a little
     assert megatrain("plan", "cfg.yaml", f"memory.host={int(0.9 * need)}").code == 4
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_too_small_a_disk_is_4(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_too_small_a_disk_is_4(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setattr(hardware, "disk_free", lambda _: 10_000)
     done = megatrain(command, "cfg.yaml")
     assert done.code == 4
@@ -116,9 +134,17 @@ def test_too_small_a_disk_is_4(megatrain: Command, project: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory: you tried...\nmore")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory: you tried...\nmore"
+        ),
+    ],
 )
-def test_an_allocation_that_fails_is_5(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_allocation_that_fails_is_5(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -126,20 +152,26 @@ def test_an_allocation_that_fails_is_5(megatrain: Command, project: Path, monkey
     done = megatrain("train", "cfg.yaml")
     assert done.code == 5
     assert sentence(done).startswith("out of host memory, although only ")
-    assert "were planned; close other programs, or set train.micro_batch_tokens: 128" in sentence(done)
+    assert "were planned; close other programs, or set train.micro_batch_tokens: 128" in sentence(
+        done
+    )
 
 
 @pytest.fixture
 def absurd_from_step_4(monkeypatch: pytest.MonkeyPatch) -> None:
     sane = loop.Run.learning_rate.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(loop.Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run)))
+    monkeypatch.setattr(
+        loop.Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run))
+    )
 
 
 @pytest.mark.usefixtures("absurd_from_step_4")
 def test_divergence_is_6_and_good_checkpoints_stay(megatrain: Command, project: Path) -> None:
     done = megatrain("train", "cfg.yaml", "train.max_steps=20", "checkpoint.every=2")
     assert done.code == 6
-    assert sentence(done).startswith("5 steps in a row were not finite (the last batch is in run/bad-batch-9.safetensors); resume from")
+    assert sentence(done).startswith(
+        "5 steps in a row were not finite (the last batch is in run/bad-batch-9.safetensors); resume from"
+    )
     assert sentence(done).endswith("with a lower train.learning_rate")
     assert (project / "run" / "bad-batch-9.safetensors").is_file()
     assert (project / "run" / "checkpoint-2").is_dir(), "none of the lost states took its place"
@@ -149,27 +181,47 @@ def test_divergence_is_6_and_good_checkpoints_stay(megatrain: Command, project: 
 
 
 @pytest.mark.usefixtures("absurd_from_step_4")
-def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_unsaved(megatrain: Command, project: Path) -> None:
-    done = megatrain("train", "cfg.yaml", "train.max_steps=20", "checkpoint.every=2", "train.max_grad_norm=null")
+def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_unsaved(
+    megatrain: Command, project: Path
+) -> None:
+    done = megatrain(
+        "train", "cfg.yaml", "train.max_steps=20", "checkpoint.every=2", "train.max_grad_norm=null"
+    )
     assert done.code == 6
     assert "resume from the last checkpoint" in sentence(done)
-    assert not [path for path in checkpoints(project / "run") if int(path.name.partition("-")[2]) > 4]
+    assert not [
+        path for path in checkpoints(project / "run") if int(path.name.partition("-")[2]) > 4
+    ]
 
 
-def test_without_a_checkpoint_the_way_back_is_the_beginning(megatrain: Command, project: Path) -> None:
-    done = megatrain("train", "cfg.yaml", "train.learning_rate=1e30", "train.warmup=0", "checkpoint.every=null")
+def test_without_a_checkpoint_the_way_back_is_the_beginning(
+    megatrain: Command, project: Path
+) -> None:
+    done = megatrain(
+        "train", "cfg.yaml", "train.learning_rate=1e30", "train.warmup=0", "checkpoint.every=null"
+    )
     assert done.code == 6
-    assert "no checkpoint was written yet: start again with a lower train.learning_rate" in sentence(done)
+    assert (
+        "no checkpoint was written yet: start again with a lower train.learning_rate"
+        in sentence(done)
+    )
 
 
-def test_one_bad_batch_is_skipped_and_forgotten(megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bad_batch_is_skipped_and_forgotten(
+    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = Gradients.norm
     norms = iter(range(1, 99))
-    monkeypatch.setattr(Gradients, "norm", lambda *given: float("inf") if next(norms) == 4 else original(*given))
+    monkeypatch.setattr(
+        Gradients, "norm", lambda *given: float("inf") if next(norms) == 4 else original(*given)
+    )
     done = megatrain("train", "cfg.yaml", "--json")
     assert done.code == 0
     assert done.json["skipped"] == 1
-    assert "warning: step 4: the loss or the gradient is not finite; skipped, the weights are unchanged" in done.err
+    assert (
+        "warning: step 4: the loss or the gradient is not finite; skipped, the weights are unchanged"
+        in done.err
+    )
     assert [row["step"] for row in steps_of(project / "run") if row["skipped"]] == [4]
 
 
@@ -188,7 +240,10 @@ def test_what_nobody_foresaw_is_1_and_its_traceback_is_in_the_log(
     monkeypatch.setattr(loop, "train_step", fail)
     done = megatrain("train", "cfg.yaml")
     assert done.code == 1
-    assert sentence(done) == "unexpected ValueError: deep down; run again with --debug for the traceback"
+    assert (
+        sentence(done)
+        == "unexpected ValueError: deep down; run again with --debug for the traceback"
+    )
     log = (project / "run" / "train.log").read_text()
     assert "Traceback (most recent call last)" in log
     assert len(metrics_of(project / "run")) == 1

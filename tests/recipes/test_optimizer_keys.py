@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config, load_config
+from megatrain.engine.resolved import with_lighter_moments
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW, Lion
 from megatrain.recipes.describe import decided_of_optimizer
-from megatrain.recipes.optimizers import make_optimizer, with_lighter_moments
+from megatrain.recipes.optimizers import make_optimizer
 
 
 @pytest.fixture
@@ -27,30 +28,47 @@ def load(tmp_path: Path) -> Any:
         ((), AdamW()),
         (("optimizer.moments=int8", "optimizer.eps=1e-6"), AdamW(moments="int8", eps=1e-6)),
         (("optimizer.name=lion",), Lion(lr=1e-5)),
-        (("optimizer.name=lion", "optimizer.betas=[0.95, 0.98]", "optimizer.weight_decay=0.1"), Lion(1e-5, (0.95, 0.98), 0.1)),
+        (
+            ("optimizer.name=lion", "optimizer.betas=[0.95, 0.98]", "optimizer.weight_decay=0.1"),
+            Lion(1e-5, (0.95, 0.98), 0.1),
+        ),
         (("optim=lion_32bit", "train.learning_rate=3e-6"), Lion(lr=3e-6)),
         (("adam_beta1=0.85",), AdamW(betas=(0.85, 0.999))),
     ],
 )
-def test_what_is_not_set_is_the_optimizer_s_own_default(load: Any, overrides: tuple[str, ...], expected: Any) -> None:
+def test_what_is_not_set_is_the_optimizer_s_own_default(
+    load: Any, overrides: tuple[str, ...], expected: Any
+) -> None:
     assert make_optimizer(load(*overrides)) == expected
 
 
 def test_defaults_are_written_back(load: Any) -> None:
-    assert decided_of_optimizer(load()) == {"optimizer.moments": "float32", "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}
+    assert decided_of_optimizer(load()) == {
+        "optimizer.moments": "float32",
+        "optimizer.betas": (0.9, 0.999),
+        "optimizer.eps": 1e-8,
+    }
     lion = load("optimizer.name=lion")
-    assert decided_of_optimizer(lion) == {"optimizer.moments": "float32", "optimizer.betas": (0.9, 0.99)}
+    assert decided_of_optimizer(lion) == {
+        "optimizer.moments": "float32",
+        "optimizer.betas": (0.9, 0.99),
+    }
     written: Config = lion.with_values(decided_of_optimizer(lion))
     assert make_optimizer(written) == make_optimizer(lion)
     assert written.optimizer.eps == "auto"  # still to be read back as a config of Lion
 
 
 def test_a_key_that_the_optimizer_does_not_have_is_refused(load: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^command line: optimizer\.eps: lion has no eps; remove the key$"):
+    with pytest.raises(
+        ConfigError, match=r"^command line: optimizer\.eps: lion has no eps; remove the key$"
+    ):
         make_optimizer(load("optimizer.name=lion", "optimizer.eps=1e-8"))
 
 
 def test_lighter_moments_are_those_that_are_narrower() -> None:
-    assert [*with_lighter_moments(AdamW())] == [("bfloat16", AdamW(moments="bfloat16")), ("int8", AdamW(moments="int8"))]
+    assert [*with_lighter_moments(AdamW())] == [
+        ("bfloat16", AdamW(moments="bfloat16")),
+        ("int8", AdamW(moments="int8")),
+    ]
     assert [*with_lighter_moments(Lion(moments="bfloat16"))] == [("int8", Lion(moments="int8"))]
     assert [*with_lighter_moments(AdamW(moments="int8"))] == []

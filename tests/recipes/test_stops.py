@@ -17,7 +17,7 @@ import pytest
 import megatrain as mt
 from megatrain.engine.engine import Engine
 from megatrain.recipes import loop, run
-from megatrain.run_folder import checkpoints
+from megatrain.storage.run_folder import checkpoints
 from tests.commands import Command, Forker, evaluations_of, metrics_of, steps_of
 from tests.recipes.same_run import same_run
 
@@ -29,7 +29,9 @@ Interrupt = Callable[..., None]
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
     """interrupt(owner, name, at=3): the third call of owner.name sends this process a signal, and then does its work."""
 
-    def at_call(owner: Any, name: str, at: int, number: int = signal.SIGTERM, times: int = 1) -> None:
+    def at_call(
+        owner: Any, name: str, at: int, number: int = signal.SIGTERM, times: int = 1
+    ) -> None:
         original, calls = getattr(owner, name), iter(range(1, 1 << 30))
 
         def interrupted(*positional: Any, **named: Any) -> Any:
@@ -48,7 +50,9 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_finishes_the_step_and_saves(megatrain: Command, project: Path, interrupt: Interrupt, number: int, code: int) -> None:
+def test_a_signal_finishes_the_step_and_saves(
+    megatrain: Command, project: Path, interrupt: Interrupt, number: int, code: int
+) -> None:
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     interrupt(loop, "train_step", at=3, number=number)
     done = megatrain("train", "cfg.yaml")
@@ -56,13 +60,18 @@ def test_a_signal_finishes_the_step_and_saves(megatrain: Command, project: Path,
     assert "a second signal stops at once" in done.err
     assert "stopped by a signal after step 3; the run is saved" in done.err
     assert "to go on: megatrain resume run" in done.out
-    assert (saved_steps(project / "run"), [row["step"] for row in steps_of(project / "run")]) == ([3], [1, 2, 3])
+    assert (saved_steps(project / "run"), [row["step"] for row in steps_of(project / "run")]) == (
+        [3],
+        [1, 2, 3],
+    )
     assert not (project / "run" / "final").exists()
     assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
 
 
 @pytest.mark.parametrize("sweep", [1, 2, 6])
-def test_a_signal_ends_an_evaluation(megatrain: Command, project: Path, interrupt: Interrupt, sweep: int) -> None:
+def test_a_signal_ends_an_evaluation(
+    megatrain: Command, project: Path, interrupt: Interrupt, sweep: int
+) -> None:
     """Held-out rows of four sweeps: the signal comes in the first evaluation, or in the one after step 5."""
     config = ("data.eval=30", "train.max_steps=10", "checkpoint.every=null")
     assert megatrain("train", "cfg.yaml", *config, "output=whole").code == 0
@@ -70,25 +79,33 @@ def test_a_signal_ends_an_evaluation(megatrain: Command, project: Path, interrup
     assert megatrain("train", "cfg.yaml", *config, "output=halves").code == 75
     step = 0 if sweep < 4 else 5
     assert saved_steps(project / "halves") == [step]
-    assert step not in [row["step"] for row in evaluations_of(project / "halves")], "half an evaluation is none"
+    assert step not in [row["step"] for row in evaluations_of(project / "halves")], (
+        "half an evaluation is none"
+    )
     assert megatrain("resume", "halves").code == 0
     same_run(project / "whole", project / "halves", but_evaluations_of=5)
 
 
-def test_a_signal_during_a_save_stops_after_it(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+def test_a_signal_during_a_save_stops_after_it(
+    megatrain: Command, project: Path, interrupt: Interrupt
+) -> None:
     interrupt(loop, "save_checkpoint", at=1)
     assert megatrain("train", "cfg.yaml").code == 75
     assert (saved_steps(project / "run"), steps_of(project / "run")[-1]["step"]) == ([5], 5)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+def test_a_signal_in_the_last_step_changes_nothing(
+    megatrain: Command, project: Path, interrupt: Interrupt
+) -> None:
     interrupt(loop, "train_step", at=10)
     assert megatrain("train", "cfg.yaml").code == 0
     assert (project / "run" / "final").is_dir()
     assert evaluations_of(project / "run")[-1]["step"] == 10
 
 
-def test_a_second_ctrl_c_stops_at_once(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+def test_a_second_ctrl_c_stops_at_once(
+    megatrain: Command, project: Path, interrupt: Interrupt
+) -> None:
     threads = set(threading.enumerate())
     interrupt(loop, "train_step", at=3, number=signal.SIGINT, times=2)
     done = megatrain("train", "cfg.yaml")
@@ -97,7 +114,9 @@ def test_a_second_ctrl_c_stops_at_once(megatrain: Command, project: Path, interr
     assert set(threading.enumerate()) <= threads, "nothing goes on in the background"
 
 
-def test_ctrl_c_before_the_first_step_stops_at_once(megatrain: Command, project: Path, interrupt: Interrupt) -> None:
+def test_ctrl_c_before_the_first_step_stops_at_once(
+    megatrain: Command, project: Path, interrupt: Interrupt
+) -> None:
     interrupt(run, "read_rows", at=1, number=signal.SIGINT)
     assert megatrain("train", "cfg.yaml").code == 130
     assert saved_steps(project / "run") == []
@@ -122,8 +141,18 @@ def forker(token_cache: Path) -> Iterator[Forker]:
 
 
 def test_two_sigterms_end_the_process(forker: Forker, project: Path) -> None:
-    child = forker.start("train", "cfg.yaml", "train.max_steps=100000", "checkpoint.every=null", "train.eval_every=null")
-    wait_for(lambda: (project / "run" / "metrics.jsonl").exists() and len(metrics_of(project / "run")) > 2)
+    child = forker.start(
+        "train",
+        "cfg.yaml",
+        "train.max_steps=100000",
+        "checkpoint.every=null",
+        "train.eval_every=null",
+    )
+    wait_for(
+        lambda: (
+            (project / "run" / "metrics.jsonl").exists() and len(metrics_of(project / "run")) > 2
+        )
+    )
     os.kill(child, signal.SIGTERM)
     os.kill(child, signal.SIGTERM)
     assert forker.wait() in (-signal.SIGTERM, 75), "the second may come after the save"
@@ -147,7 +176,11 @@ def test_kill_9_at_any_moment_costs_no_bit(forker: Forker, project: Path) -> Non
     while code != 0:
         going_on = bool(checkpoints(folder))
         resumed += going_on
-        child = forker.start("resume", "run") if going_on else forker.start("train", "cfg.yaml", *config)
+        child = (
+            forker.start("resume", "run")
+            if going_on
+            else forker.start("train", "cfg.yaml", *config)
+        )
         if kills < 8:
             if not going_on:  # a kill before the first checkpoint would show nothing
                 wait_for(lambda: bool(checkpoints(folder)))
@@ -170,7 +203,9 @@ def test_kill_9_at_any_moment_costs_no_bit(forker: Forker, project: Path) -> Non
 def file_limit() -> Iterator[Callable[[int], None]]:
     """file_limit(n): no file may grow beyond n bytes, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size if size >= 0 else soft, hard))
+    yield lambda size: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (size if size >= 0 else soft, hard)
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
@@ -185,7 +220,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], Non
 
 
 def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
-    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, file_limit: Callable[[int], None], finished_project: Path
+    megatrain: Command,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_limit: Callable[[int], None],
+    finished_project: Path,
 ) -> None:
     at_step(monkeypatch, {7: lambda: file_limit(60_000)})
     done = megatrain("train", "cfg.yaml")
@@ -194,7 +233,11 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
     assert "checkpoint-10.tmp/model.safetensors: cannot" in done.err
     assert "free space there or choose another folder" in done.err
     assert "Traceback" not in done.err
-    assert {path.name for path in (project / "run").iterdir() if "checkpoint" in path.name or path.name == "final"} == {"checkpoint-5"}
+    assert {
+        path.name
+        for path in (project / "run").iterdir()
+        if "checkpoint" in path.name or path.name == "final"
+    } == {"checkpoint-5"}
     assert "cannot" in (project / "run" / "train.log").read_text(), "the reason is in the log, too"
     monkeypatch.undo()
     monkeypatch.chdir(project)
@@ -203,7 +246,10 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
 
 
 def test_a_disk_full_in_the_middle_does_not_end_the_run(
-    megatrain: Command, project: Path, monkeypatch: pytest.MonkeyPatch, file_limit: Callable[[int], None]
+    megatrain: Command,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_limit: Callable[[int], None],
 ) -> None:
     at_step(monkeypatch, {3: lambda: file_limit(60_000), 8: lambda: file_limit(-1)})
     done = megatrain("train", "cfg.yaml")

@@ -1,0 +1,131 @@
+"""The keys of a config that may differ when a run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.document import COMMAND_LINE
+from megatrain.config.fields import Config
+from megatrain.config.load import load_config
+from megatrain.errors import ConfigError
+from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
+
+# Files of a run folder: the config as asked for, and with what was decided.
+CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
+NEW_SCHEDULE = "the schedule jumps to the new one"
+NEW_LENGTH = "the schedule is stretched to the new length"
+NEW_SIZE = "steps differ in size from here on"
+NEW_KERNELS = "other kernels round otherwise from here on"
+KEPT_OPTIONS = {option.key: option.resumed for option in OPTIONS if option.resumed}
+
+# Key or section -> what a change of it means for a resumed run. Keys in neither table may change
+# freely: they decide speed, memory or what is shown, and results only within rounding.
+REFUSED = {
+    "model.config": "the checkpoint is of that model",
+    "model.init": "the weights are the checkpoint's",
+    "method": "the rows would be other rows",
+    "precision": "the arrays are kept in that precision",
+    "optimizer.name": "the state is that optimizer's",
+    "optimizer.moments": "the state is kept in that type",
+    "train.seed": "the order of the rows follows from it",
+    "output": "a run stays in its folder, which may be moved as a whole",
+}
+FLAGGED = {
+    "model": "configuration and tokenizer are read from there; the weights are the checkpoint's",
+    "data.packing": "rows are summed in another order from here on",
+    "data": "the rows are read anew, and must be those of the checkpoint",
+    "optimizer": "the update differs from here on",
+    "train.seq_len": "the rows are cut anew, and must be those of the checkpoint",
+    "train.tokens_per_step": NEW_SIZE,
+    "train.rows_per_step": NEW_SIZE,
+    "train.learning_rate": "the schedule jumps to the new rate",
+    "train.schedule": NEW_SCHEDULE,
+    "train.warmup": NEW_SCHEDULE,
+    "train.min_lr_ratio": NEW_SCHEDULE,
+    "train.decay": NEW_SCHEDULE,
+    "train.epochs": NEW_LENGTH,
+    "train.max_steps": NEW_LENGTH,
+    "train.max_grad_norm": "gradients are clipped otherwise from here on",
+    "train.deterministic": NEW_KERNELS,
+    "memory.activations": "gradients round otherwise from here on",
+    "attention": NEW_KERNELS,
+    "compile": NEW_KERNELS,
+    **KEPT_OPTIONS,
+}
+# Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
+KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "precision", "optimizer.moments", "compile")
+
+
+def resumed_configs(
+    run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[Config, Config]:
+    """(the run's config, the config to go on with), both asking for what the run chose at first.
+
+    Raises ConfigError for a folder that holds no run, and for wrong overrides.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir}: is not a run folder (no {CONFIG_FILE}); name the folder that a run wrote "
+            "(`output` in its config)"
+        )
+    asked = load_config(path, overrides)
+    kept: dict[str, Any] = {"output": str(run_dir)}  # the folder may have been moved
+    if (run_dir / RESOLVED_FILE).is_file():
+        decided = flatten(load_config(run_dir / RESOLVED_FILE).model_dump(mode="json"))
+        kept |= {key: decided[key] for key in KEPT_CHOICES}
+    given = flatten(asked.model_dump(mode="json"))
+    for rule in EXCLUSIONS:  # an option that is set now gives up a choice that it excludes
+        key, other = KEYS[rule.field], KEYS[rule.other]
+        if given[key] not in ("auto", 0, False) and other in kept:
+            kept[other] = rule.needs
+        elif given[other] is False and key in kept:
+            kept[key] = type(kept[key])()  # 0 or false
+    return load_config(path).with_values(kept), unless_set(asked, kept)
+
+
+def unless_set(config: Config, values: dict[str, object]) -> Config:
+    """The config with these values, but for keys that were set on the command line."""
+    return config.with_values(
+        {
+            key: value
+            for key, value in values.items()
+            if not config.where(key).startswith(COMMAND_LINE)
+        }
+    )
+
+
+def check_changes(before: Config, after: Config) -> list[str]:
+    """Warnings for changes that alter the run. Raises ConfigError for a key that cannot change."""
+    old, new = flatten(before.model_dump(mode="json")), flatten(after.model_dump(mode="json"))
+    warnings = []
+    for key in old:
+        if old[key] == new[key]:
+            continue
+        for listed, reason in REFUSED.items():
+            if belongs(key, listed):
+                raise ConfigError(
+                    f"{after.where(key)}: cannot change from {old[key]!r} to {new[key]!r} in a "
+                    f"resumed run, since {reason}"
+                )
+        for listed, reason in FLAGGED.items():
+            if belongs(key, listed):
+                warnings.append(f"{key} changed from {old[key]!r} to {new[key]!r}: {reason}")
+                break
+    return warnings
+
+
+def belongs(key: str, listed: str) -> bool:
+    return key == listed or key.startswith(listed + ".")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a nested dict."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat

@@ -1,0 +1,163 @@
+"""Readers of data files, one for each type; each row has its place for error messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import DataError
+
+TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
+TABLE_ROWS = 1024  # rows in memory at a time
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as read. `where` is `file:line` or `file row n`; rows of one `file` share a format.
+
+    `problem` says why it could not be read.
+    """
+
+    where: str
+    file: str
+    value: object = None
+    problem: str | None = None
+    begins: bool = True
+    ends: bool = True  # False: the next row is the next piece of the same document
+
+
+def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
+    """Rows whose place is `name row 1` and so on."""
+    for number, row in enumerate(rows, start=1):
+        yield RawRow(f"{name} row {number}", name, row)
+
+
+def read_jsonl(path: Path) -> Iterator[RawRow]:
+    """One JSON value a line; blank lines are no rows. Only newlines end a line."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield _parsed(line, f"{path}:{number}", str(path))
+
+
+def _parsed(line: bytes, where: str, file: str) -> RawRow:
+    try:
+        return RawRow(where, file, json.loads(line.decode()))
+    except UnicodeDecodeError as error:
+        return RawRow(where, file, problem=f"not UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return RawRow(where, file, problem=f"broken JSON at column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:  # thousands of digits, of nested brackets
+        return RawRow(where, file, problem=f"unreadable JSON: {error}")
+
+
+def read_json(path: Path) -> Iterator[RawRow]:
+    """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            place = f"{path}:{error.lineno}: broken JSON at column {error.colno}"
+            raise DataError(f"{place}: {error.msg}") from error
+        yield from read_jsonl(path)
+        return
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: unreadable JSON: {error}") from error
+    if isinstance(value, dict):
+        inner = value.get("data")
+        value = inner if isinstance(inner, list) else [value]
+    if not isinstance(value, list):
+        raise DataError(f"{path}: expected a list of rows or an object with a list under 'data'")
+    yield from numbered(value, str(path))
+
+
+def read_text(path: Path) -> Iterator[RawRow]:
+    """A text file is one document in pieces cut at line ends; each says if it begins or ends it."""
+    piece: list[str] = []
+    size, first, file = 0, 1, str(path)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if (
+                size >= TEXT_PIECE_BYTES and line.strip()
+            ):  # begins with a filled line: none is blank
+                row = {"text": "".join(piece)}
+                yield RawRow(f"{path}:{first}", file, row, begins=first == 1, ends=False)
+                piece, size, first = [], 0, number
+            try:
+                piece.append(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                size += len(line)
+            except UnicodeDecodeError as error:
+                problem = f"not UTF-8 at byte {error.start} of the line"
+                yield RawRow(f"{path}:{number}", file, problem=problem)
+    if piece:
+        yield RawRow(f"{path}:{first}", file, {"text": "".join(piece)}, begins=first == 1)
+
+
+def read_csv(path: Path) -> Iterator[RawRow]:
+    """Comma-separated rows of texts under a header line."""
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            for row in reader:
+                problem = "more fields than the header has" if None in row else None
+                # CSV cannot tell an empty text from none
+                filled = {key: value for key, value in row.items() if value != ""}
+                yield RawRow(f"{path}:{reader.line_num}", str(path), filled, problem)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error.reason}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: broken CSV: {error}") from error
+
+
+def read_table(path: Path) -> Iterator[RawRow]:
+    """Rows of a Parquet or Arrow file, a part of it in memory at a time."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in _batches(path):
+            for start in range(0, len(batch), TABLE_ROWS):
+                for row in batch.slice(start, TABLE_ROWS).to_pylist():
+                    number += 1
+                    yield RawRow(f"{path} row {number}", str(path), row)
+    except pyarrow.ArrowException as error:
+        kind, reason = path.suffix[1:].capitalize(), str(error).splitlines()[0]
+        raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if path.suffix.lower() == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(TABLE_ROWS)
+        return
+    with pyarrow.OSFile(str(path)) as stream:
+        if stream.read(6) == b"ARROW1":
+            file = ipc.open_file(stream)
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:  # what `datasets` writes
+            stream.seek(0)
+            yield from ipc.open_stream(stream)
+
+
+READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".txt": read_text,
+    ".csv": read_csv,
+    ".parquet": read_table,
+    ".arrow": read_table,
+}

@@ -1,0 +1,162 @@
+"""The two sinks of finished gradients: stored until the global norm is known, or applied at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from megatrain.engine.gradients import Gradient, GradientSink
+from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.engine.update import Updater
+from megatrain.memory.lease import Lease
+from megatrain.memory.slab import Slab
+from megatrain.memory.store import Store
+from megatrain.schedule import LANDING_BUFFERS
+
+
+@contextmanager
+def blocked_by_updates(compute: Compute, store: Store) -> Iterator[None]:
+    """While this thread waits for memory that updates use: notes what the computation loses by it, and
+    which part of that the NVMe drive caused."""
+    event, before = Event(), store.nvme_waited_s
+    with compute.blocked("update", event):
+        yield
+        event.nvme_wait_s = store.nvme_waited_s - before
+
+
+@final
+class StoredGradients(GradientSink):
+    """Gradients wait in the store's arrays until the norm is known. Those on NVMe are written there as
+    soon as they have landed in a staging buffer.
+
+    Args:
+        store: has an array "grad" for every block.
+        compute: accounts for waits.
+        one_group: resident blocks' gradients are rounded into the store. With several groups they stay
+            in their accumulators.
+    """
+
+    def __init__(self, store: Store, compute: Compute, *, one_group: bool) -> None:
+        super().__init__()
+        self.store, self.compute, self._one_group = store, compute, one_group
+        self._leases: dict[int, Lease] = {}
+        self._lane = Lane("stored-gradients") if store.nvme is not None else None
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        while self._leases:  # of a step that failed
+            self._leases.popitem()[1].release(changed=False)
+
+    def place(self, block: int) -> torch.Tensor | None:
+        if self.store.is_resident(block) and not self._one_group:
+            return None
+        if not self.store.is_on_nvme("grad", block):
+            return self.store.array("grad", block)
+        lease = self._leases[block] = self.store.lease(
+            block, ["grad"], changes=True, overwrites=True
+        )
+        with blocked_by_updates(self.compute, self.store):
+            return lease.wait()["grad"]  # wait: updates may still read all staging buffers
+
+    def take(self, gradient: Gradient) -> None:
+        lease = self._leases.pop(gradient.block, None)
+        if lease is not None:
+            self._write(gradient, lease)
+            gradient = replace(gradient, values=torch.empty(0), stored=True)
+        self._finished.append(gradient)
+
+    def _write(self, gradient: Gradient, lease: Lease) -> None:
+        def job(_: Event) -> None:
+            try:
+                gradient.landed.synchronize()  # wait: the download still writes the staging buffer
+            except BaseException as error:
+                self.store.stop(error)  # or readers would wait for a lease that is never released
+                raise
+            lease.release()
+
+        assert self._lane is not None
+        self._lane.submit(job)
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+
+class GradientRing:
+    """A few host buffers in turn, each of the largest streamed block's gradient.
+
+    Args:
+        numel: elements of the largest block.
+        pinned: register the memory with CUDA.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        nbytes = LANDING_BUFFERS * numel * dtype.itemsize
+        self._slab = Slab("gradient staging", nbytes, pinned=pinned, threads=1)
+        self.buffers = list(self._slab.bytes[:nbytes].view(dtype).view(LANDING_BUFFERS, numel))
+        self._users: list[int | None] = [None] * LANDING_BUFFERS
+        self._turn = 0
+
+    def take(self, block: int) -> tuple[torch.Tensor, int | None]:
+        """(the next buffer, the block whose update must be done before it is overwritten)."""
+        self._turn = (self._turn + 1) % LANDING_BUFFERS
+        user, self._users[self._turn] = self._users[self._turn], block
+        return self.buffers[self._turn], user
+
+    def close(self) -> None:
+        self.buffers.clear()
+        self._slab.close()
+
+
+@dataclass(frozen=True)
+class UpdateArguments:
+    """What the optimizer needs beside a gradient: learning rate, number of the step from 1, clip factor."""
+
+    lr: float
+    step: int
+    grad_scale: float
+
+
+@final
+class AppliedGradients(GradientSink):
+    """Each block is updated as soon as its gradient has landed: without clipping, or in the second pass of
+    two-pass clipping.
+
+    Args:
+        store: its "grad" array does not exist.
+        compute: accounts for waits.
+        ring: landing buffers of streamed blocks.
+        updater: applies the gradients.
+    """
+
+    def __init__(
+        self, store: Store, compute: Compute, ring: GradientRing, updater: Updater
+    ) -> None:
+        super().__init__()
+        self.store, self.compute, self.ring, self.updater = store, compute, ring, updater
+        self._arguments: UpdateArguments | None = None
+
+    def apply_with(self, arguments: UpdateArguments) -> None:
+        """From now on gradients are applied with these."""
+        self._arguments = arguments
+
+    def place(self, block: int) -> torch.Tensor | None:
+        if self.store.is_resident(block):
+            return None
+        buffer, user = self.ring.take(block)
+        if user is not None:
+            with blocked_by_updates(self.compute, self.store):
+                self.updater.wait_ready(user)  # wait: that update still reads this buffer
+        return buffer[: self.store.layouts[block].numel]
+
+    def take(self, gradient: Gradient) -> None:
+        assert self._arguments is not None
+        self._finished.append(gradient)  # first: an update that was begun must be known of
+        given = self._arguments
+        self.updater.submit(
+            gradient, lr=given.lr, step=given.step, grad_scale=given.grad_scale, check_finite=True
+        )

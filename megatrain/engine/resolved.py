@@ -1,0 +1,290 @@
+"""A training job on one machine with every question answered but those of the planner."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatrain.engine.head import token_logprobs
+from megatrain.machine.hardware import Hardware, drive_of
+from megatrain.machine.profile import MachineProfile
+from megatrain.models.anatomy import layouts_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.transforms.fp8 import Fp8Policy
+from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
+from megatrain.optim.elementwise import MOMENTS
+from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
+from megatrain.planner.job import Job, StepTokens, WholeUpdate
+from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.schedule import UNCHANGED
+
+# Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short
+# examples would cost more than their padding.
+AUTO_PACKED_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a job computes, in what precision, and how fast that is.
+
+    Attributes:
+        compiles: a C compiler and Triton are at hand; None: look for them here.
+        drives_assumed: folders for NVMe on drives that nobody measured.
+        here: False for a machine that is only described.
+    """
+
+    device: torch.device
+    precision: str
+    hardware: Hardware
+    profile: MachineProfile
+    compiles: bool | None = None
+    drives_assumed: tuple[Path, ...] = ()
+    here: bool = True
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where an engine's weights come from: a folder, a GGUF file or a hub id; None draws them at random."""
+
+    source: str | None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job on one machine, decided once from a config or from keywords, before anything is allocated.
+
+    Attributes:
+        compile: fuse the layers' element-wise parts.
+        packed_to: tokens of the sequences into which examples are packed; None: one example each.
+        lengths_vary: sequences have lengths of their own, so that micro-batches are padded and seldom have
+            the same shape twice.
+        nvme_folders: folders for what host RAM has no room for.
+        gpu_limit: bytes of GPU memory to use; None: what is free.
+    """
+
+    machine: Machine
+    skeleton: Skeleton
+    shape: ModelShape
+    optimizer: Optimizer
+    max_grad_norm: float | None
+    seq_len: int
+    compile: bool
+    packed_to: int | None
+    lengths_vary: bool
+    weights: Weights
+    seed: int = 0
+    attention: str = "auto"
+    nvme_folders: tuple[Path, ...] = ()
+    gpu_limit: int | None = None
+
+
+def resolve(
+    skeleton: Skeleton,
+    machine: Machine,
+    *,
+    optimizer: Optimizer,
+    max_grad_norm: float | None,
+    seq_len: int,
+    weights: Weights,
+    packing: bool | Literal["auto"] | None = None,
+    compile: bool | Literal["auto"] = "auto",
+    micro_batch_tokens: int | None = None,
+    layer_chunk_tokens: int | Literal["auto"] | None = "auto",
+    seed: int = 0,
+    attention: str = "auto",
+    nvme_folders: Sequence[Path] = (),
+    gpu_limit: int | None = None,
+) -> Resolved:
+    """Decide what depends on model and machine, and dry-run the model. Raises ModelError.
+
+    Args:
+        packing: of examples into sequences of `seq_len`; None: every row is full as it is.
+        compile: "auto" compiles on a GPU where a compiler is at hand and all rows have one length.
+        micro_batch_tokens, layer_chunk_tokens: the user's; None and "auto" leave them to the planner.
+    """
+    device = machine.device.type
+    packed = packs(skeleton, packing, seq_len, device)
+    lengths_vary = packing is not None and not packed
+    if compile == "auto":
+        compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
+        compile = compile and not skeleton.has_dropout
+    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens)
+    shape = shape_of(
+        skeleton,
+        seq_len,
+        sizes,
+        head_loss=next_token_on_meta,
+        runs_on=device,
+        padded=packed,  # rows padded at their ends need no mask: causal attention never sees that
+        compiled=compile,
+        fp8=machine.precision == "fp8",
+        layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
+    )
+    return Resolved(
+        machine=machine,
+        skeleton=skeleton,
+        shape=shape,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        seq_len=seq_len,
+        compile=compile,
+        packed_to=seq_len if packed else None,
+        lengths_vary=lengths_vary,
+        weights=weights,
+        seed=seed,
+        attention=attention,
+        nvme_folders=tuple(nvme_folders),
+        gpu_limit=gpu_limit,
+    )
+
+
+def make_job(
+    resolved: Resolved,
+    asked: Mapping[str, Any],
+    *,
+    tokens_per_step: int,
+    rows_per_step: int | None = None,
+    step_tokens: tuple[StepTokens, ...] = (),
+    activations: str = UNCHANGED,
+    checkpoints_kept: int = 2,
+    keeps_best: bool = True,
+    checkpoints_written: int | None = None,
+) -> Job:
+    """What the planner is asked.
+
+    Args:
+        asked: options that the user sets, by the fields of `planner.job.Asked`.
+        tokens_per_step, ...: as in `planner.job.Job`.
+    """
+    optimizer, skeleton = resolved.optimizer, resolved.skeleton
+    return Job(
+        precision=resolved.machine.precision,
+        tokens_per_step=max(tokens_per_step, resolved.seq_len),
+        seq_len=resolved.seq_len,
+        rows_per_step=rows_per_step,
+        clipping=resolved.max_grad_norm is not None,
+        state_bytes=state_bytes(optimizer, skeleton),
+        whole_update=whole_update(optimizer, skeleton),
+        update_arithmetic=optimizer.arithmetic,
+        lighter_moments=tuple(
+            (moments, state_bytes(lighter, skeleton), lighter.arithmetic)
+            for moments, lighter in with_lighter_moments(optimizer)
+        ),
+        fp8_share=Fp8Policy().share(skeleton.layers),
+        compiled=resolved.compile,
+        step_tokens=step_tokens,
+        activations=activations,
+        draws_weights=resolved.weights.source is None,
+        lengths_vary=resolved.lengths_vary,
+        nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
+        checkpoints_kept=checkpoints_kept,
+        keeps_best=keeps_best,
+        checkpoints_written=checkpoints_written,
+        **asked,
+    )
+
+
+def room_on_drives(
+    folders: Sequence[Path], free: Callable[[Path], int], limit: int | None
+) -> int | None:
+    """Bytes that fit into folders which hold an equal share each; None without folders.
+
+    Args:
+        free: bytes free on a folder's drive, which folders on the same drive share.
+        limit: the user's own, for all folders together.
+    """
+    if not folders:
+        return None
+    on_drive = Counter(drive_of(folder) for folder in folders)
+    room = len(folders) * min(free(folder) // on_drive[drive_of(folder)] for folder in folders)
+    return max(0, room if limit is None else min(room, limit))
+
+
+def packs(
+    skeleton: Skeleton, packing: bool | Literal["auto"] | None, seq_len: int, device_type: str
+) -> bool:
+    """True if examples are packed into sequences: "auto" does on a GPU, where sequences are short."""
+    pays = device_type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
+    return (packing is True or (packing == "auto" and pays)) and skeleton.separates_documents()
+
+
+def compiler_at_hand(machine: Machine) -> bool:
+    """True if torch.compile can work on that machine."""
+    if machine.compiles is not None:
+        return machine.compiles
+    compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+    return compilers and find_spec("triton") is not None
+
+
+def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> list[int]:
+    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or one row and its
+    doublings up to the largest that pays."""
+    if wanted is not None:
+        return [wanted]
+    largest = max(seq_len, AUTO_MICRO_BATCH_TOKENS[device_type])
+    return [seq_len << i for i in range((largest // seq_len).bit_length())]
+
+
+def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
+    """The next-token loss of logits [n, vocab] without data, for the planner's dry run."""
+    labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return -token_logprobs(logits, labels).sum()
+
+
+# -- what the planner needs to know of an optimizer -----------------------------------------------
+
+
+def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizer with every type of moments that is narrower than its own."""
+    if isinstance(optimizer, (AdamW, Lion)):
+        names = [*MOMENTS]
+        for moments in names[names.index(optimizer.moments) + 1 :]:
+            yield moments, replace(optimizer, moments=moments)
+
+
+def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
+    """Bytes per parameter of each of the optimizer's arrays; empty where blocks differ: `whole_update`."""
+    if isinstance(optimizer, WholeTensors):
+        return ()
+    layouts = layouts_of(skeleton.anatomy)
+    numel = sum(layout.numel for layout in layouts)
+    return tuple(
+        (
+            array.name,
+            sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel,
+        )
+        for array in optimizer.state_arrays
+    )
+
+
+def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None:
+    """Memory and work of an optimizer of whole tensors for every block; None for any other."""
+    if not isinstance(optimizer, WholeTensors):
+        return None
+    layouts = layouts_of(skeleton.anatomy)
+    scratch = optimizer.scratch(layouts)
+    state = tuple(
+        (
+            array.name,
+            tuple(layout.per(array.per).numel * array.dtype.itemsize for layout in layouts),
+        )
+        for array in optimizer.state_arrays
+    )
+    numel = sum(layout.numel for layout in layouts)
+    return WholeUpdate(
+        state_bytes=state,
+        product_flops=tuple(optimizer.product_flops(layout) for layout in layouts),
+        bytes_per_parameter=sum(sum(sizes) for _, sizes in state) / numel,
+        passes_bytes=optimizer.passes_bytes,
+        host_scratch=scratch.host,
+        device_scratch=scratch.device,
+    )

@@ -1,0 +1,1 @@
+"""This machine (`hardware`, `profile`) and others (`datasheets`, `hypothetical`); nothing heavy."""

@@ -1,0 +1,115 @@
+"""Memory and processor limits of this process's cgroups, version 1 or 2. Only files are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+_V1_UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned 64-bit number
+_STAT = ("inactive_file", "active_file", "file_mapped")
+_V1_STAT = ("total_inactive_file", "total_active_file", "total_mapped_file")
+_CPU = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
+
+
+@dataclass(frozen=True)
+class _MemoryFiles:
+    """Files of one version. Swap is left out: a run that needs it would never end."""
+
+    limits: tuple[str, ...]  # the smallest one binds
+    usage: str
+    stat: tuple[str, str, str]  # memory.stat's keys: page cache inactive, active, and mapped
+
+
+# memory.high does not kill, but the kernel slows a group above it down to a crawl.
+_MEMORY = {
+    2: _MemoryFiles(("memory.max", "memory.high"), "memory.current", _STAT),
+    1: _MemoryFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", _V1_STAT),
+}
+
+
+def cgroup_memory(
+    mount: Path = CGROUPS, membership: Path = MEMBERSHIP
+) -> tuple[int | None, int | None]:
+    """(smallest limit, bytes left under the tightest one) of this process's cgroup and its parents.
+
+    None where no limit is set. Both versions are read: a machine may mount either, or version 1 for
+    memory beside an empty version 2. Page cache, such as a checkpoint just written, counts as free;
+    what lies in /dev/shm does not.
+    """
+    limits: list[int] = []
+    left: list[int] = []
+    names = {version: files.limits[0] for version, files in _MEMORY.items()}
+    for folder, version in _folders(mount, membership, "memory", names):
+        files, stat = _MEMORY[version], _stat(folder / "memory.stat")
+        # version 1 tells here of parents' limits that a container does not see
+        found = [stat.get("hierarchical_memory_limit")]
+        found += [_number(folder / name) for name in files.limits]
+        limit = min((n for n in found if n is not None), default=_V1_UNLIMITED)
+        if limit >= _V1_UNLIMITED:
+            continue
+        limits.append(limit)
+        usage = _number(folder / files.usage)
+        if usage is not None:
+            left.append(max(0, limit - usage + _reclaimable(stat, files)))
+    return min(limits, default=None), min(left, default=None)
+
+
+def _reclaimable(stat: dict[str, int], files: _MemoryFiles) -> int:
+    """Bytes of page cache that the kernel frees before it kills."""
+    inactive, active, mapped = (stat.get(key, 0) for key in files.stat)
+    # Mapped pages are running code, but also shared memory, which is not in the cache: hence max.
+    return max(inactive, inactive + active - mapped)
+
+
+def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """Processors' worth of time that the tightest cgroup allows (--cpus); None: no limit."""
+    quotas = []
+    for folder, version in _folders(mount, membership, "cpu", _CPU):
+        if version == 2:
+            quota, period = (folder / _CPU[2]).read_text().split()
+        else:  # a quota of -1: no limit
+            quota, period = (
+                str(_number(folder / name) or "max") for name in (_CPU[1], "cpu.cfs_period_us")
+            )
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _folders(
+    mount: Path, membership: Path, controller: str, markers: dict[int, str]
+) -> Iterator[tuple[Path, int]]:
+    """(folder, version) from our cgroup up to the mount point, where the marker file exists."""
+    for line in _text(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, version = mount, 2
+        elif controller in controllers.split(","):
+            root, version = mount / controller, 1
+        else:
+            continue
+        # In a container the path may be the host's and lead nowhere: the mount point is its group.
+        own = Path(path.lstrip("/"))
+        for folder in [own, *own.parents]:
+            if (root / folder / markers[version]).exists():
+                yield root / folder, version
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _stat(file: Path) -> dict[str, int]:
+    return {key: int(value) for key, value in map(str.split, _text(file).splitlines())}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # as everywhere but on Linux
+        return ""

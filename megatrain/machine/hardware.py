@@ -1,0 +1,240 @@
+"""What this machine has: memory of every tier, cores, limits.
+
+Read once, before anything is allocated. Nothing here creates a CUDA context or imports torch: the
+GPU's driver answers (NVML).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatrain.errors import ConfigError
+from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
+from megatrain.machine.datasheets import FIRST_BFLOAT16
+
+MIB = 2**20
+GIB = 2**30
+
+# What the driver counts beyond torch's reservation once a model's kernels are loaded: H200, torch
+# 2.11, CUDA 13. The same to the byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB
+# less in float32, whose attention has no kernels of its own.
+CUDA_CONTEXT_BYTES = 756 * MIB
+# cuBLAS and cuBLASLt (matmuls with a bias) share a workspace of 32 MiB inside torch's reservation
+# on Hopper, less on older chips: one for every thread and stream that multiplies.
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+# Resident memory that libraries take after planning, once they compute: the update kernel's
+# compiler and code, oneDNN's kernels or CUDA's host side. `benchmarks/plan_check.py` measures it:
+# the host's peak less all other rows of the plan.
+CPU_LIBRARY_BYTES = 150 * MIB  # besides what grows with the head, planner.memory.CPU_HEAD_BYTES
+CUDA_LIBRARY_BYTES = 1080 * MIB
+CUDNN_LIBRARY_BYTES = 135 * MIB  # the part of these that only attention in bf16 loads
+COMPILER_BYTES = 150 * MIB  # torch.compile, its cache empty; 70 MiB with a full one
+
+# The kernel's own memory for a process: 8 bytes of page table for 4 KiB, on huge pages too, and for
+# pinned pages twice as much again by the GPU's driver. H200, 124 GiB: 0.24 and 0.44 GiB. Without
+# this room it throws out the pages of running code.
+PAGE_TABLE_SHARE = 8 / 4096
+PINNED_SHARE = 16 / 4096
+KERNEL_SPARE_BYTES = 512 * MIB  # of RAM, for growth: the kernel's own caches grew by 110 MiB
+KERNEL_SPARE_SHARE = 1 / 32  # and of a small machine's RAM no more than that
+
+# glibc maps large blocks and returns them when they are freed, but raises the size from which it
+# does so up to 32 MiB as it goes. Smaller activations then leave holes in heaps that are never
+# returned: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time. A fixed size costs page
+# faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md).
+LARGE_BLOCK_BYTES = 2 * MIB
+_M_MMAP_THRESHOLD = -3  # malloc.h
+# oneDNN keeps generated code for 1024 shapes of bf16 matmuls, and PyTorch its own copy: with
+# variable-length sequences 27 MiB more with every step of a small model, 35 MiB of a 135M one. A
+# step needs some forty; the second copy gains nothing.
+LIBRARY_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "1"}
+
+# Cores that the update leaves free: one drives the GPU, one feeds data and copies, and memory is
+# busy with fewer threads than all.
+FEWEST_CORES_KEPT_FREE = 2
+SHARE_OF_CORES_KEPT_FREE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU of a run. Bytes as the driver counts them, before we have a context on it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All that the planner knows about a machine. Bytes unless said otherwise."""
+
+    gpu: Gpu | None  # None: training runs on the CPU
+    host_total_bytes: int  # RAM of the machine or of the container, whichever is smaller
+    host_available_bytes: int  # what this process may grow to, its present size included
+    physical_cores: int  # that this process may run on
+    disk_free_bytes: int  # where the run folder will be
+    memlock_bytes: int | None  # limit on locked memory, which few drivers count; None: no limit
+    context_bytes: int  # of the GPU, counted by the driver and not by PyTorch
+    workspace_bytes: int  # of the GPU, taken by libraries through PyTorch
+    resident_bytes: int  # of the host, held already: Python, its imports, a tokenizer
+    library_bytes: int  # of the host, taken by libraries once they compute
+
+
+def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
+    """Read the machine. `device` is "auto", "cpu" or "cuda"; `output_folder` need not exist yet.
+
+    Raises:
+        ConfigError: "cuda" is asked for and no NVIDIA GPU is visible.
+    """
+    gpu = None if device == "cpu" else visible_gpu()
+    if gpu is None and device.startswith("cuda"):
+        raise ConfigError(
+            "device: cuda was asked for, but no NVIDIA GPU is visible; set device: cpu, or check "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info()
+    limit, left = cgroup_memory()
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    # `shared` is page cache, which counts as available (and memory shared with other processes)
+    held = own.rss - getattr(own, "shared", 0)
+    spare = min(KERNEL_SPARE_BYTES, int(memory.total * KERNEL_SPARE_SHARE))
+    most = held + memory.available - spare
+    return Hardware(
+        gpu=gpu,
+        host_total_bytes=memory.total if limit is None else min(memory.total, limit),
+        host_available_bytes=without_tables(
+            max(0, most if left is None else min(most, own.rss + left)), pinned=gpu is not None
+        ),
+        physical_cores=physical_cores(),
+        disk_free_bytes=disk_free(Path(output_folder)),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        context_bytes=CUDA_CONTEXT_BYTES if gpu else 0,
+        workspace_bytes=CUBLAS_WORKSPACE_BYTES if gpu else 0,
+        resident_bytes=own.rss,
+        library_bytes=CUDA_LIBRARY_BYTES if gpu else CPU_LIBRARY_BYTES,
+    )
+
+
+def without_tables(nbytes: int, *, pinned: bool) -> int:
+    """The part of `nbytes` of RAM that is left beside the page tables for it. pinned: for a GPU."""
+    return int(nbytes / (1 + PAGE_TABLE_SHARE + (PINNED_SHARE if pinned else 0)))
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use, by its affinity mask and its container's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = cgroup_cpus()
+    if quota is not None:  # with more threads than that, all are stopped in the middle
+        allowed = min(allowed, int(quota))
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def update_threads(cores: int | None = None) -> int:
+    """Threads of the optimizer update: all cores but an eighth, or but two; at least one."""
+    cores = physical_cores() if cores is None else cores
+    return max(1, cores - max(FEWEST_CORES_KEPT_FREE, int(cores * SHARE_OF_CORES_KEPT_FREE)))
+
+
+def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True if `device` ("cpu" or "cuda...") multiplies bf16 matrices faster than fp32 ones.
+
+    GPUs from Ampere on do; CPUs with AMX or AVX512-BF16 (2.3 times on a Zen 4 core) or Arm's bf16.
+    """
+    if device.startswith("cuda"):
+        gpu = visible_gpu()
+        return gpu is not None and gpu.capability >= FIRST_BFLOAT16
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    found = (line for line in lines if line.lower().startswith(("flags", "features")))
+    flags = next(found, "").partition(":")[2].split()
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags)
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes for this user on the drive of `folder`, or of its nearest existing parent."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def drive_of(folder: Path) -> int:
+    """The device number of the drive of `folder`, or of its nearest existing parent."""
+    return _existing(folder).stat().st_dev
+
+
+def one_of_each_drive(folders: Iterable[Path]) -> list[Path]:
+    """One folder on each drive, the last one named."""
+    return list({drive_of(folder): folder for folder in folders}.values())
+
+
+def drive_name(folder: Path) -> str:
+    """Device and mount point, such as "259:1 /mnt/fast": to know a drive again in another run."""
+    mount = _existing(folder).resolve()
+    device = mount.stat().st_dev
+    while not mount.is_mount():
+        mount = mount.parent
+    return f"{os.major(device)}:{os.minor(device)} {mount}"
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def keep_heap_small() -> None:
+    """Keep malloc and CPU kernel libraries from hoarding memory. Call it before they compute."""
+    for name, value in LIBRARY_CACHES.items():
+        os.environ.setdefault(name, value)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def visible_gpu() -> Gpu | None:
+    """The first GPU that CUDA would show this process, or None."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = "0" if visible is None else visible.split(",")[0].strip()
+    if chosen in ("", "-1"):
+        return None
+    with opened_nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            if chosen.isdigit():
+                handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))
+            else:
+                handle = nvml.nvmlDeviceGetHandleByUUID(chosen)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            name = nvml.nvmlDeviceGetName(handle)
+        except nvml.NVMLError:  # no such index or UUID: CUDA shows no device either
+            return None
+    return Gpu(name, memory.total, memory.free, (major, minor))
+
+
+@contextmanager
+def opened_nvml() -> Iterator[Any]:
+    """pynvml, initialised; None on a machine without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()

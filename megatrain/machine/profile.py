@@ -1,0 +1,310 @@
+"""What this machine's resources sustain: measured once, cached, and guessed until then.
+
+Plain numbers and files: nothing here imports torch or touches a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import StorageError
+from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
+from megatrain.machine.hardware import (
+    GIB,
+    Hardware,
+    bf16_is_fast,
+    drive_name,
+    one_of_each_drive,
+    opened_nvml,
+    update_threads,
+)
+
+logger = logging.getLogger("megatrain")
+
+Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
+
+FORMAT = 4  # of the measurements: a higher number makes every cached profile stale
+# Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
+# and written, the gradient is read.
+UPDATE_BYTES = 26
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Sustained rates in SI units, such as bytes/s and FLOP/s; 0.0: the machine lacks it."""
+
+    fingerprint: str  # of the machine it was measured on; "typical" for a guess
+    measured_on: str  # ISO date; empty for a guess
+    upload: float  # bytes/s, pinned host memory to device, alone
+    download: float  # bytes/s, the other way, alone
+    both: float  # bytes/s, both directions at once, their sum
+    update: Rates  # (threads, parameters/s) of our AdamW over host arrays much larger than caches
+    arithmetic: float  # compute-bound update rate of a host thread over Optimizer.arithmetic
+    update_busy: float  # parameters/s of all update threads while PCIe is busy both ways
+    matmul: Rates  # (tokens, FLOP/s) of the device, bf16, [tokens, 4096] x [4096, 14336]
+    matmul_fp32: Rates  # the same in float32
+    attention: Rates  # (length, FLOP/s) causal, both passes, 12 x 128 FLOP per pair and head
+    memory: float  # bytes/s, read and written, of the device's own memory
+    fresh: float  # bytes/s of first touch, as of a CPU's large activations; a GPU's: as `memory`
+    launch: float  # seconds that one small eager operation costs the host
+    device_update: float  # parameters/s of the same update on the device
+    disk_write: float  # bytes/s past the page cache, in the run folder or memory.nvme
+    disk_read: float
+    fp8: float  # FLOP/s of matmuls with a scale per row and column at 8192 tokens
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be a profile: a cached file may hold anything."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "Rates":
+                points = tuple((size, rate) for size, rate in value)
+                whole = all(type(size) is int and _is_rate(rate) for size, rate in points)
+                if not points or not whole:
+                    raise ValueError(f"{field.name}: {value!r}")
+                object.__setattr__(self, field.name, points)  # lists where it comes from JSON
+            elif not (isinstance(value, str) if field.type == "str" else _is_rate(value)):
+                raise ValueError(f"{field.name}: {value!r}")
+
+
+def _is_rate(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf  # type: ignore[operator]  # false for NaN
+
+
+def interpolate(rates: Rates, size: float) -> float:
+    """The rate at `size` on straight lines between the points; constant beyond the ends."""
+    for (low, rate), (high, next_rate) in pairwise(rates):
+        if size <= high:
+            return rate + (next_rate - rate) * max(0.0, size - low) / (high - low)
+    return rates[-1][1]
+
+
+def fingerprint(hardware: Hardware) -> str:
+    """A short name that changes with GPU, driver, processor, cores, RAM in GiB and PyTorch."""
+    gpu = hardware.gpu.name if hardware.gpu else "cpu"
+    driver, torch = driver_version() if hardware.gpu else "", installed_version("torch") or ""
+    gib = round(hardware.host_total_bytes / GIB)
+    parts = (FORMAT, gpu, driver, processor(), hardware.physical_cores, gib, torch)
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+    return f"{'-'.join(gpu.lower().split())}-{digest}"
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version; empty where there is none."""
+    with opened_nvml() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, as well as the system knows it."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def installed_version(package: str) -> str | None:
+    """A package's version, without importing it; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cache_folder() -> Path:
+    """MEGATRAIN_CACHE, else megatrain/ in the user's cache folder."""
+    own = os.environ.get("MEGATRAIN_CACHE")
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(users) / "megatrain"
+
+
+def cache_file(fingerprint: str) -> Path:
+    return cache_folder() / f"machine-{fingerprint}.json"
+
+
+def load(fingerprint: str) -> MachineProfile | None:
+    """The cached profile of the machine with this fingerprint; None without a readable one."""
+    try:
+        profile = MachineProfile(**json.loads(cache_file(fingerprint).read_text()))
+    except (OSError, ValueError, TypeError):  # no file, not JSON or not a rate, other keys
+        return None
+    return profile if profile.fingerprint == fingerprint else None
+
+
+def known_or_typical(hardware: Hardware) -> MachineProfile:
+    """The cached profile of this machine, or data sheets'; a GPU without a sheet is guessed aloud."""
+    found = load(fingerprint(hardware))
+    if found is not None:
+        return found
+    if hardware.gpu is not None and data_sheet(hardware.gpu.name) is None:
+        logger.warning(
+            f"{hardware.gpu.name} is not in the table of GPUs: its rates are guessed, not measured; "
+            "`megatrain doctor` measures them"
+        )
+    return typical(hardware)
+
+
+def save(profile: MachineProfile) -> Path:
+    """Cache a profile and return its file. Raises StorageError if it cannot be written."""
+    return _write(cache_file(profile.fingerprint), asdict(profile))
+
+
+def _write(path: Path, value: dict[str, Any]) -> Path:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(value, indent=1) + "\n")
+        unfinished.replace(path)  # at once: another process may be reading
+    except OSError as error:
+        reason = f"{path}: cannot be written: {error.strerror}"
+        raise StorageError(f"{reason}; name another folder in MEGATRAIN_CACHE") from error
+    return path
+
+
+@dataclass(frozen=True)
+class DriveRates:
+    """What a drive sustained past the page cache, in bytes/s."""
+
+    write: float
+    read: float
+    measured_on: str  # ISO date
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be one: a cached file may hold anything."""
+        known = all(_is_rate(rate) and rate > 0 for rate in (self.write, self.read))
+        if not (known and isinstance(self.measured_on, str)):
+            raise ValueError(repr(self))
+
+
+def drives_file(fingerprint: str) -> Path:
+    return cache_folder() / f"drives-{fingerprint}.json"
+
+
+def load_drives(fingerprint: str) -> dict[str, DriveRates]:
+    """The measured rates of this machine's drives by `hardware.drive_name`; empty without any."""
+    try:
+        kept = json.loads(drives_file(fingerprint).read_text())
+        return {name: DriveRates(**rates) for name, rates in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # as `load`; or a list
+        return {}
+
+
+def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
+    """Cache a drive's rates in place of older ones. Raises StorageError."""
+    kept = load_drives(fingerprint) | {name: rates}
+    _write(drives_file(fingerprint), {name: asdict(found) for name, found in kept.items()})
+
+
+# Shares of a data sheet that an H200 sustained: matmuls by tokens, under the power that a whole
+# step draws (in short bursts they reach 750 TFLOP/s instead of 690), cuDNN's attention by length.
+MATMUL_SHARE: Rates = ((512, 0.51), (2048, 0.645), (8192, 0.69))
+ATTENTION_SHARE: Rates = ((1024, 0.31), (4096, 0.51), (16384, 0.58))
+FLOAT32_SHARE = 0.8
+FP8_SHARE = 0.71
+MEMORY_SHARE = 0.85
+# Of the update's rate while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200.
+BUSY_SHARE = 0.68
+CORE_FRESH = 4e9  # bytes/s of first touch by one core: the kernel clears the pages
+# FLOP/s of one core with wide vectors
+CORE_FLOPS = {"fast bfloat16": 100e9, "bfloat16": 25e9, "float32": 50e9, "attention": 20e9}
+LAUNCH_S = {"gpu": 5e-6, "cpu": 2e-6}
+
+
+def with_drives(
+    profile: MachineProfile,
+    folders: Sequence[Path],
+    hardware: Hardware,
+    measure: Callable[[Path], DriveRates | None] = lambda folder: None,
+) -> tuple[MachineProfile, tuple[Path, ...]]:
+    """The profile with the rates of the slowest drive of `folders`, and a folder on each drive whose
+    rates are assumed to be the profile's own.
+
+    measure: of a folder on a drive that has not been measured yet; None where it cannot be.
+    """
+    kept = load_drives(fingerprint(hardware)) if folders else {}
+    known, assumed = [], []
+    for folder in one_of_each_drive(folders):
+        rates = kept.get(drive_name(folder)) or measure(folder)
+        if rates is None:
+            assumed.append(folder)
+        else:
+            known.append((rates.write, rates.read))
+    if not folders:
+        return profile, ()
+    if assumed:
+        known.append((profile.disk_write, profile.disk_read))
+    write, read = map(min, zip(*known, strict=True))
+    return replace(profile, disk_write=write, disk_read=read), tuple(assumed)
+
+
+def typical(hardware: Hardware, sheet: DataSheet | None = None) -> MachineProfile:
+    """A guess at the profile, from the GPU's data sheet and the number of cores alone.
+
+    sheet: of a GPU that was described by hand; None: found by name, else UNKNOWN_GPU's.
+    """
+    cores = hardware.physical_cores
+    if hardware.gpu is not None and sheet is None:
+        sheet = data_sheet(hardware.gpu.name) or UNKNOWN_GPU
+    host = sheet.host if sheet else DESKTOP
+    update = tuple((n, interpolate(host.memory, n) / UPDATE_BYTES) for n in thread_counts(cores))
+    bfloat16 = "fast bfloat16" if bf16_is_fast("cpu") else "bfloat16"
+    on_cpu = MachineProfile(
+        fingerprint="typical",
+        measured_on="",
+        upload=0.0,
+        download=0.0,
+        both=0.0,
+        update=update,
+        arithmetic=host.arithmetic,
+        update_busy=interpolate(update, update_threads(cores)),
+        matmul=((512, cores * CORE_FLOPS[bfloat16]),),
+        matmul_fp32=((512, cores * CORE_FLOPS["float32"]),),
+        attention=((1024, cores * CORE_FLOPS["attention"]),),
+        memory=interpolate(host.memory, cores),
+        fresh=cores * CORE_FRESH,
+        launch=LAUNCH_S["cpu"],
+        device_update=interpolate(update, cores),
+        disk_write=host.disk_write,
+        disk_read=host.disk_read,
+        fp8=0.0,
+    )
+    return on_cpu if sheet is None else _with_gpu(on_cpu, sheet)
+
+
+def _with_gpu(host: MachineProfile, sheet: DataSheet) -> MachineProfile:
+    bfloat16 = float(f"{sheet.bfloat16:.3g}")  # a guess has no more digits
+    memory = MEMORY_SHARE * sheet.memory * 1e9
+    float32 = FLOAT32_SHARE * sheet.float32 * 1e12
+    return replace(
+        host,
+        upload=sheet.link.one_way,
+        download=sheet.link.one_way,
+        both=sheet.link.both,
+        update_busy=BUSY_SHARE * host.update_busy,
+        matmul=tuple((tokens, share * bfloat16 * 1e12) for tokens, share in MATMUL_SHARE),
+        matmul_fp32=tuple((tokens, float32) for tokens, _ in MATMUL_SHARE),
+        attention=tuple((length, share * bfloat16 * 1e12) for length, share in ATTENTION_SHARE),
+        memory=memory,
+        fresh=memory,
+        launch=LAUNCH_S["gpu"],
+        device_update=memory / UPDATE_BYTES,
+        fp8=FP8_SHARE * sheet.fp8 * 1e12,
+    )
+
+
+def thread_counts(cores: int) -> Sequence[int]:
+    """Numbers of threads at which the host update is known, ascending."""
+    return sorted({1, max(1, cores // 4), max(1, cores // 2), update_threads(cores), cores})

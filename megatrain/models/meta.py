@@ -1,0 +1,180 @@
+"""Running models on the meta device, where tensors have shapes and dtypes but no values.
+
+Only this file uses torch's private dispatch modes and the identity of storages (`_cdata`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.models.recorder import LayerCall
+
+
+class AssumeYes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers yes to every yes-or-no question about values of meta tensors.
+
+    Models ask only whether nothing is padded or packed, to leave out the attention mask.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asks = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if asks and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """For runs on the meta device: under `AssumeYes`, and the random state stays as it was."""
+    with torch.random.fork_rng(devices=[]), AssumeYes():  # type: ignore[no-untyped-call]
+        yield
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Base class: runs every operation as it is and reports it to `saw`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.saw(func, tensors_in((args, kwargs)), tensors_in(out))
+        return out
+
+    def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
+        """`func`, an overload of a torch operator, has made `written` from `read`."""
+        raise NotImplementedError
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a nested structure."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number that only tensors on the same living storage share."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def is_open_container(value: Any) -> bool:
+    """True if a layer could store something here: an empty list or dict, or a dict subclass."""
+    return isinstance(value, MutableMapping | MutableSequence) and (
+        not len(value) or not isinstance(value, dict | list)
+    )
+
+
+def to_meta(tree: Any, floats: torch.dtype | None = None) -> Any:
+    """The nested structure with its tensors on the meta device, floating-point ones as `floats`.
+
+    Open containers stay the same objects.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("meta", floats if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(Tensor, moved, tree, is_leaf=is_open_container)
+
+
+def blank_call(
+    layer: nn.Module,
+    hidden_shape: Sequence[int],
+    dtype: torch.dtype,
+    call: LayerCall,
+    device: str = "meta",
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A decoder layer's forward on tensors of ones, and its leaves: hidden states, then weights.
+
+    Args:
+        layer: on any device; only the shapes of parameters are read.
+        hidden_shape: [batch, tokens, hidden].
+        dtype: of parameters and hidden states.
+        call: what the layer receives besides the hidden states.
+        device: where the forward computes.
+    """
+
+    def blank(tensor: Tensor, as_dtype: torch.dtype | None = None) -> Tensor:
+        return torch.ones(tensor.shape, dtype=as_dtype or tensor.dtype, device=device)
+
+    weights = {
+        name: blank(p, dtype).requires_grad_(p.requires_grad)
+        for name, p in layer.named_parameters()
+    }
+    tensors = weights | {name: blank(buffer) for name, buffer in layer.named_buffers()}
+    args, kwargs = pytree.tree_map_only(
+        Tensor, blank, (call.args, call.kwargs), is_leaf=is_open_container
+    )
+    hidden = torch.empty(hidden_shape, dtype=dtype, device=device, requires_grad=True)
+
+    def forward() -> Tensor:
+        out = torch.func.functional_call(layer, tensors, (hidden, *args), kwargs)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return forward, [hidden, *(p for p in weights.values() if p.requires_grad)]
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside get meta parameters, but real buffers, such as rotary frequencies."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # a tied parameter is on meta already and must stay the same object
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def lent(places: Sequence[tuple[nn.Module, str]], parameters: Sequence[Any]) -> Iterator[None]:
+    """Inside, modules compute with other parameters at these places, (module, attribute)."""
+    before = [module._parameters[leaf] for module, leaf in places]
+    try:
+        for (module, leaf), parameter in zip(places, parameters, strict=True):
+            module._parameters[leaf] = parameter
+        yield
+    finally:
+        for (module, leaf), parameter in zip(places, before, strict=True):
+            module._parameters[leaf] = parameter
+
+
+@contextmanager
+def zeros_outside(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Give the parameters outside the layers all-zero CPU memory, which nobody may write to.
+
+    They share a mapping that the operating system backs by its one page of zeros. torch.zeros would
+    write gigabytes for a large vocabulary.
+    """
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    outside = {
+        (module, leaf): p
+        for module in model.modules()
+        for leaf, p in module._parameters.items()
+        if p is not None and id(p) not in inside
+    }
+    size = max((p.nbytes for p in outside.values()), default=1)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(mapping, dtype=torch.uint8)
+    stand_ins = {  # tied parameters share one
+        id(p): nn.Parameter(zeros[: p.nbytes].view(p.dtype).view(p.shape)) for p in outside.values()
+    }
+    with lent(list(outside), [stand_ins[id(p)] for p in outside.values()]):
+        yield

@@ -1,0 +1,1 @@
+"""Changes to decoder layers: fp8 matmuls, chunks of tokens, skipped matmuls, compilation."""

@@ -1,0 +1,101 @@
+"""Compiled layers: torch.compile's backend, what its graphs keep (decision 0013), its failures.
+
+Only this file of the room uses torch's private compiler API: `torch._dynamo` (limit of graphs,
+exceptions), `torch._inductor` (compile_fx, settings), `torch._functorch` (what graphs recompute).
+If torch changes it, `compile: true` breaks. planner/cost/compiled.py predicts compiled layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from megatrain.errors import ConfigError
+
+# Graphs for one class of layers, in all models of a process. Beyond dynamo's own limit of 8, layers
+# run eagerly without a word. A layer has four graphs (without gradients in training and evaluation,
+# retained, recomputed), each again for another sequence length, then for any length, for padded
+# batches, for single sequences and for fp8: one run needed 25.
+GRAPHS = 64
+
+# By default torch keeps whatever a matmul of backward reads. Without these bans it still keeps what
+# does not fuse, such as matmuls and attention, but of the rest only what it recomputes it from.
+CHEAP_RETENTION = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
+
+@dataclass(frozen=True)
+class Inductor:
+    """Inductor, with the order of attention kernels as a part of its cache's keys.
+
+    The kernel is chosen while a layer is traced, and neither the process nor the cache on disk asks
+    in which order they were tried. https://github.com/pytorch/pytorch/issues/185449
+
+    lengths_vary: which order, as `fastest_attention` knows it.
+    cheap: graphs keep only what matmuls and attention need.
+    """
+
+    lengths_vary: bool = False
+    cheap: bool = False
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+        from torch.compiler import config
+
+        tag = f"{config.cache_key_tag} lengths_vary={self.lengths_vary}"
+        with config.patch(cache_key_tag=tag), cheap_retention() if self.cheap else nullcontext():  # type: ignore[attr-defined]
+            compiled: Any = compile_fx(graph, inputs)
+        return compiled  # type: ignore[no-any-return]
+
+
+def cheap_retention() -> AbstractContextManager[None]:
+    """Graphs that are cut inside keep as little as `CHEAP_RETENTION` allows."""
+    from torch._functorch import config
+
+    return config.patch(CHEAP_RETENTION)  # type: ignore[no-any-return]
+
+
+def compile_when_run(
+    layers: Sequence[nn.Module], lengths_vary: bool, cheap: bool
+) -> Sequence[Callable[..., Any]]:
+    """Have each layer compiled when it first runs; returns what to call where it is retained."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    inductor.compile_threads = 1  # a pool of worker processes would take gigabytes of host RAM
+    # Autotuning keeps copies of what kernels write over in pinned host RAM, for good.
+    inductor.triton.autotune_pointwise = False
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+    for layer in layers:
+        layer.compile(backend=Inductor(lengths_vary))
+    if not cheap:
+        return layers
+    return [torch.compile(layer.forward, backend=Inductor(lengths_vary, cheap)) for layer in layers]
+
+
+@contextmanager
+def naming_the_compiler() -> Iterator[None]:
+    """Turn torch.compile's failures into ConfigError, but for torch.OutOfMemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        exceptions: Any = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
+        if exceptions is None or not isinstance(error, exceptions.TorchDynamoException):
+            raise
+        inner = getattr(error, "inner_exception", error)  # torch's backend errors carry one
+        if isinstance(inner, torch.OutOfMemoryError):
+            raise inner from error
+        reason = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+        raise ConfigError(
+            "compile: torch.compile could not compile the model's layers on this machine "
+            f"({reason}); set compile: false"
+        ) from error

@@ -1,0 +1,176 @@
+"""Matmuls whose outputs no gradient needs, so that recomputing a layer may leave them out.
+
+In most families the last matmul of a layer is only added to the residual stream: its gradients need
+its inputs, not its output. Such matmuls are observed, not assumed: one run on the meta device
+follows all values derived from a matmul's output, and sees if autograd keeps any for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain.models.meta import Watch, blank_call, storage_of, without_data
+from megatrain.models.recorder import LayerCall
+from megatrain.models.transforms.chunked import chunks_of
+from megatrain.models.transforms.fp8 import Fp8Linear
+
+MATMULS = {  # modules that are nothing else
+    "megatrain.models.transforms.fp8.Fp8Linear",
+    "torch.nn.modules.linear.Linear",
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "transformers.pytorch_utils.Conv1D",
+}
+
+
+def skippable(
+    layer: nn.Module, hidden_shape: Sequence[int], dtype: torch.dtype, call: LayerCall
+) -> tuple[str, ...]:
+    """Names of the modules that recomputing the layer may leave out, such as ("mlp.down_proj",).
+
+    Only modules that are a single matmul count (MATMULS), and whole ones that are computed
+    in chunks. None if the layer cannot run without data: it is recomputed whole. Arguments as for
+    `blank_call`; the layer is in training mode, since dropout needs a matmul's output.
+    """
+    forward, _ = blank_call(layer, hidden_shape, dtype, call)
+    matmuls = dict(_matmuls(layer))
+    trail = Trail()
+    handles = [
+        module.register_forward_hook(partial(trail.begin, name)) for name, module in matmuls.items()
+    ]
+    watching = saved_tensors_hooks(trail.note_saved, lambda tensor: tensor)
+    try:
+        with without_data(), trail, watching:
+            forward()
+    except (NotImplementedError, RuntimeError):
+        return ()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(name for name in matmuls if name in trail.begun - trail.needed)
+
+
+@contextmanager
+def skipping(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the named modules (from `skippable`) return uninitialised memory.
+
+    Gradients through them keep their bits. A compiled layer runs another of its graphs, without
+    these matmuls; the compiler may fuse and so round the rest of it differently.
+    """
+    modules = [layer.get_submodule(name) for name in names]
+    try:
+        for module in modules:
+            _leave_out(module, True)
+        yield
+    finally:
+        for module in modules:
+            _leave_out(module, False)
+
+
+def _leave_out(module: nn.Module, absent: bool) -> None:
+    """torch.compile guards what changes here, and so keeps a graph for each of the two states."""
+    if chunks := chunks_of(module):
+        chunks.absent = absent
+    elif isinstance(module, Fp8Linear):
+        module.output = "none" if absent else module.policy.output
+    elif absent:
+        vars(module)["forward"] = MethodType(_gradients, module)
+    else:
+        vars(module).pop("forward", None)
+
+
+def _matmuls(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of single matmuls, and of whole modules that are computed in chunks."""
+    if chunks_of(module) or is_matmul(module):
+        yield name, module
+        return
+    for leaf, child in module.named_children():
+        yield from _matmuls(child, f"{name}.{leaf}" if name else leaf)
+
+
+class Trail(Watch):  # type: ignore[no-untyped-call]
+    """Follows values: whatever has an input derived from a matmul's output derives from it too.
+
+    `needed`: matmuls of which something is kept for backward, or decides what is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[str] = set()
+        self.needed: set[str] = set()
+        self._sources: dict[int, set[str]] = {}
+        self._alive: list[Any] = []  # storages seen: the address of a freed one could come again
+
+    def begin(self, name: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        """A forward hook: the output of matmul `name` begins a trail."""
+        self.begun.add(name)
+        self._extend(output, {name})
+
+    def note_saved(self, tensor: Tensor) -> Tensor:
+        """A hook of autograd, called with every tensor that it keeps."""
+        self.needed |= self._sources_of(tensor)
+        return tensor
+
+    def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
+        sources: set[str] = set().union(*map(self._sources_of, read))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.needed |= sources
+        for tensor in written:
+            self._extend(tensor, sources)
+
+    def _sources_of(self, tensor: Tensor) -> set[str]:
+        return self._sources.get(storage_of(tensor), set())
+
+    def _extend(self, tensor: Tensor, sources: set[str]) -> None:
+        self._alive.append(tensor.untyped_storage())
+        self._sources[storage_of(tensor)] = self._sources_of(tensor) | sources
+
+
+class _MatmulGradients(torch.autograd.Function):
+    """The gradients of x W^T + b, or of x W + b if `input_first`; the output is not computed.
+
+    x [rows, in]; W [out, in], or [in, out] if `input_first`. The same matmuls as PyTorch's own
+    backward, for the same bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.input_first = input_first
+        return uninitialised(x, weight.shape[1 if input_first else 0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (dy,) = ctx.saved_tensors, grads
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = dy.mm(weight.t() if ctx.input_first else weight)
+        if ctx.needs_input_grad[1]:
+            dw = x.t().mm(dy) if ctx.input_first else dy.t().mm(x)
+        return dx, dw, dy.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def _gradients(module: Any, x: Tensor) -> Tensor:
+    """Forward of a module that is a matmul, x [..., in] -> [..., out], without the matmul."""
+    flat, input_first = x.reshape(-1, x.shape[-1]), not isinstance(module, nn.Linear)
+    rows: Tensor = _MatmulGradients.apply(flat, module.weight, module.bias, input_first)  # type: ignore[no-untyped-call]
+    return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+def is_matmul(module: nn.Module) -> bool:
+    """True if the module is nothing but a matmul."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in MATMULS
+
+
+def uninitialised(x: Tensor, width: int) -> Tensor:
+    """[rows, width] of whatever the memory holds; nothing may depend on it."""
+    return x.new_empty(len(x), width)

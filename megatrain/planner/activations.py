@@ -1,0 +1,304 @@
+"""Bytes that computing takes where the model computes: a group's activations, the working sets of
+the computations that take turns, and what the allocator cannot use. Arithmetic only.
+
+Where blocks, gradient accumulators and NVMe arrays are changes none of it (see memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatrain.machine.hardware import LARGE_BLOCK_BYTES, MIB, Hardware
+from megatrain.planner.job import Choices, Job
+from megatrain.schedule import UNCHANGED, graphs_of_layers, kept_row_bytes, rings
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.shape import CompiledSets, ModelShape
+
+WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
+SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
+INPUT_BYTES = 24  # of a token: its id, its position among the targets and its label, int64 each
+
+# Reserved by torch's caching allocator and not used: it grows with the working set, where tensors
+# of many sizes come and go. H200 with expandable segments, eager: 37 to 83 MiB for working sets of
+# 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py). Compiled: recomputed layers and the
+# head take turns in one memory with blocks of other sizes, which costs 10 to 41%, mostly 20, of the
+# smaller one's need in nine runs, and 60 MiB in the first step. Offloaded activations come back
+# among other tensors: 21 to 79 MiB more, in four runs.
+ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
+COMPILED_SLACK_BYTES, COMPILED_SLACK_SHARE = 64 * MIB, 0.2
+OFFLOAD_SLACK_BYTES = 64 * MIB
+# Micro-batches of ever new shapes leave holes besides that nothing else fills. Host: malloc's heap,
+# 24 steps of a 135M model with all layers retained. GPU: 2 GiB that came and went had 0.26 of holes
+# after 20 steps. Saved activations are in blocks of mostly twice a micro-batch's hidden states, off
+# which torch splits nothing below 1 MiB: at most half of that is lost, 0.9% of them in two runs.
+VARIED_ROWS_SLACK = {"gpu": 0.1, "host": 0.4}
+UNSPLIT_BYTES = MIB // 4  # for each multiple of the hidden states' bytes
+# On a CPU, of retained activations: they leave holes in malloc's heap, where most of them are if
+# hidden states are small enough; others are mapped. 14 to 22%, and 5 and 8%, in five runs.
+HEAP_HOLES_SHARE, MAPPED_HOLES_SHARE = 0.2, 0.05
+LAYER_SET, EMBEDDING_SET = "layer, one micro-batch", "embedding, one micro-batch"
+HEAD_SET, DRAWN_SET = "head, one chunk", "weights at random, one block"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that depend on how a step is cut and on what is kept from forward to backward.
+
+    "Saved activations" are a layer's saved tensors beyond its input and output; its input is its
+    activation checkpoint. A group is the largest accumulation group.
+    """
+
+    choices: Choices
+    job: Job
+    shape: ModelShape
+    hardware: Hardware
+
+    @cached_property
+    def device(self) -> dict[str, int]:
+        """The rows of the device's table that computing decides."""
+        table = self.kept | {"working set": max(self.working_sets.values())}
+        if self.hardware.gpu is not None:
+            table["cuBLAS workspaces"] = self.hardware.workspace_bytes
+            table["allocator slack"] = self.slack
+            table["CUDA context"] = self.hardware.context_bytes
+        elif self.job.pads or self.choices.retained:
+            table["allocator slack"] = self.slack
+        return table
+
+    @cached_property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    # -- counts and rows ---------------------------------------------------------------------------
+
+    @cached_property
+    def weight(self) -> int:
+        """Bytes of an element of weights and hidden states."""
+        return WEIGHT_BYTES[self.job.precision]
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a group."""
+        return self.choices.micro_batches(self.job)
+
+    @cached_property
+    def group_tokens(self) -> int:
+        return self.choices.group_tokens(self.job)
+
+    @cached_property
+    def recomputed(self) -> int:
+        """Number of recomputed layers."""
+        kept = self.choices.retained + self.choices.retained_on_host
+        return len(self.shape.block_numel) - 2 - kept
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's hidden state."""
+        return self.shape.hidden_size * self.weight
+
+    @property
+    def checkpoint_row_bytes(self) -> int:
+        """Bytes of a token's activation checkpoint of a recomputed layer, after the codec."""
+        return kept_row_bytes(self.job.activations, self.shape.hidden_size, self.weight)
+
+    @cached_property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a token's input, if a layer's saved activations hold it; else 0."""
+        eager, compiled, cheap = self.shape.graphs_keep_inputs
+        kept = (cheap if self.choices.cheap_retention else compiled) if self.job.compiled else eager
+        return self.row_bytes if kept else 0
+
+    # -- saved activations and checkpoints ---------------------------------------------------------
+
+    def _saved_by_last(self, layers: int) -> int:
+        """Bytes that the last `layers` layers save of one micro-batch."""
+        return self.shape.retained_bytes(
+            self.choices.micro_batch_tokens,
+            layers,
+            compiled=self.job.compiled,
+            cheap=self.choices.cheap_retention,
+        )
+
+    def _of_group(self, micro_batch_bytes: int) -> int:
+        """Bytes of a whole group, whose micro-batches need not be full."""
+        return micro_batch_bytes * self.group_tokens // self.choices.micro_batch_tokens
+
+    @cached_property
+    def saved_on_host(self) -> tuple[int, ...]:
+        """Saved bytes of one micro-batch, of each layer that sends them to host RAM."""
+        if not self.choices.retained_on_host:
+            return ()
+        layers = len(self.shape.block_numel) - 2
+        of_last = [self._saved_by_last(count) for count in range(layers + 1)]
+        where = graphs_of_layers(layers, self.choices.retained, self.choices.retained_on_host)
+        return tuple(
+            of_last[layers - i] - of_last[layers - i - 1]
+            for i, place in enumerate(where)
+            if place == "host"
+        )
+
+    @cached_property
+    def _retained(self) -> int:
+        """Bytes that a group's retained layers save on the device."""
+        retained = self.choices.retained
+        return self._of_group(self._saved_by_last(retained)) if retained else 0
+
+    @cached_property
+    def _checkpoints(self) -> int:
+        """Bytes of a group's activation checkpoints on the device, those on their way included.
+
+        Inputs of retained layers and of the head are whole whatever the codec. The gradient that
+        goes back through the layers takes the place of the head's input, unless a second backward
+        needs it.
+        """
+        choices, tokens = self.choices, self.choices.micro_batch_tokens
+        here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
+        if choices.offload_activations:
+            travelling = tokens * self.checkpoint_row_bytes
+            if self.saved_on_host:
+                sent = max(self.saved_on_host) + tokens * self.sent_row_bytes
+                travelling = max(travelling, sent)
+            here = sum(rings(self.micro_batches, choices.retained_on_host)) * travelling
+        whole = choices.retained + 1 + choices.second_backward
+        return self.group_tokens * self.row_bytes * whole + here
+
+    @property
+    def checkpoints_on_host(self) -> int:
+        """Bytes of a group's activation checkpoints in host RAM; retained layers have none."""
+        rows = self.recomputed * self.checkpoint_row_bytes
+        rows += self.choices.retained_on_host * self.sent_row_bytes
+        return self.group_tokens * rows if self.choices.offload_activations else 0
+
+    @property
+    def retained_on_host(self) -> int:
+        """Bytes of a group's saved activations in host RAM, beyond the layers' inputs."""
+        return self._of_group(sum(self.saved_on_host))
+
+    @cached_property
+    def kept(self) -> dict[str, int]:
+        """Bytes that a group's micro-batches hold on the device from one block to the next."""
+        tokens = self.choices.micro_batch_tokens
+        return {
+            "boundary activations": self._checkpoints,
+            "retained activations": self._retained,
+            "token ids and targets": INPUT_BYTES
+            * max(self.job.padded_tokens(tokens), self.group_tokens),
+            "rotary tables and masks": self.micro_batches * self.shape.calls.at(tokens),
+        }
+
+    # -- working sets ------------------------------------------------------------------------------
+
+    @cached_property
+    def working_sets(self) -> dict[str, int]:
+        """Bytes of the computations that take turns: the device holds the largest."""
+        tokens, chunk = self.choices.micro_batch_tokens, self.choices.head_chunk_tokens
+        sets = {
+            LAYER_SET: self._layer,
+            EMBEDDING_SET: self._embedding,
+            HEAD_SET: head_bytes(chunk, tokens, self.job, self.shape, self.hardware),
+        }
+        if self.job.draws_weights:  # one block after another, before there are activations
+            drawn = max(self.shape.block_numel) * SUM_BYTES - sum(self.kept.values())
+            sets[DRAWN_SET] = max(0, drawn)
+        return sets
+
+    @property
+    def _layer(self) -> int:
+        """Working set of a recomputed layer, or what a retained layer needs beyond its saved
+        tensors; includes the decoded input.
+
+        Layers are recomputed after all retained ones are done. Without `_compiled`, the eager
+        working set less one layer's saved activations is the bound for both kinds.
+        """
+        choices, sets = self.choices, self._compiled
+        tokens, chunk = choices.micro_batch_tokens, choices.layer_chunk_tokens
+        decodes = self.job.activations != UNCHANGED and self.recomputed
+        decoded = tokens * self.row_bytes if decodes else 0
+        if sets is None:
+            keeps = choices.retained and not chunk
+            saved = self._saved_by_last(choices.retained) // choices.retained if keeps else 0
+            return self.shape.layer_bytes(tokens, chunk) + decoded - saved
+        recomputed = max(sets.last.at(tokens), sets.recomputed.at(tokens) - self._last_input)
+        recomputed += decoded - self._retained
+        beyond = sets.beyond_cheap_graph if choices.cheap_retention else sets.beyond_graph
+        return max(
+            recomputed if self.recomputed else 0,
+            beyond.at(tokens) if choices.retained else 0,
+        )
+
+    @property
+    def _last_input(self) -> int:
+        """Bytes of the last layer's checkpoint, if it is gone when other layers are recomputed."""
+        choices = self.choices
+        kept = choices.retained or choices.retained_on_host
+        stays_or_leaves = choices.offload_activations or choices.second_backward or kept
+        return 0 if stays_or_leaves else self.group_tokens * self.checkpoint_row_bytes
+
+    @cached_property
+    def _compiled(self) -> CompiledSets | None:
+        """As `compiled_sets`; traces know no chunks and no activations back from host RAM."""
+        untraced = self.choices.layer_chunk_tokens or self.choices.retained_on_host
+        return None if untraced else compiled_sets(self.job, self.shape)
+
+    @property
+    def _embedding(self) -> int:
+        """The embedding's working set. Its gradient, rows of fp32, is never stored whole: they are
+        added to the accumulator where they belong."""
+        tokens, width = self.choices.micro_batch_tokens, self.shape.hidden_size
+        stored_whole = self.shape.vocab_size * width * self.weight
+        return self.shape.embed.at(tokens) - stored_whole + tokens * width * SUM_BYTES
+
+    # -- what the allocator cannot use -------------------------------------------------------------
+
+    @property
+    def slack(self) -> int:
+        """Bytes that the allocator holds and cannot use: PyTorch's on a GPU, malloc's on a CPU."""
+        retained, passing = self._retained, self._checkpoints + max(self.working_sets.values())
+        hidden_states = self.choices.micro_batch_tokens * self.row_bytes
+        if self.hardware.gpu is None:
+            if self.job.pads:
+                return int(VARIED_ROWS_SLACK["host"] * (passing + retained))
+            small = hidden_states < LARGE_BLOCK_BYTES
+            return int((HEAP_HOLES_SHARE if small else MAPPED_HOLES_SHARE) * retained)
+        slack = self._steady_slack
+        if self.job.pads:
+            share = VARIED_ROWS_SLACK["gpu"]
+            slack += int(share * passing + min(share, UNSPLIT_BYTES / hidden_states) * retained)
+        return slack
+
+    @property
+    def _steady_slack(self) -> int:
+        """On a GPU, with micro-batches of one shape."""
+        slack = OFFLOAD_SLACK_BYTES if self.choices.offload_activations else 0
+        if self._compiled is None:
+            largest = max(self.working_sets.values())
+            return slack + ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * largest)
+        tokens = self.choices.micro_batch_tokens
+        layer = self._compiled.recomputed.at(tokens) if self.recomputed else 0
+        smaller = min(self.working_sets[HEAD_SET], layer)
+        return slack + COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * smaller)
+
+
+def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:
+    """Working sets of compiled layers, if known: not of fp8, if only bf16 was traced."""
+    sets = shape.compiled if job.compiled else None
+    return sets if sets and sets.fp8 == (job.precision == "fp8") else None
+
+
+def head_bytes(
+    chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware
+) -> int:
+    """Bytes of the head's work on one chunk: its working set and hidden states, the gradient of the
+    chunk before, and the micro-batch's gradient that the chunks fill.
+
+    The weights' gradients are added to the fp32 accumulators by the matmul itself; of two types, as
+    bf16 products and fp32 sums, only CUDA has such a matmul, elsewhere the gradient exists as well.
+    """
+    direct = hardware.gpu is not None or job.precision == "float32"
+    never_stored = shape.vocab_size * shape.hidden_size if direct else 0
+    previous = chunk_tokens if chunk_tokens < micro_batch_tokens else 0
+    rows = (chunk_tokens + previous + micro_batch_tokens) * shape.hidden_size
+    return shape.head.at(chunk_tokens) + (rows - never_stored) * WEIGHT_BYTES[job.precision]

@@ -1,0 +1,340 @@
+"""Runs a model's parts on the meta device, each kind of part once, to see what they need and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatrain.models.meta import without_data
+from megatrain.models.recorder import LayerCall, kind_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
+from megatrain.models.transforms.skippable import skippable
+from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
+from megatrain.planner.cost.footprint import (
+    Footprint,
+    LayerBytes,
+    call_peak_bytes,
+    graph_keeps_input,
+    layer_peak_bytes,
+    tensor_bytes,
+)
+from megatrain.planner.cost.work import (
+    BlockCost,
+    ModelCost,
+    PassCost,
+    Tally,
+    Traffic,
+    cost_per_token,
+    tally,
+)
+
+EMBED, HEAD = 0, -1  # blocks
+
+
+@dataclass(frozen=True)
+class MicroBatchBytes:
+    """What one micro-batch needs. Layers that cannot be traced count as eager everywhere."""
+
+    embed: int  # working set of the embedding
+    calls: int  # the layers' other arguments
+    eager: tuple[LayerBytes, ...]
+    compiled: tuple[LayerBytes, ...]
+    cheap: tuple[LayerBytes, ...]  # compiled with cheap retention
+    last: LayerBytes | None  # the last layer, compiled with its own matmuls; None if unknown
+
+    @property
+    def layer(self) -> int:
+        """Working set of the largest recomputed layer."""
+        return max(layer.recomputed for layer in self.eager)
+
+    @property
+    def layer_compiled(self) -> int:
+        """The same where layers are compiled. The eager figure is a bound too."""
+        return min(max(layer.recomputed for layer in self.compiled), self.layer)
+
+    @property
+    def last_compiled(self) -> int:
+        """The same of the last layer, which may need less than others."""
+        largest = self.layer_compiled
+        return largest if self.last is None else min(self.last.recomputed, largest)
+
+
+class DryRun:
+    """Runs parts of a skeleton whose parameters are on the meta device.
+
+    Args:
+        seq_len: tokens of a sequence.
+        padded: layers receive a boolean mask for every sequence.
+        loss: logits [n, vocab] -> scalar.
+        runs_on: "cpu" or "cuda", where the model will compute.
+        compiled: predict compiled layers too; otherwise all are taken to be eager.
+        fp8: the layers' matmuls take fp8 operands, which take memory besides. Their work is counted
+            in bf16.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        seq_len: int,
+        *,
+        padded: bool,
+        loss: Callable[[Tensor], Tensor],
+        runs_on: str,
+        compiled: bool,
+        fp8: bool,
+    ) -> None:
+        self.skeleton, self.seq_len, self.padded, self.loss = skeleton, seq_len, padded, loss
+        self.runs_on, self.compiles, self.fp8 = runs_on, compiled, fp8
+        self._known_calls: dict[int, list[LayerCall]] = {}
+        self.fused = skeleton.config._attn_implementation != "eager"
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def bytes_of(self, rows: int) -> MicroBatchBytes:
+        """What a micro-batch of `rows` full sequences needs."""
+        calls = self._calls(rows)
+        hidden = rows * self.seq_len * self.skeleton.anatomy.hidden_size
+        output = hidden * self.skeleton.dtype.itemsize
+        eager = {}
+        with self._run_matmuls():
+            for kind in set(self.kinds):
+                found = self._layer(kind, rows, calls[kind])
+                saved, peak = found.saved_bytes - output, found.peak_bytes
+                eager[kind] = LayerBytes(saved, peak, peak - saved)
+        known = self.compiled.items()
+        compiled = eager | {kind: layer.bytes_at(rows) for kind, layer in known}
+        cheap = eager | {kind: layer.bytes_at(rows, cheap=True) for kind, layer in known}
+        last = self.compiled_last
+        embed = call_peak_bytes(
+            lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding"
+        )
+        return MicroBatchBytes(
+            embed=embed.peak_bytes,
+            calls=tensor_bytes([(call.args, call.kwargs) for call in calls]),
+            eager=tuple(eager[kind] for kind in self.kinds),
+            compiled=tuple(compiled[kind] for kind in self.kinds),
+            cheap=tuple(cheap[kind] for kind in self.kinds),
+            last=None if last is None else last.bytes_at(rows),
+        )
+
+    def graphs_keep_inputs(self) -> tuple[bool, bool, bool]:
+        """True where some layer's graph holds its input besides what `bytes_of` counts.
+
+        (eager, compiled, compiled with cheap retention)
+        """
+        layers, calls, dtype = self.skeleton.layers, self._calls(1), self.skeleton.dtype
+        eager = {
+            kind: graph_keeps_input(layers[kind], self._shape(1), dtype, calls[kind])
+            for kind in set(self.kinds)
+        }
+        known = self.compiled.items()
+        compiled = eager | {kind: layer.full.keeps_input for kind, layer in known}
+        cheap = eager | {kind: layer.cheap.keeps_input for kind, layer in known}
+        return any(eager.values()), any(compiled.values()), any(cheap.values())
+
+    def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
+        """Working set of the largest layer whose token-wise modules run in chunks of tokens."""
+        calls = self._calls(rows)
+        self.skeleton.find_token_wise()
+        with self._run_matmuls(), self.skeleton.chunked(chunk_tokens):
+            return max(self._layer(kind, rows, calls[kind]).peak_bytes for kind in set(self.kinds))
+
+    def head(self, chunk_tokens: int) -> Footprint:
+        """Footprint of the head and the loss for one chunk."""
+        hidden = self._hidden(chunk_tokens, self.skeleton.anatomy.hidden_size)
+        leaves = [hidden, *self._parameters(HEAD)]
+        return call_peak_bytes(
+            lambda: self.loss(self.skeleton.head(hidden)), leaves, what="the LM head"
+        )
+
+    def _layer(self, index: int, rows: int, call: LayerCall) -> Footprint:
+        return layer_peak_bytes(
+            self.skeleton.layers[index],
+            self._shape(rows),
+            self.skeleton.dtype,
+            call,
+            fused_attention=self.fused,
+            runs_on=self.runs_on,
+            output_stays=False,  # the next layer has read it, or nobody does
+        )
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def cost(self, head_tokens: int) -> ModelCost:
+        """The work of every block. head_tokens: of a chunk to try the head with."""
+        of_kind = {kind: self._layer_cost(kind) for kind in set(self.kinds)}
+        width = self.skeleton.anatomy.hidden_size
+
+        def embed(rows: int) -> Tally:
+            return self._tally(EMBED, lambda: self._embed(rows)[0])
+
+        def head(chunks: int) -> Tally:
+            hidden = self._hidden(chunks * head_tokens, width)
+            return self._tally(HEAD, lambda: self.loss(self.skeleton.head(hidden)), hidden)
+
+        return ModelCost(
+            embed=cost_per_token(embed, self.seq_len),
+            layers=tuple(of_kind[kind] for kind in self.kinds),
+            head=cost_per_token(head, head_tokens),
+        )
+
+    def _layer_cost(self, index: int) -> BlockCost:
+        layer = self.skeleton.layers[index]
+        weights = [layer.get_parameter(f"{name}.weight") for name in self._skippable(index)]
+
+        def run(rows: int) -> Tally:
+            hidden, call = self._hidden(*self._shape(rows)), self._calls(rows)[index]
+            return self._tally(1 + index, lambda: self.skeleton.layer(index, hidden, call), hidden)
+
+        cost = cost_per_token(run, self.seq_len)
+        cost = replace(cost, skippable_flops=sum(2 * weight.numel() for weight in weights))
+        compiled = self.compiled_bf16.get(index)
+        if compiled is None:
+            return cost
+        full, cheap = compiled.full, compiled.cheap
+        tokens = full.rows * self.seq_len
+
+        def with_compiled(eager: PassCost, traffic: Traffic) -> PassCost:
+            moved = traffic.bytes // tokens
+            return replace(eager, compiled_bytes=moved, compiled_kernels=traffic.kernels)
+
+        return replace(
+            cost,
+            forward=with_compiled(cost.forward, full.forward),
+            backward=with_compiled(cost.backward, full.backward),
+            cheap_bytes=(cheap.backward.bytes - full.backward.bytes) // tokens,
+            cheap_kernels=cheap.backward.kernels - full.backward.kernels,
+        )
+
+    def _tally(self, block: int, forward: Callable[[], Tensor], *inputs: Tensor) -> Tally:
+        weights = self._parameters(block)
+        return tally(forward, inputs, weights, fused=self.fused, runs_on=self.runs_on)
+
+    # -- compiled layers ---------------------------------------------------------------------------
+
+    @cached_property
+    def compiled_bf16(self) -> dict[int, CompiledLayer]:
+        """A compiled layer of each kind that can be traced, with matmuls in bf16; empty unless
+        asked for."""
+        return self._predict_kinds()
+
+    @cached_property
+    def compiled(self) -> dict[int, CompiledLayer]:
+        """The same with the run's matmuls."""
+        if not self.fp8:
+            return self.compiled_bf16
+        with self._run_matmuls():
+            return self._predict_kinds()
+
+    @cached_property
+    def compiled_last(self) -> CompiledLayer | None:
+        """The last layer with its own matmuls, of which fewer are in fp8 than in other layers."""
+        if not self.fp8 or self.kinds[-1] not in self.compiled:
+            return self.compiled.get(self.kinds[-1])
+        index = len(self.kinds) - 1
+        with fp8_matmuls(self.skeleton.layers, Fp8Policy().of_layer(index, len(self.kinds))):
+            return self._predict(index)
+
+    def _predict_kinds(self) -> dict[int, CompiledLayer]:
+        found = {kind: self._predict(kind) for kind in set(self.kinds) if self.compiles}
+        return {kind: layer for kind, layer in found.items() if layer is not None}
+
+    def _predict(self, index: int) -> CompiledLayer | None:
+        layers = self.skeleton.layers
+        sizes = {size for layer in layers for p in layer.parameters() for size in p.shape}
+        rows = next(p for p in primes() if all(size % p for size in (self.seq_len, *sizes)))
+        return predict_compiled(
+            layers[index],
+            self._shape(rows),
+            self.skeleton.dtype,
+            self._calls(rows)[index],
+            fused_attention=self.fused,
+            runs_on=self.runs_on,
+            skipped=self._skippable(index),
+        )
+
+    def _skippable(self, index: int) -> tuple[str, ...]:
+        layer, call = self.skeleton.layers[index], self._calls(1)[index]
+        return skippable(layer, self._shape(1), self.skeleton.dtype, call)
+
+    def _run_matmuls(self) -> AbstractContextManager[None]:
+        """The run's matmuls, with all outputs in fp8: some layers leave them out, and need less."""
+        return fp8_matmuls(self.skeleton.layers, Fp8Policy(ends=0)) if self.fp8 else nullcontext()
+
+    # -- what they run on --------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer, the index of the first layer of its kind, which needs the same."""
+        first: dict[Any, int] = {}
+        pairs = zip(self.skeleton.layers, self._calls(1), strict=True)
+        return [
+            first.setdefault(kind_of(layer, call), index)
+            for index, (layer, call) in enumerate(pairs)
+        ]
+
+    def _embed(self, rows: int) -> tuple[Tensor, list[LayerCall]]:
+        ids = torch.zeros(rows, self.seq_len, dtype=torch.long, device="meta")
+        return self.skeleton.embed({"input_ids": ids})
+
+    def _calls(self, rows: int) -> list[LayerCall]:
+        if rows not in self._known_calls:
+            with torch.no_grad(), without_data():
+                _, calls = self._embed(rows)
+            self._known_calls[rows] = _padded(calls, rows, self.seq_len) if self.padded else calls
+        return self._known_calls[rows]
+
+    def _shape(self, rows: int) -> tuple[int, int, int]:
+        return rows, self.seq_len, self.skeleton.anatomy.hidden_size
+
+    def _hidden(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.skeleton.dtype, device="meta", requires_grad=True)
+
+    def _parameters(self, block: int) -> list[nn.Parameter]:
+        """The meta parameters that a block computes with, tied ones included."""
+        anatomy = self.skeleton.anatomy
+        names = [spec.name for spec in anatomy.blocks[block].layout.tensors]
+        if block == HEAD:
+            names += [owner for _, owner in anatomy.tied]
+        return [module.get_parameter(leaf) for module, leaf in map(self.skeleton.owner, names)]
+
+
+def primes() -> Iterator[int]:
+    """Primes from 11 on."""
+    return (n for n in count(11, 2) if all(n % divisor for divisor in range(3, n, 2)))
+
+
+def _padded(calls: Iterable[LayerCall], rows: int, seq_len: int) -> list[LayerCall]:
+    """What layers receive for padded sequences: a mask for each, where an unpadded batch has none
+    or one for all.
+
+    Layers that share a mask go on sharing it. A mask made anew is boolean, the form in which
+    transformers hands a padded batch to scaled-dot-product attention.
+    """
+    masks: dict[int | None, Tensor] = {}
+    padded = []
+    for call in calls:
+        mask = call.kwargs.get("attention_mask")
+        key = None if mask is None else id(mask)
+        if key not in masks:
+            shape, dtype = (1, seq_len, seq_len), torch.bool
+            if mask is not None:
+                shape, dtype = mask.shape[1:], mask.dtype
+            masks[key] = torch.empty(rows, *shape, dtype=dtype, device="meta")
+        padded.append(LayerCall(call.args, {**call.kwargs, "attention_mask": masks[key]}))
+    return padded
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Summed cross entropy in fp32 of logits [n, vocab], to targets that do not matter."""
+    targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return functional.cross_entropy(logits.float(), targets, reduction="sum")

@@ -1,0 +1,346 @@
+"""Reads the fx graphs of a traced layer: its kernels, their memory traffic and what is alive.
+
+Part of compiled.py's wall around torch's private API, and imported by that file alone.
+
+Matmuls, attention and our fp8 kernels run as they are; here they are called barriers. All other
+operations are fused. A node is written to memory if it is reduced or if something other than a
+fused kernel reads it; every kernel that needs any other node computes it anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import megatrain.models.transforms.fp8_kernels  # noqa: F401  registers the kernels
+from megatrain.models.meta import tensors_in
+from megatrain.planner.cost.work import MATMULS, Traffic
+
+aten = torch.ops.aten
+ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
+BARRIERS = MATMULS | {
+    aten._scaled_dot_product_cudnn_attention,
+    ATTENTION_BACKWARD,
+    aten._scaled_mm,
+    torch.ops.megatrain.quantize_both,
+    torch.ops.megatrain.quantize_columns,
+}
+COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
+# The nodes that a kernel writes, each with the nodes in memory that it is computed from.
+Kernel = dict[fx.Node, set[fx.Node]]
+
+# -- bytes and traffic -----------------------------------------------------------------------------
+
+
+def saved_bytes(forward: fx.Graph) -> int:
+    """Bytes between forward and backward, beyond inputs and the output."""
+    output, *saved = _outputs(forward)
+    kept = {_base(node) for node in saved} - {_base(output)}
+    return sum(_nbytes(node) for node in kept if node.op != "placeholder")
+
+
+def keeps_input(forward: fx.Graph) -> bool:
+    """True if the layer's first input, its hidden states, is kept for backward."""
+    hidden = next(node for node in forward.nodes if node.op == "placeholder")
+    return any(_base(node) is hidden for node in _outputs(forward)[1:])
+
+
+def traffic(graph: fx.Graph) -> Traffic:
+    """Bytes that fused kernels read and write, and the number of all kernels; an estimate."""
+    sources = _written(graph)
+    kernels = _fused(sources, _depths(graph))
+    reads = [set().union(*(sources[node] for node in kernel)) - kernel for kernel in kernels]
+    others = {
+        _base(source)
+        for node in graph.nodes
+        if not _is_fusible(node)
+        for source in node.all_input_nodes
+    }
+    writes = sources.keys() & others.union(*reads)
+    total = sum(_nbytes(node) for kernel in reads for node in kernel) + sum(map(_nbytes, writes))
+    return Traffic(total, len(kernels) + sum(map(_is_barrier, graph.nodes)))
+
+
+# -- what is alive ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Bytes at every moment of a computation, as (bytes per sequence, bytes besides)."""
+
+    moments: frozenset[tuple[int, int]]
+
+    def peak(self, rows: int) -> int:
+        """The most bytes of all moments, for `rows` sequences."""
+        return max(rows * of_row + fixed for of_row, fixed in self.moments)
+
+    def beyond(self, of_row: int) -> Alive:
+        """The same, less `of_row` bytes per sequence."""
+        return Alive(frozenset((moment - of_row, fixed) for moment, fixed in self.moments))
+
+
+def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
+    """Through forward and backward, beyond inputs, weights and the incoming gradient.
+
+    The output is freed before backward begins, and what was saved as soon as it was last read.
+    Kernels run in the graph's order and none writes over what it reads; inductor may do otherwise
+    where that needs no more. rows: as in `predict_compiled`.
+    """
+    output, *saved = _outputs(forward)
+    # Backward receives some saved memory under several names, as views of it. The first counts.
+    first: dict[fx.Node, str] = {}
+    name_of = {
+        node.name: first.setdefault(_base(node), node.name)
+        for node in saved
+        if _base(node).op != "placeholder"
+    }
+    given = {
+        node.name: node
+        for node in backward.nodes
+        if node.op == "placeholder" and node.name in name_of
+    }
+    same = {node: given[name_of[name]] for name, node in given.items()}
+    ahead = _moments(forward, [output, *saved], {}, rows)
+    back = _moments(backward, _outputs(backward), same, rows, scratch=runs_on == "cuda")
+    return Alive(frozenset(ahead | back))
+
+
+def _moments(
+    graph: fx.Graph,
+    kept: Iterable[fx.Node],
+    given: Mapping[fx.Node, fx.Node],
+    rows: int,
+    scratch: bool = False,
+) -> set[tuple[int, int]]:
+    """Bytes alive at each kernel of a graph.
+
+    kept: nodes that outlive the graph. given: inputs that the graph frees, each with the node that
+    stands for its memory. scratch: kernels' own temporary memory counts too.
+    """
+
+    def memory(node: fx.Node) -> fx.Node:
+        base = _base(node)
+        return given.get(base, base)
+
+    kernels = [
+        {node: set(map(memory, read)) for node, read in kernel.items()}
+        for kernel in _in_order(graph)
+    ]
+    last = {
+        node: step
+        for step, kernel in enumerate(kernels)
+        for node in {*kernel}.union(*kernel.values())
+    }
+    last |= dict.fromkeys(map(memory, kept), len(kernels))
+    live = {node for node in given.values() if node in last}
+    found = {_total(live, rows)}
+    for step, kernel in enumerate(kernels):
+        live |= kernel.keys()
+        found.add(_total([*live, *(_scratch(kernel) if scratch else ())], rows))
+        live -= {node for node in live if last[node] <= step}
+    return found
+
+
+def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
+    """Temporary memory of attention's backward on CUDA (footprint.py), as nodes of that size.
+
+    Twice the query's gradient, and the gradients of shared keys and values once per head.
+    """
+    heads = {
+        node: _values(node)[0].shape[1]
+        for node in kernel
+        if node.target is operator.getitem
+        and _packet(node.all_input_nodes[0]) is ATTENTION_BACKWARD
+        and node.args[1] in (0, 1, 2)
+    }
+    most = max(heads.values(), default=0)
+    scratch = []
+    for node, own in heads.items():
+        scratch += [node] * (2 if node.args[1] == 0 else most // own if own < most else 0)
+    return scratch
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _in_order(graph: fx.Graph) -> list[Kernel]:
+    """Kernels as they run: as early as the graph has them."""
+    written = _written(graph)
+    fused = [{node: written[node] for node in nodes} for nodes in _fused(written, _depths(graph))]
+    barriers = []
+    for node in filter(_is_barrier, graph.nodes):
+        results = [user for user in node.users if user.target is operator.getitem] or [node]
+        barriers.append(dict.fromkeys(results, _sources(node)))
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waiting = [*_fused_late(fused, barriers), *barriers]
+    waiting.sort(key=lambda kernel: min(map(place.__getitem__, kernel)))
+    to_come = {node for kernel in waiting for node in kernel}
+    ordered = []
+    while waiting:  # parts of a kernel may lie apart, with what one of them reads between
+        ready = next(kernel for kernel in waiting if not (_reads(kernel) & to_come) - kernel.keys())
+        waiting.remove(ready)
+        to_come -= ready.keys()
+        ordered.append(ready)
+    return ordered
+
+
+def _fused_late(kernels: list[Kernel], barriers: list[Kernel]) -> list[Kernel]:
+    """Merge kernels that read the same if one can wait for the other: they read it but once."""
+    fused = list(kernels)
+    for first, second in combinations(kernels, 2):
+        one, other = (
+            next(kernel for kernel in fused if part.keys() <= kernel.keys())
+            for part in (first, second)
+        )
+        alike = one is not other and _widths(one) & _widths(other) and _reads(one) & _reads(other)
+        if not alike:
+            continue
+        if not any(_leads(a, b, [*fused, *barriers]) for a, b in ((one, other), (other, one))):
+            fused = [kernel for kernel in fused if kernel is not one and kernel is not other]
+            fused.append(one | other)
+    return fused
+
+
+def _reads(kernel: Kernel) -> set[fx.Node]:
+    return set().union(*kernel.values())
+
+
+def _widths(kernel: Iterable[fx.Node]) -> set[int]:
+    """Numbers of elements of what it writes, or of the parts that it concatenates."""
+    return {
+        _numel(part)
+        for node in kernel
+        for part in (node.all_input_nodes if _packet(node) is aten.cat else [node])
+    }
+
+
+def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:
+    """True if anything that `end` writes is computed from what `start` writes."""
+    maker = {node: kernel for kernel in kernels for node in kernel}
+    seen: set[fx.Node] = set()
+    waiting = _reads(end) - end.keys()
+    while waiting:
+        node = waiting.pop()
+        if node in start:
+            return True
+        if node not in seen and node in maker:
+            seen.add(node)
+            waiting |= _reads(maker[node])
+    return False
+
+
+def _written(graph: fx.Graph) -> Kernel:
+    """The nodes that fused kernels write to memory."""
+    return {node: _sources(node) for node in graph.nodes if _is_fusible(node) and _is_written(node)}
+
+
+def _fused(sources: Kernel, depth: Mapping[fx.Node, int]) -> list[set[fx.Node]]:
+    """The nodes of each fused kernel.
+
+    Two nodes of one depth share a kernel if one is made from the other, or if both have one size
+    and a source in common.
+    """
+    kernel: dict[fx.Node, set[fx.Node]] = {}
+    alike: dict[Any, fx.Node] = {}
+    for node, read in sources.items():
+        kernel[node] = {node}
+        near = [source for source in read if source in kernel and depth[source] == depth[node]]
+        near += [alike.setdefault((depth[node], _numel(node), source), node) for source in read]
+        merged = set().union(*(kernel[other] for other in near), kernel[node])
+        kernel |= dict.fromkeys(merged, merged)
+    return list({id(members): members for members in kernel.values()}.values())
+
+
+def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For every node, the number of barriers that come one after another before it."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = (depth[source] + _is_barrier(source) for source in node.all_input_nodes)
+        depth[node] = max(before, default=0)
+    return depth
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def _is_written(node: fx.Node) -> bool:
+    reduced = any(_nbytes(s) and _numel(node) < _numel(s) for s in node.all_input_nodes)
+    return reduced or any(not _is_fusible(reader) for reader in _readers(node))
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The nodes in memory that `node` is computed from."""
+    found: set[fx.Node] = set()
+    for source in map(_base, node.all_input_nodes):
+        found |= _sources(source) if _is_fusible(source) and not _is_written(source) else {source}
+    return found
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    """Nodes that use the values of `node`, also through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _packet(node: fx.Node) -> Any:
+    """The operator of a node, whatever the overload; None for what is no operator of torch."""
+    return node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    return _packet(node) in BARRIERS
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:  # one of several results, of attention or of a view
+        return not _is_barrier(node.all_input_nodes[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.is_view or _packet(node) in COPIES_NOTHING
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    return _packet(node) is not None and not _is_view(node) and not _is_barrier(node)
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns; a forward graph the layer's output, then what is kept."""
+    (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    return [node for node in returned if isinstance(node, fx.Node)]
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return tensors_in(node.meta.get("val"))
+
+
+def _numel(node: fx.Node) -> int:
+    return sum(tensor.numel() for tensor in _values(node))
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of a node's value; 0 for what is no tensor."""
+    return sum(tensor.nbytes for tensor in _values(node))
+
+
+def _total(nodes: Iterable[fx.Node], rows: int) -> tuple[int, int]:
+    """(bytes per sequence, bytes besides) of the nodes' values. What `rows` divides grows with it."""
+    tensors = [tensor for node in nodes for tensor in _values(node)]
+    growing = [tensor for tensor in tensors if tensor.numel() % rows == 0]
+    of_row = sum(tensor.nbytes // rows for tensor in growing)
+    return of_row, sum(tensor.nbytes for tensor in tensors if tensor.numel() % rows)

@@ -1,0 +1,233 @@
+"""What the planner knows of a model: the parameters of its blocks, their bytes and their work."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torch import Tensor
+
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.dry_run import DryRun, MicroBatchBytes, cross_entropy
+from megatrain.planner.cost.footprint import LayerBytes
+from megatrain.planner.cost.work import ModelCost
+
+# Chunks, in tokens, in which the head may go through a micro-batch.
+HEAD_CHUNK_TOKENS = tuple(1 << power for power in range(7, 14))
+# And layers through a longer micro-batch; larger chunks run no faster.
+LAYER_CHUNK_TOKENS = (4096, 16_384)
+# More chunks save little beside hidden states of the whole length, and take long to dry-run.
+MOST_LAYER_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """Bytes that a computation needs, by the number of tokens that it is given at once.
+
+    `points` are (tokens, bytes) in rising order.
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    def at(self, tokens: int) -> int:
+        """Bytes for `tokens` at once: exact at a point, an upper bound between points.
+
+        A peak is the largest of several moments, each linear in tokens: convex, so that a chord
+        lies above it. Below the first point that point's bytes are the bound; beyond the last, the
+        line through the last two points.
+        """
+        if tokens not in self._found:  # a search asks for the same few sizes again and again
+            self._found[tokens] = self._at(tokens)
+        return self._found[tokens]
+
+    def _at(self, tokens: int) -> int:
+        sizes = self.sizes
+        right = bisect_left(sizes, tokens)
+        if right < len(sizes) and (sizes[right] == tokens or right == 0):
+            return self.points[right][1]
+        if len(sizes) == 1:
+            return -(-self.points[0][1] * tokens // sizes[0])
+        right = min(right, len(sizes) - 1)
+        (x0, y0), (x1, y1) = self.points[right - 1 : right + 1]
+        return y0 + -(-(y1 - y0) * (tokens - x0) // (x1 - x0))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The token counts that were measured."""
+        return tuple(size for size, _ in self.points)
+
+    @cached_property
+    def _found(self) -> dict[int, int]:
+        return {}
+
+
+@dataclass(frozen=True)
+class CompiledSets:
+    """Working sets of the largest layer where layers are compiled, by tokens of a micro-batch."""
+
+    recomputed: WorkingSet  # as ModelShape's `layer`
+    last: WorkingSet  # the same of the last layer, which may need less
+    beyond_graph: WorkingSet  # a retained layer's backward, beyond its saved activations
+    beyond_cheap_graph: WorkingSet  # the same with cheap retention
+    fp8: bool = False  # the layers' matmuls take fp8 operands
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the planner knows of a model.
+
+    Working sets are bytes beyond parameters, inputs and incoming gradients, by tokens of a
+    micro-batch unless noted.
+    """
+
+    family: str
+    parameters: int  # trained ones, tied counted once
+    block_numel: tuple[int, ...]  # elements of the flat arrays, padded: embed, layers, head
+    tied: bool  # the head computes with a tensor of embed
+    hidden_size: int
+    vocab_size: int
+    layer: WorkingSet  # the largest layer's recomputation, backward and gradients
+    embed: WorkingSet  # the same of the embedding
+    head: WorkingSet  # the same of the head and the loss, by tokens of a chunk
+    calls: WorkingSet  # the layers' other arguments, such as rotary tables and masks
+    # saved activations of the last 0, 1, 2, ... layers, less the layers' outputs
+    retained: tuple[WorkingSet, ...]
+    retained_compiled: tuple[WorkingSet, ...]
+    cost: ModelCost  # arithmetic and memory traffic of every block
+    retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
+    # (chunk tokens, `layer` with token-wise modules computed in chunks)
+    layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()
+    compiled: CompiledSets | None = None  # None where they are not known
+    # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
+    graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
+
+    def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:
+        """Working set of the largest layer.
+
+        chunk_tokens: one of `layer_chunked`; None, or a size that was not tried, means no chunks.
+        """
+        return dict(self.layer_chunked).get(chunk_tokens or 0, self.layer).at(micro_batch_tokens)
+
+    def retained_bytes(
+        self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False
+    ) -> int:
+        """Saved activations of the last `layers` layers for one micro-batch, less their outputs.
+
+        cheap: with cheap retention, which only compiled layers have.
+        """
+        of_compiled = self.retained_cheap if cheap else self.retained_compiled
+        return (of_compiled if compiled else self.retained)[layers].at(micro_batch_tokens)
+
+
+def shape_of(
+    skeleton: Skeleton,
+    seq_len: int,
+    micro_batch_tokens: Iterable[int],
+    *,
+    padded: bool = False,
+    head_loss: Callable[[Tensor], Tensor] | None = None,
+    runs_on: str = "cpu",
+    compiled: bool = False,
+    fp8: bool = False,
+    layer_chunks: Iterable[int] = (),
+) -> ModelShape:
+    """Dry-run a skeleton whose parameters are on the meta device; no other device is touched.
+
+    Args:
+        seq_len: tokens of a full sequence.
+        micro_batch_tokens: sizes to try; each becomes as many full sequences as it holds, at least
+            one.
+        padded: every layer receives a boolean mask [rows, 1, seq_len, seq_len].
+        head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
+        runs_on: "cpu" or "cuda", where the model will compute; their attention kernels differ.
+        compiled: predict compiled layers too, a second for each kind of layer. Otherwise, and for
+            layers that cannot be traced, compiled figures are the eager ones, which are larger.
+        fp8: the layers' matmuls take fp8 operands, which on CUDA need memory besides.
+        layer_chunks: chunks of tokens for which to find what layers need.
+
+    Raises:
+        ModelError: a part of the model cannot run without data.
+    """
+    bound = any(not p.is_meta for layer in skeleton.layers for p in layer.parameters())
+    assert not bound, "shape_of needs a skeleton that is not bound yet"
+    dry = DryRun(
+        skeleton,
+        seq_len,
+        padded=padded,
+        loss=head_loss or cross_entropy,
+        runs_on=runs_on,
+        compiled=compiled,
+        fp8=fp8 and runs_on == "cuda",
+    )
+    rows = sorted({max(1, tokens // seq_len) for tokens in micro_batch_tokens})
+    chunked = []
+    for chunk in sorted(layer_chunks):
+        points = ((n * seq_len, dry.layer_in_chunks(n, chunk)) for n in rows)
+        chunked.append((chunk, WorkingSet(tuple(points))))
+    return _assembled(dry, {n * seq_len: dry.bytes_of(n) for n in rows}, tuple(chunked))
+
+
+def _assembled(
+    dry: DryRun, runs: Mapping[int, MicroBatchBytes], chunked: tuple[tuple[int, WorkingSet], ...]
+) -> ModelShape:
+    """The shape, from the bytes of micro-batches by their tokens."""
+    anatomy = dry.skeleton.anatomy
+
+    def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
+        return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
+
+    def of_last(
+        layers: Callable[[MicroBatchBytes], tuple[LayerBytes, ...]],
+    ) -> tuple[WorkingSet, ...]:
+        """Saved bytes of the last 0, 1, 2, ... layers together."""
+        sums = []
+        for tokens, run in runs.items():
+            totals = accumulate((layer.saved for layer in reversed(layers(run))), initial=0)
+            sums.append([(tokens, total) for total in totals])
+        return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
+
+    return ModelShape(
+        family=anatomy.family,
+        parameters=anatomy.parameters,
+        block_numel=tuple(block.layout.numel for block in anatomy.blocks),
+        tied=anatomy.embed_feeds_head,
+        hidden_size=anatomy.hidden_size,
+        vocab_size=anatomy.vocab_size,
+        layer=by_tokens(lambda run: run.layer),
+        embed=by_tokens(lambda run: run.embed),
+        head=WorkingSet(tuple((n, dry.head(n).peak_bytes) for n in HEAD_CHUNK_TOKENS)),
+        calls=by_tokens(lambda run: run.calls),
+        retained=of_last(lambda run: run.eager),
+        retained_compiled=of_last(lambda run: run.compiled),
+        retained_cheap=of_last(lambda run: run.cheap),
+        cost=dry.cost(HEAD_CHUNK_TOKENS[0]),
+        layer_chunked=chunked,
+        compiled=CompiledSets(
+            recomputed=by_tokens(lambda run: run.layer_compiled),
+            last=by_tokens(lambda run: run.last_compiled),
+            beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
+            beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
+            fp8=dry.fp8,
+        )
+        if dry.compiles
+        else None,
+        graphs_keep_inputs=dry.graphs_keep_inputs(),
+    )
+
+
+def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
+    """Chunks of layers whose memory the planner should know, in tokens.
+
+    The number wanted, or some that are shorter than the largest micro-batch. These also if none is
+    wanted: where that does not fit, the plan says what would.
+    """
+    if isinstance(wanted, int):
+        return [wanted]
+    return [
+        size
+        for size in LAYER_CHUNK_TOKENS
+        if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest
+    ]

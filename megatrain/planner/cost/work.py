@@ -1,0 +1,200 @@
+"""The work of a model's blocks: arithmetic, memory traffic and kernel launches.
+
+Found by running a block on the meta device and counting operations, so the figures hold for every
+family. An operation is taken for one kernel that reads its inputs and writes its outputs once;
+views and allocations are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.models.meta import Watch, storage_of, without_data
+from megatrain.planner.cost.footprint import FusedAttention, fused_attention
+
+aten = torch.ops.aten
+MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# Of their first input these read only what they return.
+LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+# Flash's and cuDNN's: sums of rows, the gradients, rounding of the query's.
+FUSED_BACKWARD_KERNELS = 3
+BACKWARD_FLOPS = 2  # a matmul's gradients are two matmuls
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """The forward or backward pass of one block: FLOPs and bytes per token, kernels per
+    micro-batch.
+
+    Bytes are read or written by everything but matmuls and fused attention. "Compiled" is an
+    estimate of what torch.compile makes of the same computation.
+    """
+
+    matmul_flops: int  # with parameters; in a mixture only with a token's own experts
+    attention_flops: int  # at the shape's sequence length; causal attention counts half
+    eager_bytes: int
+    compiled_bytes: int
+    eager_kernels: int
+    compiled_kernels: int
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A decoder layer, the embedding, or the head with its loss; backward without recomputation.
+
+    Embedding and head are never compiled. Their compiled figures are the eager ones, and so are
+    those of layers where compilation was not asked about.
+    """
+
+    forward: PassCost
+    backward: PassCost
+    skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
+    cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
+    cheap_kernels: int = 0  # the same, per micro-batch
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The work of every block; layers of one kind share one object."""
+
+    embed: BlockCost
+    layers: tuple[BlockCost, ...]
+    head: BlockCost
+
+
+class Traffic(NamedTuple):
+    """One run of one pass: bytes as in `PassCost`, and kernels, matmuls and attention included."""
+
+    bytes: int
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The work of one run of some computation; FLOPs are the forward's."""
+
+    matmul_flops: int
+    attention_flops: int
+    forward: Traffic
+    backward: Traffic
+
+
+def tally(
+    forward: Callable[[], Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    fused: bool,
+    runs_on: str,
+) -> Tally:
+    """Count the operations of `forward()` and of its gradients by `inputs` and `parameters`.
+
+    All on the meta device. Matmuls without any of `parameters` are attention's.
+    fused: False for eager attention. runs_on: "cpu" or "cuda".
+    """
+    ahead, back, attention = Operations(parameters), Operations(()), AttentionCalls()
+    with without_data(), torch.enable_grad():
+        with FusedAttention(runs_on, attention) if fused else nullcontext(), ahead:
+            out = forward()
+        grad = torch.empty_like(out)
+        with back:
+            torch.autograd.grad(out, [*inputs, *parameters], grad, allow_unused=True)
+    return Tally(
+        ahead.matmul_flops,
+        ahead.attention_flops + attention.flops,
+        Traffic(ahead.bytes, ahead.kernels + attention.count),
+        Traffic(back.bytes, back.kernels + FUSED_BACKWARD_KERNELS * attention.count),
+    )
+
+
+def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
+    """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many.
+
+    What does not grow between the two belongs to no token.
+    """
+    once, twice = run(1), run(2)
+
+    def grown(small: int, large: int) -> int:
+        return (large - small) // tokens
+
+    matmul = grown(once.matmul_flops, twice.matmul_flops)
+    attention = grown(once.attention_flops, twice.attention_flops)
+
+    def one_way(times: int, small: Traffic, large: Traffic) -> PassCost:
+        moved, kernels = grown(small.bytes, large.bytes), small.kernels
+        return PassCost(times * matmul, times * attention, moved, moved, kernels, kernels)
+
+    return BlockCost(
+        one_way(1, once.forward, twice.forward),
+        one_way(BACKWARD_FLOPS, once.backward, twice.backward),
+    )
+
+
+class Operations(Watch):  # type: ignore[no-untyped-call]
+    """Counts what runs under it."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._parameters = set(map(storage_of, parameters))
+        self.matmul_flops = self.attention_flops = self.bytes = self.kernels = 0
+
+    def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
+        packet = func.overloadpacket
+        is_view = set(map(storage_of, written)) <= set(map(storage_of, read))
+        if packet in MATMULS:
+            self.kernels += 1
+            a, b = read[1 if packet in (aten.addmm, aten.baddbmm) else 0 :][:2]
+            flops = flops_of_matmul(tuple(a.shape), tuple(b.shape))
+            if self._parameters.isdisjoint(map(storage_of, read)):
+                self.attention_flops += flops
+            else:
+                self.matmul_flops += flops
+        elif packet not in FREE and (func._schema.is_mutable or not is_view):
+            self.kernels += 1
+            if packet in LOOKUPS:
+                read = [*read[1:], *written]
+            self.bytes += _nbytes(read) + _nbytes(written)
+
+
+class AttentionCalls:
+    """Stands in for fused attention, and counts its calls and the FLOPs of their forwards."""
+
+    def __init__(self) -> None:
+        self.count = self.flops = 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        rows, heads, queries, width = query.shape
+        # a mask is read, not skipped
+        pairs = queries * (queries + 1) // 2 if is_causal else queries * key.shape[2]
+        self.count += 1
+        self.flops += 2 * rows * heads * pairs * (width + value.shape[-1])
+        return fused_attention(query, key, value, attn_mask)
+
+
+def flops_of_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """FLOPs of a matmul of these shapes; a grouped one divides its rows among matrices of `b`."""
+    batches = a[:-2] if len(a) == len(b) else ()
+    return 2 * prod(batches) * a[-2] * a[-1] * b[-1]
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of distinct tensors; an expanded one is read from what it was expanded from."""
+    sizes = {storage_of(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}
+    return sum(sizes.values())

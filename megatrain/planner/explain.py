@@ -1,0 +1,104 @@
+"""The plan on a terminal: the choices and why, a step's time, and the bytes of every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.planner.plan import Plan
+from megatrain.planner.suggest import TIER_WORDS
+from megatrain.reporting.energy import described, human_hours
+from megatrain.reporting.words import human_bytes
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Print `plan` as tables and a verdict."""
+    for table in (_choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
+        console.print(table)
+    if plan.drives_assumed:
+        doctor = " ".join(
+            ("megatrain doctor", *(f"--nvme {folder}" for folder in plan.drives_assumed))
+        )
+        console.print(
+            Text(f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it")
+        )
+    for line in _economy(plan):
+        console.print(Text(line))
+    if not plan.fits:
+        console.print(Text(f"does not fit: {plan.fix}", style="bold red"))
+        return
+    console.print(Text("fits", style="bold green"))
+    for better in plan.faster:
+        gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
+        console.print(
+            Text(f"faster: {better.words} would give {gain} ({better.cost}; {better.why})")
+        )
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
+    """An empty table whose columns of numbers, right-aligned, follow those of words."""
+    table = Table(title=title)
+    for heading in words:
+        table.add_column(heading)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _choices(plan: Plan) -> Table:
+    tokens = f"{plan.job.tokens_per_step:,} tokens per step"
+    title = f"{plan.parameters:,} parameters, {plan.job.precision}, {tokens}"
+    table = _table(title, ("choice", "value", "why"))
+    for row in plan.reasons:
+        table.add_row(*row)
+    return table
+
+
+def _step(plan: Plan) -> Table:
+    timing = plan.timing
+    speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s"
+    title = f"a step, predicted: {timing.seconds:.3g} s, {speed}"
+    table = _table(title, ("phase",), ("seconds", "share"))
+    table.add_column("bound by")
+    for phase, seconds in timing.phases.items():
+        if seconds:
+            share = f"{seconds / timing.seconds:.0%}"
+            table.add_row(phase, f"{seconds:.3g}", share, timing.bound_by[phase])
+    return table
+
+
+def _economy(plan: Plan) -> Iterable[str]:
+    """Time and cost of the whole run, if its number of steps is known, and of a million tokens."""
+    if plan.economy is None:
+        return
+    if plan.steps is not None:
+        time = human_hours(plan.economy.seconds)
+        yield f"run: {plan.steps:,} steps, {plan.economy.tokens:,} tokens, {time} of steps"
+    for name, words in described(plan.economy, whole=plan.steps is not None):
+        yield f"{name}: {words}"
+
+
+def _arrays(plan: Plan) -> Table:
+    where = "GPU" if plan.budget.gpu is not None else "host, computing"
+    table = _table("bytes by tier and array", ("tier", "array"), ("size", "B/parameter"))
+    tiers = {where: plan.device, "host": plan.host, "NVMe": plan.nvme, "disk": plan.disk}
+    for tier, arrays in tiers.items():
+        for name, nbytes in arrays.items():
+            if nbytes:
+                table.add_row(tier, name, human_bytes(nbytes, 2), f"{nbytes / plan.parameters:.2f}")
+        table.add_section()
+    return table
+
+
+def _tiers(plan: Plan) -> Table:
+    table = _table("totals", ("tier",), ("needs", "has", "used"))
+    for name, need, have in plan.tiers:
+        style = "red" if name in plan.short else None
+        used = f"{need / max(have, 1):.0%}"
+        table.add_row(
+            TIER_WORDS[name], human_bytes(need, 2), human_bytes(have, 2), used, style=style
+        )
+    return table

@@ -1,0 +1,240 @@
+"""Tables of bytes: what a run holds on every tier under given choices. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatrain.machine.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, Hardware
+from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
+from megatrain.planner.job import Choices, Job
+from megatrain.schedule import (
+    GRADIENT_STAGES,
+    LANDING_BUFFERS,
+    blocks_on_nvme,
+    holds,
+    own_sums,
+    slab_bytes,
+    slot_sizes,
+    stages,
+    sum_buffers,
+    summed_blocks,
+)
+from megatrain.storage.run_folder import SMALL_FILES_BYTES
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.shape import ModelShape
+
+# Beside the weight in bf16; in float32 the weight is the master itself.
+REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}
+# Of GPU memory in use, what the driver keeps on the host to record it: 20 MiB of 89 GiB, 68 of 125.
+GPU_RECORDS_SHARE = 0.4 / 1024
+# Rows of the device that the driver counts and PyTorch does not.
+NOT_ALLOCATED = ("allocator slack", "CUDA context")
+# Bytes that a CPU's kernel libraries hold at the peak for each weight of the head, in forms of
+# their own: fitted to the host's peak of six runs of 8 and 4 layers with 4 and 25 million weights
+# in the head (docs/log.md), which it predicts to 1%.
+CPU_HEAD_BYTES = {"bfloat16": 4.6, "fp8": 4.6, "float32": 2.6}
+HEAD_COPIES = "the libraries' forms of the head"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a run holds on every tier under given choices. Tables map arrays to bytes.
+
+    A table is reckoned when it is first asked for. The activations' part does not depend on where
+    blocks are, so layouts that differ only in that share it; its own choices may have other places.
+    """
+
+    choices: Choices
+    activations: Activations
+
+    @classmethod
+    def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
+        return cls(choices, Activations(choices, job, shape, hardware))
+
+    def moved(self, choices: Choices) -> Layout:
+        """The layout of choices that place only blocks, accumulators and NVMe arrays otherwise."""
+        return Layout(choices, self.activations)
+
+    @property
+    def job(self) -> Job:
+        return self.activations.job
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.activations.shape
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.activations.hardware
+
+    # -- where it computes -------------------------------------------------------------------------
+
+    @property
+    def device(self) -> dict[str, int]:
+        """What is where the model computes: the GPU, or host RAM when training on the CPU."""
+        return self._blocks | self.activations.device
+
+    @cached_property
+    def device_bytes(self) -> int:
+        return sum(self._blocks.values()) + self.activations.device_bytes
+
+    @cached_property
+    def _blocks(self) -> dict[str, int]:
+        """The rows of `device` that depend on where blocks and gradient accumulators are."""
+        choices, shape, weight = self.choices, self.shape, self.activations.weight
+        sizes, slots = (
+            shape.block_numel,
+            slot_sizes(shape.block_numel, choices.resident, shape.tied),
+        )
+        own = own_sums(self._summed, shape.tied)
+        sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], choices.groups > 1))
+        table = {
+            "layer slots": sum(slots.layers) * weight,
+            "embedding and head slot": sum(slots.edges) * weight,
+            "resident state": self._resident_state,
+            "gradient sums": sums * SUM_BYTES,
+            "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
+        }
+        if self.job.whole_update is not None:  # its matmuls run on a stream with its own workspace
+            workspace = self.hardware.workspace_bytes if self.hardware.gpu else 0
+            table["update's scratch"] = self.job.whole_update.device_scratch + workspace
+        return table
+
+    @property
+    def _summed(self) -> int:
+        """Number of blocks, the first ones, whose fp32 accumulators stay between groups."""
+        choices, blocks = self.choices, len(self.shape.block_numel)
+        return summed_blocks(blocks, choices.groups, choices.resident, choices.sums_on_device)
+
+    @property
+    def _resident_state(self) -> int:
+        """With several groups, accumulators that stay on the device hold the gradient already."""
+        choices, whole = self.choices, self.job.whole_update
+        stored = choices.stores_gradients(self.job) and choices.groups == 1
+        numel = sum(self.shape.block_numel[: choices.resident])
+        each = state_bytes_per_parameter(self.job) + (self.activations.weight if stored else 0)
+        if whole is None:
+            return int(numel * each)
+        uniform = each - whole.bytes_per_parameter
+        return int(numel * uniform) + sum(whole.of_blocks(0, choices.resident).values())
+
+    # -- host RAM ----------------------------------------------------------------------------------
+
+    @cached_property
+    def host(self) -> dict[str, int]:
+        """What is in host RAM: every array of the streamed blocks, and the process itself."""
+        arrays = {name: slab_bytes(size) for name, size in self._host_arrays.items() if size}
+        return arrays | self._process
+
+    @cached_property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def _host_arrays(self) -> dict[str, int]:
+        """Bytes before they are rounded up to whole slabs."""
+        choices, whole = self.choices, self.job.whole_update
+        sizes, streamed = self.shape.block_numel, self.shape.block_numel[choices.resident :]
+        table = {name: int(sum(streamed) * each) for name, each in self.array_bytes.items()}
+        if whole is not None:
+            table |= whole.of_blocks(choices.resident)
+        table = {name: size - self.nvme.get(name, 0) for name, size in table.items()}
+        if whole is not None and streamed:
+            table["update's scratch"] = whole.host_scratch
+        landing = 0 if choices.stores_gradients(self.job) else LANDING_BUFFERS
+        travelling = sizes[self._summed :] if choices.groups > 1 else ()
+        return table | {
+            "gradient staging": landing * max(streamed, default=0) * self.activations.weight,
+            "NVMe staging": self._nvme_staging,
+            "gradient sums": sum(travelling) * SUM_BYTES,
+            "boundary activations": self.activations.checkpoints_on_host,
+            "retained activations": self.activations.retained_on_host,
+        }
+
+    @property
+    def _process(self) -> dict[str, int]:
+        """The process before the run, its libraries at work, and what these keep of the device."""
+        job, shape, hardware = self.job, self.shape, self.hardware
+        libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
+        if hardware.gpu:
+            libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
+            libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
+        table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
+        if hardware.gpu is None:
+            head = shape.vocab_size * shape.hidden_size
+            table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * head)
+        return table
+
+    @cached_property
+    def array_bytes(self) -> dict[str, float]:
+        """Bytes per parameter of a streamed block's arrays, without those of `whole_update`."""
+        table: dict[str, float] = {
+            "weight": self.activations.weight,
+            "remainder": REMAINDER_BYTES[self.job.precision],
+            **dict(self.job.state_bytes),
+            "grad": self.activations.weight if self.choices.stores_gradients(self.job) else 0,
+        }
+        return {name: each for name, each in table.items() if each}
+
+    # -- NVMe --------------------------------------------------------------------------------------
+
+    @cached_property
+    def nvme(self) -> dict[str, int]:
+        """What is on NVMe."""
+        return {name: int(size) for name, size in self.far_arrays(self.far_blocks, sum).items()}
+
+    @property
+    def far_blocks(self) -> tuple[int, ...]:
+        """Blocks that keep arrays on NVMe."""
+        choices = self.choices
+        return blocks_on_nvme(len(self.shape.block_numel), choices.resident, choices.nvme_blocks)
+
+    def far_arrays(
+        self, blocks: Sequence[int], combined: Callable[[Iterable[int]], int]
+    ) -> dict[str, float]:
+        """Bytes of each array on NVMe in these blocks, combined: their sum, or the largest."""
+        if not blocks:
+            return {}
+        numel = combined(self.shape.block_numel[block] for block in blocks)
+        arrays = {name: numel * each for name, each in self.array_bytes.items()}
+        if self.job.whole_update is not None:
+            for name, sizes in self.job.whole_update.state_bytes:
+                arrays[name] = combined(sizes[block] for block in blocks)
+        level = self.choices.nvme_arrays
+        return {name: size for name, size in arrays.items() if holds(level, name)}
+
+    @property
+    def _nvme_staging(self) -> int:
+        """Bytes of host RAM through which the arrays on NVMe pass."""
+        blocks = self.far_blocks
+        largest = self.far_arrays(blocks, max)
+        return int(sum(stages(name, len(blocks)) * size for name, size in largest.items()))
+
+    @property
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that a step (reads, writes): each array once, and weights again in every sweep."""
+        once = sum(self.nvme.values())
+        sweeps = 2 * self.choices.groups + self.choices.second_backward
+        return once + sweeps * self.nvme.get("weight", 0), once
+
+
+def state_bytes_per_parameter(job: Job) -> float:
+    """Weight, remainder and the optimizer's arrays."""
+    of_tensors = job.whole_update.bytes_per_parameter if job.whole_update is not None else 0.0
+    kept = WEIGHT_BYTES[job.precision] + REMAINDER_BYTES[job.precision]
+    return kept + sum(size for _, size in job.state_bytes) + of_tensors
+
+
+def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
+    """Checkpoints at the peak: those kept, an older `best`, and the one being written."""
+    copies = job.checkpoints_kept + int(job.keeps_best) + 1
+    if job.checkpoints_written is not None:
+        copies = min(copies, job.checkpoints_written)
+    tensors = int(shape.parameters * state_bytes_per_parameter(job))
+    return {f"checkpoint {i + 1}": tensors for i in range(copies)} | {
+        "their other files, at most": copies * SMALL_FILES_BYTES
+    }

@@ -1,0 +1,195 @@
+"""The plan: what a run will hold on each tier, how long a step takes, and the options it chooses.
+
+Model shape, hardware, the machine's rates and the job go in. Arithmetic only: nothing is allocated,
+no weight is read and no device is asked. The engine allocates what the plan says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import PlanError
+from megatrain.machine.hardware import GIB, Hardware
+from megatrain.machine.profile import MachineProfile
+from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import NOT_ALLOCATED, Layout, disk_bytes
+from megatrain.planner.reasons import Reason, reasons
+from megatrain.planner.search import Room, Search
+from megatrain.planner.suggest import TIER_WORDS, Suggestion, cheapest_fix, faster
+from megatrain.planner.timing import Timing, predict
+from megatrain.reporting.energy import Economy
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that the run may use; `gpu` is None when it trains on the CPU."""
+
+    gpu: int | None
+    host: int
+    disk: int
+    nvme: int | None = None  # None: no folder is named
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the run will hold, and what it may. Tables map arrays to bytes."""
+
+    choices: Choices
+    reasons: tuple[Reason, ...]  # of the choices, for the reader
+    device: dict[str, int]  # where it computes: the GPU, or host RAM when training on the CPU
+    host: dict[str, int]
+    nvme: dict[str, int]
+    disk: dict[str, int]
+    working_sets: dict[str, int]  # the parts of which device["working set"] is the largest
+    budget: Budget
+    job: Job
+    parameters: int
+    timing: Timing  # predicted; of a plan that does not fit, too
+    fix: str | None  # what would make it fit, if it does not
+    economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
+    steps: int | None = None  # of the whole run, if known
+    drives_assumed: tuple[str, ...] = ()  # folders on drives for NVMe whose rates nobody measured
+    faster: tuple[
+        Suggestion, ...
+    ] = ()  # what would make it faster, if it fits and that was asked for
+
+    made_of: Any = field(default=None, compare=False, repr=False)  # `engine.resolved.Resolved`
+
+    @property
+    def boundary_bytes(self) -> int:
+        """The boundary activations: the part of the device's memory that grows with depth."""
+        return self.device["boundary activations"]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of PyTorch's own allocations (on CUDA, torch.cuda.max_memory_allocated)."""
+        return sum(size for name, size in self.device.items() if name not in NOT_ALLOCATED)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Peak GPU memory as the driver sees it; 0 when training on the CPU."""
+        return 0 if self.budget.gpu is None else sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak resident memory of the process; on the CPU the device's arrays live there too."""
+        return sum(self.host.values()) + (
+            sum(self.device.values()) if self.budget.gpu is None else 0
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Peak disk space of the run folder's checkpoints."""
+        return sum(self.disk.values())
+
+    @property
+    def tiers(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, bytes needed, bytes to be had) of every tier in use."""
+        gpu = () if self.budget.gpu is None else (("gpu", self.gpu_bytes, self.budget.gpu),)
+        nvme = (
+            ()
+            if self.budget.nvme is None
+            else (("nvme", sum(self.nvme.values()), self.budget.nvme),)
+        )
+        return (
+            *gpu,
+            ("host", self.host_bytes, self.budget.host),
+            *nvme,
+            ("disk", self.disk_bytes, self.budget.disk),
+        )
+
+    @property
+    def short(self) -> tuple[str, ...]:
+        """The tiers that are too small."""
+        return tuple(name for name, need, have in self.tiers if need > have)
+
+    @property
+    def fits(self) -> bool:
+        return not self.short
+
+    def check(self) -> None:
+        """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
+        if self.fits:
+            return
+        lacks = [
+            f"{need / GIB:.2f} GiB of {TIER_WORDS[name]}, where {have / GIB:.2f} GiB can be had"
+            for name, need, have in self.tiers
+            if name in self.short
+        ]
+        raise PlanError(f"the run does not fit: it needs {' and '.join(lacks)}; {self.fix}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able values, for plan.json and `plan --json`. Bytes throughout."""
+        totals = {
+            name: {"need": need, "have": have, "fits": need <= have}
+            for name, need, have in self.tiers
+        }
+        economy = None if self.economy is None else self.economy.to_dict()
+        values = asdict(replace(self, made_of=None))
+        del values["made_of"]  # a model and a machine, which is no JSON
+        return values | {
+            "reasons": {row.what: row.why for row in self.reasons},
+            "totals": totals,
+            "fits": self.fits,
+            "economy": economy,
+        }
+
+
+def make_plan(
+    job: Job,
+    shape: ModelShape,
+    hardware: Hardware,
+    machine: MachineProfile,
+    *,
+    gpu_limit: int | None = None,
+    host_limit: int | None = None,
+    nvme_limit: int | None = None,
+    suggest: bool = False,
+) -> Plan:
+    """Choose what `job` leaves open and lay out the bytes and the step.
+
+    Never raises for lack of memory: `Plan.check` does.
+
+    Args:
+        gpu_limit, host_limit: the user's budgets in bytes (memory.gpu, memory.host); None takes
+            what the machine has. A host budget above what the machine shows is taken at its word:
+            some virtual machines show more RAM only as it is used.
+        nvme_limit: bytes free in the folders of memory.nvme; None without such folders.
+        suggest: also find out what would make it faster.
+    """
+    budget = Budget(
+        gpu=None
+        if hardware.gpu is None
+        else min(gpu_limit or hardware.gpu.free_bytes, hardware.gpu.free_bytes),
+        host=host_limit or hardware.host_available_bytes,
+        disk=hardware.disk_free_bytes,
+        nvme=nvme_limit,
+    )
+    search = Search(job, shape, hardware, machine, Room(budget.gpu, budget.host, budget.nvme))
+    plan = lay_out(search.fastest(), machine, budget)
+    if not plan.fits:
+        return replace(plan, fix=cheapest_fix(plan.short, search))
+    found = faster(plan.choices, plan.timing, search) if suggest else ()
+    return replace(plan, faster=found)
+
+
+def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
+    """The plan of a layout, whether it fits or not."""
+    return Plan(
+        choices=layout.choices,
+        reasons=reasons(layout),
+        device=layout.device,
+        host=layout.host,
+        nvme=layout.nvme,
+        disk=disk_bytes(layout.job, layout.shape),
+        working_sets=layout.activations.working_sets,
+        budget=budget,
+        job=layout.job,
+        parameters=layout.shape.parameters,
+        timing=predict(layout, machine),
+        fix=None,
+    )

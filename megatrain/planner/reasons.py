@@ -1,0 +1,158 @@
+"""The plan's choices in words: the value of each, and why it is so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatrain.machine.hardware import GIB
+from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import Layout
+from megatrain.reporting.words import human_bytes
+from megatrain.schedule import UNCHANGED
+from megatrain.settings import OPTIONS
+
+if TYPE_CHECKING:
+    pass
+
+# Bytes that wear out a drive: makers of 1 TB consumer drives promise about this, of data-centre
+# drives several times as much.
+WORN_OUT_BYTES = 600e12
+NVME_WORDS = {"state": "state", "gradients": "state and gradients", "all": "everything"}
+
+
+class Reason(NamedTuple):
+    """A row of the plan's table."""
+
+    what: str
+    value: str
+    why: str
+
+
+def reasons(layout: Layout) -> tuple[Reason, ...]:
+    """A row for each option that has a heading, and one for the working set."""
+    choices, job = layout.choices, layout.job
+    blocks, on_gpu = len(layout.shape.block_numel), layout.hardware.gpu is not None
+    chunk, codec = choices.layer_chunk_tokens, job.activations
+    kept = "offloaded" if choices.offload_activations else "kept"
+    sums = 1 if choices.groups == 1 else choices.sums_on_device
+    words = {
+        "micro_batch_tokens": (
+            f"{choices.micro_batch_tokens:,} tokens",
+            "with the other choices, the shortest step",
+        ),
+        "groups": (
+            str(choices.groups),
+            "every weight is streamed once forward and once backward"
+            if choices.groups == 1
+            else "smaller groups need less memory; weights are streamed once per group",
+        ),
+        "head_chunk_tokens": (
+            f"{choices.head_chunk_tokens:,} tokens",
+            "the largest that needs no more memory than the layers, or is worth it",
+        ),
+        "layer_chunk_tokens": (
+            f"{chunk:,} tokens" if chunk else "none",
+            "of a whole micro-batch, nothing wider than the hidden states exists at once"
+            if chunk
+            else "a layer computes a whole micro-batch at once",
+        ),
+        "resident": (counted(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
+        "retained": _retained(choices, blocks - 2),
+        "offload_activations": (
+            kept if codec == UNCHANGED else f"{kept}, {codec}",
+            _checkpoints(choices.offload_activations, codec),
+        ),
+        "second_backward": _gradients(choices, job),
+        "sums_on_device": (counted(sums, "block"), _sums(choices, blocks)),
+        "nvme_blocks": _nvme(choices, job, layout.nvme_traffic),
+        "update_threads": (
+            str(choices.update_threads),
+            "physical cores minus 1/8 (at least two are left free)",
+        ),
+    }
+    rows = []
+    for option in OPTIONS:
+        if option.heading and (job.nvme_drives or option.field != "nvme_blocks"):
+            value, why = words[option.field]
+            asked = option.key and getattr(job, option.field) is not None
+            rows.append(Reason(option.heading, value, f"as asked: {why}" if asked else why))
+    sets = layout.activations.working_sets
+    largest = max(sets, key=lambda name: sets[name])
+    return *rows, Reason("working set", human_bytes(sets[largest], 2), f"the largest: {largest}")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 block", "2 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _part(where: str, number: int, total: int, noun: str) -> str:
+    """A part of `total` things: "the first 3 of 30 blocks", "the last layer of 28", or all."""
+    if number >= total:
+        return f"all {total} {noun}s"
+    return (
+        f"the {where} {number} of {total} {noun}s"
+        if number > 1
+        else f"the {where} {noun} of {total}"
+    )
+
+
+def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
+    if choices.resident == 0:
+        return f"all {blocks} blocks are streamed"
+    which = _part("first", choices.resident, blocks, "block")
+    if choices.resident >= blocks:
+        return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
+    return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"
+
+
+def _retained(choices: Choices, layers: int) -> tuple[str, str]:
+    retained, on_host = choices.retained, choices.retained_on_host
+    value = counted(retained, "layer") + (f", {on_host} more in host RAM" if on_host else "")
+    kinds = ["recomputed"] if retained + on_host < layers else []
+    others = " or ".join(kinds + (["offloaded to host RAM"] if on_host else []))
+    why = f"all {layers} layers are {others}"
+    if retained:
+        which = _part("last", retained, layers, "layer")
+        saved = "what matmuls and attention need" if choices.cheap_retention else "activations"
+        why = f"{saved} of {which} are saved" + (f"; the others are {others}" if others else "")
+    return value + (", selectively" if choices.cheap_retention else ""), why
+
+
+def _checkpoints(offloaded: bool, codec: str) -> str:
+    where = "are in host RAM, which leaves room on the GPU" if offloaded else "stay in place"
+    rounded = "" if codec == UNCHANGED else f", rounded to {codec}: gradients are near, not exact"
+    return f"activation checkpoints {where}{rounded}"
+
+
+def _gradients(choices: Choices, job: Job) -> tuple[str, str]:
+    if choices.second_backward:
+        return "computed twice", "none is kept: once for the global norm, once to be applied"
+    kept = "kept until the global norm is known"
+    return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
+
+
+def _sums(choices: Choices, blocks: int) -> str:
+    if choices.groups == 1:
+        return "one block's at a time: all micro-batches pass a block together"
+    if choices.sums_on_device == 0:
+        return "in host RAM between groups"
+    here = f"those of {_part('first', choices.sums_on_device, blocks, 'block')} stay on the device"
+    others = "; the others' are in host RAM" if choices.sums_on_device < blocks else ""
+    return f"{here} between groups{others}"
+
+
+def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:
+    asked = job.nvme_blocks is not None  # then at most the arrays are chosen
+    if not choices.nvme_blocks:
+        return "nothing", "nothing" if asked else "host RAM has room for everything"
+    value = f"{NVME_WORDS[choices.nvme_arrays]} of {counted(choices.nvme_blocks, 'block')}"
+    arrays = "arrays as asked, of " if job.nvme_arrays is not None else ""
+    why = "" if asked else f"{arrays}what host RAM has no room for; "
+    read, written = traffic
+    steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written))
+    drives = "a drive" if job.nvme_drives == 1 else "drives"
+    return value, (
+        f"{why}a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} "
+        f"steps wear out {drives} of 600 TB endurance, typical of 1 TB consumer drives"
+    )

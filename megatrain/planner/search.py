@@ -1,0 +1,395 @@
+"""How the planner chooses: the fastest combination of options that fits. Arithmetic only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from megatrain.machine.hardware import MIB, Hardware, update_threads
+from megatrain.machine.profile import MachineProfile
+from megatrain.planner import timing
+from megatrain.planner.activations import compiled_sets, head_bytes
+from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import Layout
+from megatrain.schedule import LEVELS, Level
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.shape import ModelShape
+
+# Larger micro-batches gain nothing: layers of 7B to 32B models run as fast at 2k to 16k tokens as
+# at 32k on an H200, and a 1.8B layer is fastest at 16k.
+AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+SMALLEST_HEAD_CHUNK_TOKENS = 256
+# Parts of their range at which numbers of retained layers, and of layers that send saved
+# activations to host RAM, are tried first; those between are tried next to the fastest.
+RETAINED_STEPS = 8
+ON_HOST_STEPS = 8
+TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
+# Of each tier, what speed may not use up: the plan is right to 3%, and variable-length sequences
+# leave fragments.
+SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may be used; `device` is None when training on the CPU, where all is host RAM."""
+
+    device: int | None
+    host: int
+    nvme: int | None = None  # None: no limit
+
+    def less_spare(self) -> Room:
+        """The room that choices for speed leave."""
+        device = None if self.device is None else _less_spare(self.device)
+        return Room(device, _less_spare(self.host), self.nvme)
+
+
+def _less_spare(size: int) -> int:
+    return int(size * (1 - SPARE_SHARE)) - SPARE_BYTES
+
+
+@dataclass(frozen=True)
+class Search:
+    """The choices that a job leaves open, on one machine."""
+
+    job: Job
+    shape: ModelShape
+    hardware: Hardware
+    machine: MachineProfile
+    room: Room
+
+    def layout(self, choices: Choices) -> Layout:
+        return Layout.of(choices, self.job, self.shape, self.hardware)
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def fastest(self) -> Layout:
+        """The fastest choices that leave some room, or that fit; else the nearest to fitting."""
+        found = replace(self, room=self.room.less_spare()).fastest_that_fits()
+        if found is None or self.strains(found.choices):
+            candidates = [found, self.fastest_that_fits()]
+            if self.job.nvme_drives and not self.job.nvme_blocks:
+                without = replace(self, job=replace(self.job, nvme_drives=0)).fastest_that_fits()
+                candidates.append(without and self.layout(without.choices))
+            # the first of equal ones: room to spare is worth something
+            found = min(filter(None, candidates), key=self.cost, default=None)
+        return found or min(self.lean(), key=self.shortage)
+
+    def strains(self, choices: Choices) -> int:
+        """Number of expensive memory savers in use that the user did not ask for."""
+        return (choices.second_backward and not self.job.second_backward) + (
+            choices.nvme_blocks > (self.job.nvme_blocks or 0)
+        )
+
+    def cost(self, layout: Layout) -> tuple[int, float]:
+        """Strains, then seconds, which may differ by much where a drive is used."""
+        seconds = timing.predict(layout, self.machine).seconds if self.job.nvme_drives else 0.0
+        return self.strains(layout.choices), seconds
+
+    def fastest_that_fits(self) -> Layout | None:
+        found = self.fastest_of(self.coarse())
+        for nearby in (self.nearby_retained, self.nearby_on_host, self.larger_head_chunks):
+            if found is not None:
+                found = self.fastest_of([found, *nearby(found)]) or found
+        return found
+
+    def fits_somehow(self) -> bool:
+        return any(self.fits(layout) for layout in self.lean())
+
+    def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
+        """The fastest of those that fit; of equal ones the simplest."""
+        fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
+        bounds = {
+            choices: timing.at_least(layout, self.machine) for choices, layout in fitting.items()
+        }
+        seconds: dict[Choices, float] = {}
+        best = float("inf")
+        for choices in sorted(bounds, key=lambda choices: bounds[choices]):
+            if bounds[choices] > best * (1 + TIE):
+                break
+            seconds[choices] = timing.predict(fitting[choices], self.machine).seconds
+            best = min(best, seconds[choices])
+        tied = [fitting[choices] for choices in seconds if seconds[choices] <= best * (1 + TIE)]
+        return min(tied, key=_complexity, default=None)
+
+    # -- candidates --------------------------------------------------------------------------------
+
+    def coarse(self) -> Iterator[Layout]:
+        """Combinations over the range of every open option, with blocks resident as they fit."""
+        yield from self.combined(self.retained_counts())
+
+    def lean(self) -> Iterator[Layout]:
+        """Those of them that need the least memory."""
+        yield from self.combined(self.retained_counts()[:1])
+
+    def about(self, found: Choices) -> Iterator[Layout]:
+        """Combinations with the micro-batch found; one group, or half to twice as many."""
+        tokens = self.job.micro_batch_tokens or min(
+            found.micro_batch_tokens, self.micro_batch_sizes()[-1]
+        )
+        chunk = self.job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
+        counts = {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
+        for groups in sorted({self.job.groups} if self.job.groups else counts):
+            for retained in self.retained_counts():
+                yield from self.placed(tokens, groups, retained, chunk)
+
+    def combined(self, retained_counts: Sequence[int]) -> Iterator[Layout]:
+        for tokens in self.micro_batch_sizes():
+            chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
+            for groups in self.group_counts(tokens):
+                for retained in retained_counts:
+                    yield from self.placed(tokens, groups, retained, chunk)
+
+    def nearby_retained(self, layout: Layout) -> Iterator[Layout]:
+        """Numbers of retained layers that `coarse` left out next to the one found."""
+        found, step = layout.choices, -(-self.layers // RETAINED_STEPS)
+        if self.job.retained is None and not found.second_backward:
+            last = min(self.layers, found.retained + step - 1)
+            for retained in range(max(0, found.retained - step + 1), last + 1):
+                if retained != found.retained:
+                    yield from self.placed(
+                        found.micro_batch_tokens, found.groups, retained, found.head_chunk_tokens
+                    )
+
+    def nearby_on_host(self, layout: Layout) -> Iterator[Layout]:
+        """The same for layers with saved activations in host RAM."""
+        found = layout.choices
+        if self.job.retained_on_host is None and found.retained_on_host:
+            step = -(-(self.layers - found.retained) // ON_HOST_STEPS)
+            last = min(self.layers - found.retained, found.retained_on_host + step - 1)
+            for count in range(max(0, found.retained_on_host - step + 1), last + 1):
+                if count != found.retained_on_host:
+                    yield self.filled(replace(found, retained_on_host=count))
+
+    def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
+        """Larger ones run faster, and take room from other things."""
+        found = layout.choices
+        for chunk in () if self.job.head_chunk_tokens else self.shape.head.sizes:
+            if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
+                yield self.filled(replace(found, head_chunk_tokens=chunk))
+
+    @property
+    def layers(self) -> int:
+        return len(self.shape.block_numel) - 2
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Those that were dry-run, up to the cap and to a step's tokens, and one row at least."""
+        job = self.job
+        if job.micro_batch_tokens:
+            return [job.micro_batch_tokens]
+        cap = AUTO_MICRO_BATCH_TOKENS["cuda" if self.hardware.gpu else "cpu"]
+        largest = min(cap, job.tokens_per_step)
+        return [n for n in self.shape.layer.sizes if job.seq_len <= n <= largest] or [job.seq_len]
+
+    def group_counts(self, micro_batch_tokens: int) -> list[int]:
+        if self.job.groups or self.job.second_backward:
+            return [self.job.groups or 1]
+        most = self.job.most_micro_batches(micro_batch_tokens)
+        return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+    def retained_counts(self) -> list[int]:
+        if self.job.retained is not None or self.job.second_backward:
+            return [min(self.job.retained or 0, self.layers)]
+        return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
+
+    def cheap_retentions(self) -> list[bool]:
+        """Only compiled layers can save selectively."""
+        if self.job.cheap_retention is not None:
+            return [self.job.cheap_retention]
+        return [False, True] if self.job.compiled else [False]
+
+    def offloads(self) -> list[bool]:
+        asked, on_host = self.job.offload_activations, self.job.retained_on_host
+        if asked is not None or on_host:
+            return [bool(asked or on_host)]
+        return [False, True] if self.hardware.gpu else [False]  # a CPU would only copy them
+
+    def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
+        """Numbers of layers with saved activations in host RAM.
+
+        With several groups there is more room on the device, and less time to send them. If left
+        open, only the smaller form is sent.
+        """
+        others = self.layers - retained
+        if self.job.retained_on_host is not None:
+            asked = min(self.job.retained_on_host, others)
+            return [asked] if offload or not asked else []
+        never = not self.hardware.gpu or not offload or groups > 1 or self.job.second_backward
+        if never or cheap != self.cheap_retentions()[-1]:
+            return [0]
+        return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
+
+    def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
+        """Gradients may be computed twice in one group whose layers are all recomputed."""
+        if not self.job.clipping or groups > 1 or retained + sent > 0:
+            return [False]
+        return [False, True] if self.job.second_backward is None else [self.job.second_backward]
+
+    def layer_chunks(self, tokens: int) -> list[int | None]:
+        """Chunks of layers' token-wise parts, shorter than a micro-batch; None: whole layers."""
+        if self.job.layer_chunk_tokens is not None:
+            return [self.job.layer_chunk_tokens or None]
+        return [None, *(size for size, _ in self.shape.layer_chunked if size < tokens)]
+
+    def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Layout]:
+        """Combinations of where blocks, accumulators and activations may be."""
+        job, blocks = self.job, len(self.shape.block_numel)
+        threads = job.update_threads or update_threads(self.hardware.physical_cores)
+        for cheap, offload in product(self.cheap_retentions(), self.offloads()):
+            for sent, in_chunks in product(
+                self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)
+            ):
+                unasked = (retained and job.retained is None) or (
+                    sent and job.retained_on_host is None
+                )
+                if in_chunks and unasked:
+                    continue  # layers that need chunks leave no room for saved activations
+                if cheap and not retained and not sent and job.cheap_retention is None:
+                    continue  # there is nothing to save less of
+                for sums, again in product(
+                    (0, blocks // 2, blocks) if groups > 1 else (0,),
+                    self.second_backwards(groups, retained, sent),
+                ):
+                    yield self.filled(
+                        Choices(
+                            micro_batch_tokens=tokens,
+                            groups=groups,
+                            resident=0,
+                            sums_on_device=sums,
+                            retained=retained,
+                            cheap_retention=cheap,
+                            offload_activations=offload,
+                            head_chunk_tokens=chunk,
+                            update_threads=threads,
+                            retained_on_host=sent,
+                            second_backward=again,
+                            layer_chunk_tokens=in_chunks,
+                        )
+                    )
+
+    def head_chunk(self, micro_batch_tokens: int) -> int:
+        """The largest chunk whose working set is no larger than what the layers need anyway."""
+
+        def need(chunk: int) -> int:
+            return head_bytes(chunk, micro_batch_tokens, self.job, self.shape, self.hardware)
+
+        compiled, sizes = compiled_sets(self.job, self.shape), self.shape.head.sizes
+        layer = compiled.recomputed if compiled else self.shape.layer
+        room = max(layer.at(micro_batch_tokens), need(SMALLEST_HEAD_CHUNK_TOKENS))
+        fitting = (chunk for chunk in sizes if chunk <= micro_batch_tokens and need(chunk) <= room)
+        return max(fitting, default=sizes[0])
+
+    # -- placing blocks ----------------------------------------------------------------------------
+
+    def filled(self, choices: Choices) -> Layout:
+        """With blocks, then accumulators on the device as they fit, and the excess on NVMe."""
+        return self.spilled(self.placed_on_device(self.layout(choices)))
+
+    def placed_on_device(self, layout: Layout) -> Layout:
+        choices, blocks = layout.choices, len(self.shape.block_numel)
+
+        def resident(count: int) -> Layout:
+            sums = max(choices.sums_on_device, count) if choices.groups > 1 else 0
+            return layout.moved(replace(choices, resident=count, sums_on_device=sums))
+
+        if self.job.resident is not None:
+            return self.summed(resident(min(self.job.resident, blocks)))
+        if not self.fits_device(resident(0)):
+            return resident(0)
+        blocks -= min(blocks, self.job.nvme_blocks or 0)  # what was sent to a drive is streamed
+        return self.summed(resident(most(blocks, lambda n: self.fits_device(resident(n)))))
+
+    def summed(self, layout: Layout) -> Layout:
+        """With more blocks' accumulators on the device, as they fit."""
+        choices = layout.choices
+        least, blocks = choices.sums_on_device, len(self.shape.block_numel)
+        if choices.groups == 1:
+            return layout
+
+        def keeping(count: int) -> Layout:
+            return layout.moved(replace(choices, sums_on_device=least + count))
+
+        return keeping(most(blocks - least, lambda n: self.fits_device(keeping(n))))
+
+    def spilled(self, layout: Layout) -> Layout:
+        """With arrays of as few blocks on NVMe as suffice, what a step touches least first."""
+        if not self.job.nvme_drives:
+            return layout
+
+        def on_nvme(count: int, level: Level) -> Layout:
+            return layout.moved(replace(layout.choices, nvme_blocks=count, nvme_arrays=level))
+
+        levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
+        streamed = len(self.shape.block_numel) - layout.choices.resident
+        if self.job.nvme_blocks is not None:
+            tried = [on_nvme(min(self.job.nvme_blocks, streamed), level) for level in levels]
+            return next((found for found in tried if self.host_share(found) <= 1), tried[0])
+        if self.host_share(layout) <= 1:
+            return on_nvme(0, levels[0])
+        tried = []
+        # the head and the embedding come last: they need the largest buffers
+        for level, count in product(levels, sorted({min(streamed, self.layers), streamed})):
+            tried.append(on_nvme(count, level))
+            if self.host_share(tried[-1]) <= 1:
+                return self.least_spilled(tried[-1])
+        return min(tried, key=self.host_share)
+
+    def least_spilled(self, layout: Layout) -> Layout:
+        """With the fewest blocks on NVMe that suffice, if all of `layout` do."""
+
+        def fewer(count: int) -> Layout:
+            return layout.moved(replace(layout.choices, nvme_blocks=count))
+
+        counts = range(1, layout.choices.nvme_blocks)
+        enough = bisect_left(counts, True, key=lambda n: self.host_share(fewer(n)) <= 1)
+        return fewer(enough + 1)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def fits_device(self, layout: Layout) -> bool:
+        """True if there is room on the GPU; without one, on every tier."""
+        device = self.room.device
+        return self.fits(layout) if device is None else layout.device_bytes <= device
+
+    def fits(self, layout: Layout) -> bool:
+        on_device = self.room.device is None or layout.device_bytes <= self.room.device
+        return on_device and self.shortage(layout) <= 1  # the host's table takes longer
+
+    def shortage(self, layout: Layout) -> float:
+        """The need of the tightest tier as a share of its room."""
+        shares = [self.host_share(layout)]
+        if self.room.device is not None:
+            shares.append(layout.device_bytes / max(1, self.room.device))
+        if self.room.nvme is not None:
+            shares.append(sum(layout.nvme.values()) / max(1, self.room.nvme))
+        return max(shares)
+
+    def host_share(self, layout: Layout) -> float:
+        """The need of host RAM as a share of its room."""
+        need = layout.host_bytes + (layout.device_bytes if self.room.device is None else 0)
+        return need / max(1, self.room.host)
+
+
+def most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that fits, if all numbers below one that fits do; else 0."""
+    if fits(count):  # the last block takes the slots with it: all can fit where all but one do not
+        return count
+    return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
+
+
+def _complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
+    """Order among choices that are equally fast, the simplest first."""
+    choices = layout.choices
+    return (
+        choices.second_backward,
+        choices.nvme_blocks,
+        choices.groups,
+        choices.offload_activations,
+        choices.retained_on_host > 0,
+        choices.cheap_retention,
+        choices.layer_chunk_tokens is not None,
+        layout.device_bytes + layout.host_bytes,
+    )

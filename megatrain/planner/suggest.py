@@ -1,0 +1,309 @@
+"""What would help where a plan does not fit or could be faster: the cheapest change that makes it
+fit, how much memory it lacks, and what would make it faster. Arithmetic only.
+
+A new way to save memory or time is one row of `REMEDIES`, placed by what it costs in exactness.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any, NamedTuple
+
+from megatrain.machine.hardware import GIB
+from megatrain.planner import timing
+from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import disk_bytes
+from megatrain.planner.reasons import counted
+from megatrain.planner.search import Search
+from megatrain.planner.timing import Timing
+from megatrain.schedule import UNCHANGED
+from megatrain.settings import OPTIONS
+
+EXACT = "exact"
+TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "nvme": "NVMe space", "disk": "disk space"}
+PRECISION_GIB = 0.1  # of the amount that is said to be missing
+MOST_GIB = 16_384
+WORTH_SAYING = 1.03  # times as fast: predictions are not known much better
+NEARLY = 0.9  # share of a remedy's best gain that a milder setting must have
+MOST_SUGGESTIONS = 3
+MORE_RAM = (1.5, 2.0)  # times what there is
+
+Settings = dict[str, dict[str, Any]]  # config keys as words -> fields of the job; mildest first
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another job, the words that ask for it, and what it costs in exactness."""
+
+    words: str
+    cost: str
+    job: Job
+
+
+class Remedy(NamedTuple):
+    """Settings of one kind, for a job that lacks memory or speed."""
+
+    cost: str  # in exactness, in a word or two
+    smaller: Callable[[Job], Settings] = lambda job: {}  # those that need less memory
+    faster: Callable[[Job], Settings] = lambda job: {}  # those that may take less time per token
+    needs_gpu: bool = False  # only a GPU is faster with them
+
+
+def _precision(wanted: str, instead_of: str) -> Callable[[Job], Settings]:
+    offered = {f"precision: {wanted}": {"precision": wanted}}
+    return lambda job: offered if job.precision == instead_of else {}
+
+
+_BFLOAT16, _FP8 = _precision("bfloat16", "float32"), _precision("fp8", "bfloat16")
+
+
+def _int8(job: Job) -> Settings:
+    offered = {"memory.activations: int8": {"activations": "int8"}}
+    return offered if job.activations == UNCHANGED else {}
+
+
+def _moments(job: Job) -> Settings:
+    return {
+        f"optimizer.moments: {moments}": {"state_bytes": state, "update_arithmetic": arithmetic}
+        for moments, state, arithmetic in job.lighter_moments
+    }
+
+
+def _unclipped(job: Job) -> Settings:
+    words, fields = "train.max_grad_norm: null", {"clipping": False}
+    if job.clipping and job.second_backward:
+        return {f"{words} and memory.second_backward: auto": {**fields, "second_backward": None}}
+    return {words: fields} if job.clipping else {}
+
+
+def _steps(job: Job, *factors: float) -> Settings:
+    """Steps of other sizes, in the key that the user set. Of their rows nothing is known."""
+    found: Settings = {}
+    for tokens in (max(job.seq_len, int(job.tokens_per_step * factor)) for factor in factors):
+        rows, words = None, f"train.tokens_per_step: {tokens}"
+        if job.rows_per_step is not None:
+            rows = max(1, tokens // job.seq_len)
+            tokens, words = rows * job.seq_len, f"train.rows_per_step: {rows}"
+        if tokens != job.tokens_per_step:
+            found[words] = {"rows_per_step": rows, "tokens_per_step": tokens, "step_tokens": ()}
+    return found
+
+
+# From costly to harmless: the last is tried first, the first only where all others do not suffice.
+REMEDIES = (
+    Remedy("does not clip", _unclipped, _unclipped),
+    Remedy("rounds activation checkpoints to 8 bits", _int8),
+    Remedy("rounds the moments", _moments, _moments),
+    Remedy("rounds matmul operands to 8 bits", faster=_FP8, needs_gpu=True),
+    Remedy("computes in bf16", _BFLOAT16, _BFLOAT16),
+    Remedy(
+        "changes the batch",
+        lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8),
+        lambda job: _steps(job, 2, 4),
+    ),
+)
+
+
+def left_open(job: Job) -> Iterator[Change]:
+    """The same job with fewer options set by hand. Exact up to the order in which sums round."""
+    asked: list[str] = []
+    for group in ("placing", "cutting"):
+        options = [option for option in OPTIONS if option.key and option.group == group]
+        found = [option.key for option in options if getattr(job, option.field) is not None]
+        asked += found
+        if found:
+            unset: dict[str, Any] = {option.field: None for option in options}
+            job = replace(job, **unset)
+            yield Change(" and ".join(f"{key}: auto" for key in asked), EXACT, job)
+
+
+def smaller_jobs(job: Job) -> Iterator[Change]:
+    """Jobs that need less memory, in rising order of what they cost."""
+    opened = list(left_open(job))
+    yield from opened
+    for combined in product(*([None, *remedy.smaller(job).items()] for remedy in REMEDIES)):
+        settings = [
+            (remedy.cost, *setting)
+            for remedy, setting in zip(REMEDIES, combined, strict=True)
+            if setting is not None
+        ]
+        if settings:
+            costs, keys, changed = zip(*reversed(settings), strict=True)
+            words, cost, fields = " and ".join(keys), ", ".join(costs), dict(ChainMap(*changed))
+            yield Change(words, cost, replace(job, **fields))
+            for change in opened:
+                yield Change(f"{change.words} and {words}", cost, replace(change.job, **fields))
+
+
+def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
+    """Jobs that may take less time per token: one setting each, in rising order of their cost."""
+    yield from left_open(job)
+    for remedy in reversed(REMEDIES):
+        if on_gpu or not remedy.needs_gpu:
+            for words, fields in remedy.faster(job).items():
+                yield Change(words, remedy.cost, replace(job, **fields))
+
+
+# -- to fit ----------------------------------------------------------------------------------------
+
+
+def cheapest_fix(short: Collection[str], search: Search) -> str:
+    """The first change, from harmless to costly, that makes the job fit; else what would.
+
+    short: the tiers that are too small. Memory and disk are mended independently.
+    """
+    fixes = []
+    if memory := sorted({*short} - {"disk"}):
+        found = [*islice(_that_fit(search, smaller_jobs(search.job)), 1)]
+        if not search.job.nvme_drives and not (found and found[0].cost == EXACT):
+            drive = Change("memory.nvme: FOLDER", EXACT, replace(search.job, nvme_drives=1))
+            found += _that_fit(search, [drive])
+        instead = f"set {' or, exact but slower, '.join(change.words for change in found)}"
+        if not found:
+            words = " and ".join(TIER_WORDS[tier] for tier in memory)
+            instead = f"no setting frees enough {words}: take a larger machine or a smaller model"
+        lacking = " or ".join(_allowed(search, tier, nbytes) for tier, nbytes in missing(search))
+        fixes.append(f"{instead}, or add {lacking}" if lacking else instead)
+    if "disk" in short:
+        least = disk_bytes(replace(search.job, checkpoints_kept=1), search.shape)
+        fixes.append(
+            "set checkpoint.keep: 1"
+            if sum(least.values()) <= search.hardware.disk_free_bytes
+            else "free disk space, or set output to a folder on a larger disk"
+        )
+    return "; ".join(fixes)
+
+
+def _that_fit(search: Search, changes: Iterable[Change]) -> Iterator[Change]:
+    return (change for change in changes if replace(search, job=change.job).fits_somehow())
+
+
+def missing(search: Search) -> tuple[tuple[str, int], ...]:
+    """(tier, bytes) of which more would make the job fit as it is.
+
+    Each tier that would suffice alone; where none would, all of them together.
+    """
+
+    def enlarged(gpu: float, host: float) -> Search:
+        room = search.room
+        device = None if room.device is None else room.device + int(gpu * GIB)
+        return replace(search, room=replace(room, device=device, host=room.host + int(host * GIB)))
+
+    lacks = {"host": _least(lambda size: enlarged(0, size).fits_somehow())}
+    if search.room.device is not None:
+        lacks["gpu"] = _least(lambda size: enlarged(size, 0).fits_somehow())
+    if all(size is None for size in lacks.values()):
+        both = _least(lambda size: enlarged(MOST_GIB, size).fits_somehow())
+        lacks = {"host": both, "gpu": None}
+        if both is not None:
+            lacks["gpu"] = _least(lambda size: enlarged(size, both).fits_somehow())
+    return tuple((tier, int(size * GIB)) for tier, size in lacks.items() if size is not None)
+
+
+def _least(enough: Callable[[float], bool]) -> float | None:
+    """The smallest size in GiB that is enough, to 0.1 GiB; None if none is."""
+    size = 1.0
+    while not enough(size):
+        size *= 4
+        if size > MOST_GIB:
+            return None
+    low, high = (size / 4 if size > 1 else 0.0), size
+    while high - low > PRECISION_GIB:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _allowed(search: Search, tier: str, nbytes: int) -> str:
+    """`nbytes` more of a tier, with the key that allows them if the machine has them."""
+    hardware, room = search.hardware, search.room
+    present, budget = hardware.host_available_bytes, room.host
+    if tier == "gpu":
+        present, budget = (hardware.gpu.free_bytes if hardware.gpu else 0), room.device or 0
+    total = budget + nbytes
+    key = f" (the machine has it: memory.{tier}: {-(-total // GIB)}GiB)" if present >= total else ""
+    return f"{nbytes / GIB:.1f} GiB of {TIER_WORDS[tier]}{key}"
+
+
+# -- to be faster ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change that a user may make for speed."""
+
+    words: str  # the settings that ask for it
+    cost: str  # in exactness, in a word or two
+    speedup: float  # factor of tokens per second: at least, since not every choice is tried anew
+    tokens_per_s: float
+    why: str  # what changes in the step
+
+
+def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion, ...]:
+    """Changes with the largest gain over a plan that fits, the cheapest in exactness first.
+
+    Each is tried with `choices` and their neighbours, which is quick: a whole search may find more.
+    """
+    found: dict[str, list[Suggestion]] = {}
+    for change, changed in _alternatives(search):
+        # what is given back to the planner may lie far from what was asked for
+        candidates = changed.coarse() if change.cost == EXACT else changed.about(choices)
+        best = changed.fastest_of(candidates)
+        if best is None:
+            continue
+        after = timing.predict(best, changed.machine)
+        speedup = after.tokens_per_s / before.tokens_per_s
+        if speedup >= WORTH_SAYING:
+            why = _shorter_wait(before, after) or _less_work(search, choices, changed, best.choices)
+            found.setdefault(change.cost, []).append(
+                Suggestion(change.words, change.cost, speedup, after.tokens_per_s, why)
+            )
+    suggestions = [_mildest_of_the_best(of_a_kind) for of_a_kind in found.values()]
+    best_ones = sorted(suggestions, key=lambda suggestion: -suggestion.speedup)[:MOST_SUGGESTIONS]
+    return tuple(suggestion for suggestion in suggestions if suggestion in best_ones)
+
+
+def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:
+    """Other jobs on this machine, and this job with more RAM, in rising order of their cost."""
+    room = search.room.less_spare()
+    for change in faster_jobs(search.job, on_gpu=room.device is not None):
+        yield change, replace(search, job=change.job, room=room)
+    for times in MORE_RAM:
+        more = int(search.room.host * (times - 1)) // GIB * GIB
+        change = Change(f"{more // GIB} GiB more host RAM", "a larger machine", search.job)
+        yield change, replace(search, room=replace(room, host=room.host + more))
+
+
+def _mildest_of_the_best(suggestions: list[Suggestion]) -> Suggestion:
+    best = max(suggestion.speedup for suggestion in suggestions) - 1
+    return next(suggestion for suggestion in suggestions if suggestion.speedup - 1 >= NEARLY * best)
+
+
+def _shorter_wait(before: Timing, after: Timing) -> str:
+    """The wait that shrinks most; empty if none shrinks by what is worth saying."""
+    was, now = (
+        {wait: seconds / step.seconds for wait, seconds in step.waits.items()}
+        for step in (before, after)
+    )
+    wait = max(was, key=lambda name: was[name] - now[name])
+    if was[wait] - now[wait] < 1 - 1 / WORTH_SAYING:
+        return ""
+    return f"waits for the {wait} fall from {was[wait]:.0%} to {now[wait]:.0%} of a step"
+
+
+def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> str:
+    """What the device computes less of, or faster."""
+    before, after = (
+        max(0, search.layers - choices.retained - choices.retained_on_host)
+        for choices in (was, now)
+    )
+    if after < before:
+        return f"{counted(after, 'recomputed layer')} instead of {before}"
+    if changed.job.precision != search.job.precision:
+        return f"faster matmuls in {changed.job.precision}"
+    if was.second_backward and not now.second_backward:
+        return "gradients are computed once"
+    return "less to compute per token"

@@ -1,0 +1,372 @@
+"""Predicted seconds of an optimizer step: what each block takes of each part of the machine, and
+how the engine's order overlaps it.
+
+Rates are those of a machine profile (machine/profile.py), work is the model's (cost/work.py), the
+order is the engine's (simulation.py). tests/planner/test_timing.py holds all of it to measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate
+from megatrain.planner import simulation
+from megatrain.planner.activations import SUM_BYTES
+from megatrain.planner.memory import Layout, state_bytes_per_parameter
+from megatrain.planner.simulation import BlockTasks, StepOptions, StepTimeline
+from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.work import BlockCost, PassCost
+
+# Held to layers of 2B to 14B on an H200 (tests/planner/test_timing.py).
+# Share of a lone matmul's rate that a layer's matmuls reach on a CPU; on an H200 it was all of it.
+CPU_PRODUCTS_SHARE = 0.91
+# With fp8 matmuls, whose lone rate layers reach: bytes per parameter that quantizing the weights
+# moves for every micro-batch, half of it forward; and the factor over bf16 of the bytes moved
+# between matmuls. From two steps of a 7.6B model with micro-batches of 4k and 8k tokens, before
+# gradients had kernels of their own; with them the prediction is right to 4%.
+FP8_WEIGHT_BYTES = 35.0
+FP8_TRAFFIC = 1.45
+# Time of a GPU's eager kernels over that of their reads and writes at the rate of its memory: many
+# change a type, broadcast or transpose. Traces of seven steps of 0.2B to 0.8B models on an H200:
+# 1.5 (float32) to 1.9; a 7.6B model's step: 1.5.
+EAGER_TRAFFIC = 1.6
+# The same on a CPU, at the rate of first-touch writes, where every larger tensor is written
+# (hardware.keep_heap_small), but not all that is read: ten steps in float32, 0.3 to 1.1, mostly 0.7
+# to 0.9.
+CPU_TRAFFIC = 0.8
+# Cost on the host of one of a layer's kernels, in bare launches, with the module around it, or with
+# the compiled graph, which has fewer kernels but guards and wrappers of autograd's. On an H100's
+# host a compiled layer of 37 kernels took 3.3 ms, forward and backward, at 8 us a launch. Steps of
+# 10,500 eager kernels took 0.35 to 0.46 s at 6.9 to 10 us a launch; layers alone, without an engine
+# and updates, a fifth less.
+LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
+# Of the bus's rate, for activations that leave in forward while the host updates as fast as their
+# common memory lets it: a 14.8B model's step waited 0.29 s for the saved activations of ten layers.
+BESIDE_UPDATE = 0.75
+ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two matmuls forward, five backward
+ROUNDING = 1e-9  # of a quotient that is whole but for floating point
+WORTH_NAMING = 0.05  # share of a phase's time: it is bound by what it waits for longer than that
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A steady step, predicted. Seconds unless said otherwise.
+
+    Attributes:
+        phases: update (resident blocks, on the device), forward, head, backward, second backward;
+            they add up to the step.
+        waits: of the computation: upload, update, download or nvme.
+        bound_by: of each phase, where most of its time goes: compute, or one of the waits.
+        tokens_per_s: of the data, without padding.
+        tflops: 6 x all parameters x these, in TFLOP/s.
+    """
+
+    seconds: float
+    phases: dict[str, float]
+    waits: dict[str, float]
+    bound_by: dict[str, str]
+    tokens_per_s: float
+    tflops: float
+
+    @property
+    def busy(self) -> float:
+        """Share of the step in which the device computes."""
+        return 1 - sum(self.waits.values()) / self.seconds
+
+
+def predict(layout: Layout, machine: MachineProfile) -> Timing:
+    """Simulate one steady step. Deterministic arithmetic: no device is asked."""
+    costs = _Costs(layout, machine)
+    simulated = simulation.overlapped if costs.on_gpu else simulation.serial
+    timeline = simulated(costs.blocks(), costs.options())
+    seconds, tokens = timeline.seconds, layout.choices.micro_batch_tokens
+    tokens_per_s = layout.job.trained_tokens(tokens) / seconds
+    return Timing(
+        seconds=seconds,
+        phases=timeline.phases,
+        waits={
+            wait: sum(waits[wait] for waits in timeline.waits.values()) for wait in simulation.WAITS
+        },
+        bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
+        tokens_per_s=tokens_per_s,
+        tflops=6 * layout.shape.parameters * tokens_per_s / 1e12,
+    )
+
+
+def at_least(layout: Layout, machine: MachineProfile) -> float:
+    """Seconds that `predict` cannot fall below, found in a fraction of its time."""
+    costs = _Costs(layout, machine)
+    if costs.on_gpu:
+        return simulation.at_least(costs.blocks(), costs.options())
+    return simulation.serial(costs.blocks(), costs.options()).seconds
+
+
+def block_tasks(layout: Layout, machine: MachineProfile) -> list[BlockTasks]:
+    """The tasks of every block for a group of micro-batches."""
+    return _Costs(layout, machine).blocks()
+
+
+def _bound(timeline: StepTimeline, phase: str) -> str:
+    waits = timeline.waits[phase]
+    worst = max(waits, key=lambda name: waits[name])
+    return worst if waits[worst] > WORTH_NAMING * timeline.phases[phase] else "compute"
+
+
+class _Costs:
+    """Seconds of a layout's blocks on one machine."""
+
+    def __init__(self, layout: Layout, machine: MachineProfile) -> None:
+        self.layout, self.machine = layout, machine
+        self.choices, self.job, self.shape = layout.choices, layout.job, layout.shape
+        self.weight = layout.activations.weight
+        self.on_gpu = machine.upload > 0
+        self.far = frozenset(layout.far_blocks)
+        self.fp8_share = self.job.fp8_share if self.job.precision == "fp8" and machine.fp8 else 0.0
+        self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
+        most = self.choices.micro_batch_tokens
+        in_step = self.job.mean_micro_batches(most)
+        self.micro_batches = in_step / self.choices.groups  # of a group, on average
+        self.tokens = min(most, self.job.computed_tokens(most) / in_step)  # of one, on average
+        self.where = graphs_of_layers(
+            len(self.shape.block_numel) - 2, self.choices.retained, self.choices.retained_on_host
+        )
+        self.sent_bytes = self._sent_bytes()
+        self.host_update_rate, self.update_in_memory = self._host_update_rate()
+        self.device_update_rate = (
+            machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
+        )
+        self.up, self.down = self._transfer_rates()
+        self.leaving = self._leaving_rate()
+
+    def options(self) -> StepOptions:
+        return StepOptions(
+            groups=self.choices.groups,
+            micro_batches=self.micro_batches,
+            resident=self.choices.resident,
+            sums_on_device=self.choices.sums_on_device,
+            clipping=self.job.clipping,
+            tied=self.shape.tied,
+            second_backward=self.choices.second_backward,
+            layers_on_host=self.choices.retained_on_host,
+        )
+
+    def blocks(self) -> list[BlockTasks]:
+        known: dict[tuple[int, int, Where, float, bool, bool], BlockTasks] = {}
+        tasks = [self._embedding()]
+        for block, work in enumerate(self.shape.cost.layers, start=1):  # mostly of one kind
+            where, sent = self.where[block - 1], self.sent_bytes[block - 1]
+            resident, far = block < self.choices.resident, block in self.far
+            kind = id(work), self.shape.block_numel[block], where, sent, resident, far
+            if kind not in known:
+                known[kind] = self._layer(block, work)
+            tasks.append(known[kind])
+        return [*tasks, self._head()]
+
+    # -- computation -------------------------------------------------------------------------------
+
+    def _layer(self, block: int, work: BlockCost) -> BlockTasks:
+        """Recomputation leaves out matmuls whose value no gradient needs; selective checkpointing
+        repeats what is between matmuls."""
+        numel, tokens = self.shape.block_numel[block], self.tokens
+        where, sent, choices = self.where[block - 1], self.sent_bytes[block - 1], self.choices
+        chunk, memory = choices.layer_chunk_tokens or tokens, self.machine.memory
+        rate = self._layer_rate(min(tokens, chunk))
+        quantizing = self.fp8_share * numel * FP8_WEIGHT_BYTES / 2 / memory
+        adding = (math.ceil(tokens / chunk - ROUNDING) - 1) * self._adding(numel)
+        forward, backward = (
+            seconds + quantizing
+            for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic)
+        )
+        again = work.cheap_bytes * tokens / memory if choices.cheap_retention else 0.0
+        gathering = 2 * sent / memory if where == "host" else 0.0
+        coding = 0.0
+        if where == "nowhere":
+            again = forward - work.skippable_flops * tokens / rate
+            coding = self._coding
+        offloaded = sent if choices.offload_activations else 0.0
+        return self._block(
+            block, forward + gathering + coding, backward + again + adding + coding, offloaded
+        )
+
+    @property
+    def _coding(self) -> float:
+        """Encoding or decoding a checkpoint: one form is read, the other written."""
+        if self.job.activations == UNCHANGED:
+            return 0.0
+        both = self.layout.activations.row_bytes + self.layout.activations.checkpoint_row_bytes
+        return self.tokens * both / self.machine.memory
+
+    def _embedding(self) -> BlockTasks:
+        """In backward it runs once more: nothing of it is saved."""
+        forward, backward = self._forward_and_backward(
+            self.shape.cost.embed, self.tokens, self._matmul_rate(0)
+        )
+        return self._block(0, forward, forward + backward)
+
+    def _head(self) -> BlockTasks:
+        """Forward and backward at once, chunk by chunk, each of which adds its weight gradient."""
+        chunk = min(self.choices.head_chunk_tokens, self.tokens)
+        chunks, sizes, work = self.tokens / chunk, self.shape.block_numel, self.shape.cost.head
+        adding = self._adding(sizes[-1] + (sizes[0] if self.shape.tied else 0))
+        each = sum(self._forward_and_backward(work, chunk, self._matmul_rate(chunk)))
+        return self._block(len(sizes) - 1, 0.0, chunks * each + (chunks - 1) * adding)
+
+    def _forward_and_backward(
+        self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0
+    ) -> tuple[float, float]:
+        """rate: of matmuls, FLOP/s; traffic: factor of the bytes moved between them in bf16."""
+        flops = 3 * work.forward.attention_flops * tokens
+        attention = flops / interpolate(self.machine.attention, self.job.seq_len)
+        ahead, back = ATTENTION_FORWARD_SHARE, 1 - ATTENTION_FORWARD_SHARE
+        return (
+            self._pass(work.forward, tokens, rate, traffic, attention * ahead),
+            self._pass(work.backward, tokens, rate, traffic, attention * back),
+        )
+
+    def _pass(
+        self, work: PassCost, tokens: float, rate: float, traffic: float, attention: float
+    ) -> float:
+        """Seconds of one direction. Only a GPU computes while the host launches kernels."""
+        if self.job.compiled:
+            kind, moved, kernels = "compiled", work.compiled_bytes, work.compiled_kernels
+        else:
+            kind, moved, kernels = "eager", work.eager_bytes, work.eager_kernels
+            traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
+        memory = self.machine.memory if self.on_gpu else self.machine.fresh
+        computing = (
+            attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / memory
+        )
+        launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
+        return max(computing, launching) if self.on_gpu else computing + launching
+
+    def _layer_rate(self, tokens: float) -> float:
+        """FLOP/s of the layers' matmuls over `tokens`."""
+        rate, share = self._matmul_rate(tokens), self.fp8_share
+        return 1 / (share / self.machine.fp8 + (1 - share) / rate) if share else rate
+
+    def _matmul_rate(self, tokens: float) -> float:
+        rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
+        return (1.0 if self.on_gpu else CPU_PRODUCTS_SHARE) * interpolate(rates, tokens)
+
+    def _adding(self, numel: int) -> float:
+        """Adding a gradient to its fp32 accumulator: one is read, the other read and written."""
+        return numel * (self.weight + 2 * SUM_BYTES) / self.machine.memory
+
+    # -- a block's tasks ---------------------------------------------------------------------------
+
+    def _block(
+        self, number: int, forward: float, backward: float, offloaded: float = 0.0
+    ) -> BlockTasks:
+        """Of a micro-batch: seconds forward and backward, and bytes to the host and back."""
+        numel, resident = self.shape.block_numel[number], number < self.choices.resident
+        streamed = 0 if resident else numel
+        backward += self._adding(numel)
+        offloaded *= self.micro_batches
+        on_host = on_device = 0.0
+        if not resident:
+            on_host = numel / self.host_update_rate + self._products(number, travelling=True)
+        if resident or self.on_gpu:
+            on_device = (numel - streamed) / self.device_update_rate + self._products(number)
+        tasks = BlockTasks(
+            forward=self.micro_batches * forward,
+            backward=self.micro_batches * backward,
+            # read the sum, write the gradient and measure it
+            finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
+            upload=streamed * self.weight / self.up,
+            download=streamed * self.weight / self.down,
+            sum_up=numel * SUM_BYTES / self.up,
+            sum_down=numel * SUM_BYTES / self.down,
+            boundary_down=offloaded / self.leaving,
+            boundary_up=offloaded / self.up,
+            host_update=on_host,
+            device_update=on_device,
+        )
+        return self._with_nvme(tasks, number) if number in self.far else tasks
+
+    def _products(self, number: int, travelling: bool = False) -> float:
+        """Matmuls of a block's update. Those of blocks in host RAM are a GPU's too: their operands
+        go up and come down in bfloat16, and they take the device's time from the computation."""
+        whole = self.job.whole_update
+        flops = 0.0 if whole is None else whole.product_flops[number]
+        if not flops:
+            return 0.0
+        seconds = flops / interpolate(self.machine.matmul, self.shape.hidden_size)
+        if travelling and self.on_gpu:
+            seconds += 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down)
+        return seconds
+
+    def _with_nvme(self, tasks: BlockTasks, number: int) -> BlockTasks:
+        """With reading and writing its arrays on NVMe, at the rate of all drives together."""
+        sizes = self.layout.far_arrays([number], sum)
+        read = max(1.0, self.job.nvme_drives * self.machine.disk_read)
+        write = max(1.0, self.job.nvme_drives * self.machine.disk_write)
+        grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
+        return replace(
+            tasks,
+            nvme_read=sum(sizes.values()) / read,
+            nvme_write=(sum(sizes.values()) - grad) / write,
+            nvme_gradient=grad / write,
+            nvme_weight=weight / read,
+        )
+
+    def _sent_bytes(self) -> list[float]:
+        """Bytes of a micro-batch that each layer may send: its checkpoint, or what it saved."""
+        kept, tokens = self.layout.activations, self.tokens
+        whole, coded = tokens * kept.sent_row_bytes, tokens * kept.checkpoint_row_bytes
+        full = tokens / self.choices.micro_batch_tokens
+        saved = iter(kept.saved_on_host)
+        return [
+            whole + full * next(saved) if where == "host" else coded if where == "nowhere" else 0.0
+            for where in self.where
+        ]
+
+    # -- rates -------------------------------------------------------------------------------------
+
+    @property
+    def _update_scale(self) -> float:
+        """Parameters of this job updated in the time of one of the profile's, by bytes."""
+        again = self.job.whole_update.passes_bytes if self.job.whole_update is not None else 0.0
+        return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight + again)
+
+    def _host_update_rate(self) -> tuple[float, float]:
+        """(parameters/s, share of what memory would let through). The rate is between those alone
+        and beside a busy bus, since weights on their way use the same memory."""
+        threads, limit = self.choices.update_threads, self.job.update_arithmetic
+        alone = interpolate(self.machine.update, threads)
+        busy = min(alone, self.machine.update_busy)
+        # gradients come down meanwhile unless they are stored
+        directions = 1 if self.choices.stores_gradients(self.job) else 2
+        share = 0.0
+        if self.on_gpu:
+            share = min(1.0, directions * self.weight * alone / self.machine.both)
+        memory_bound = (alone - (alone - busy) * share) * self._update_scale
+        rate = memory_bound
+        if limit is not None:
+            rate = min(rate, threads * limit * self.machine.arithmetic)
+        return rate, rate / memory_bound
+
+    def _transfer_rates(self) -> tuple[float, float]:
+        """Bytes/s up and down; without a bus, of a copy in memory, which is read and written."""
+        if not self.on_gpu:
+            return self.machine.memory / 2, self.machine.memory / 2
+        share = min(1.0, self.machine.both / (self.machine.upload + self.machine.download))
+        return share * self.machine.upload, share * self.machine.download
+
+    def _leaving_rate(self) -> float:
+        """Bytes/s of activations that leave in forward: weights come up on the same bus meanwhile,
+        and the host may update in the same memory."""
+        nbytes = self.micro_batches * sum(self.sent_bytes)
+        if not (self.on_gpu and self.choices.offload_activations and nbytes):
+            return self.down
+        alone = self.machine.download
+        streamed, seconds = sum(self.shape.block_numel[self.choices.resident :]), nbytes / alone
+        uploading = streamed * self.weight / self.machine.upload
+        slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
+        if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
+            updating = min(1.0, streamed / self.host_update_rate / seconds)
+            slower += (1 - BESIDE_UPDATE) * self.update_in_memory * updating
+        return alone * (1 - slower)

@@ -1,0 +1,133 @@
+"""What reads a run, its data or its model without training: `data`, `eval`, `generate`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatrain.config import Config, load_config
+from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
+from megatrain.data import held_out_batches
+from megatrain.data.show import show_rows, summary
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.optim import Frozen
+from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.loop import mean_loss
+from megatrain.recipes.rows import read_rows
+from megatrain.recipes.sample import answer
+from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
+from megatrain.recipes.signals import StopRequest
+from megatrain.settings import Settings
+from megatrain.storage.run_folder import find_checkpoint
+
+SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights
+
+
+def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None:
+    """Show rows with their loss mask and the counts on stdout; with `as_json` return the counts instead. Needs no weights."""
+    quiet_libraries()
+    model = read_model(config)
+    trained, held_out = read_rows(config, model)
+    if as_json:
+        return {
+            "train": summary(trained),
+            "eval": summary(held_out) if held_out is not None else None,
+        }
+    console = Console()
+    show_rows(trained, model.tokenizer, rows, console)
+    if held_out is not None:
+        console.print(f"{len(held_out):,} rows are held out for evaluation", highlight=False)
+    return None
+
+
+def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
+    """Held-out loss of a run folder's model or of one checkpoint, on the run's held-out rows or on all of `data`."""
+    quiet_libraries()
+    run_dir = run_folder_of(folder)
+    if run_dir is None:
+        raise ConfigError(
+            f"{folder}: is neither a run folder nor one of its checkpoints (no {CONFIG_FILE})"
+        )
+    checkpoint = checkpoint_of(folder)
+    config = load_config(
+        run_dir / CONFIG_FILE,
+        [f"data.train={json.dumps(data, ensure_ascii=False)}", "data.eval=null"] if data else [],
+    )
+    model = describe_model(str(checkpoint))
+    trained, held_out = read_rows(config, model)
+    rows = trained if data else held_out
+    if rows is None:
+        raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
+    with reader(checkpoint, run_dir) as engine:
+        size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
+        batches = held_out_batches(
+            rows, size, model.pad_id, None if data else config.train.eval_rows
+        )
+        mean = mean_loss(engine, batches, SWEEP_MICRO_BATCHES * size, StopRequest())
+    assert mean is not None, "nobody asked it to stop"
+    loss, targets = mean
+    return {
+        "checkpoint": str(checkpoint),
+        "eval_loss": loss,
+        "perplexity": perplexity(loss),
+        "eval_target_tokens": targets,
+    }
+
+
+def perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def generate(folder: Path, prompt: str, max_new_tokens: int) -> str:
+    """The model's greedy answer to a prompt. `folder` is a run folder, a checkpoint, any model folder or a GGUF file."""
+    quiet_libraries()
+    checkpoint = checkpoint_of(folder)
+    model = describe_model(str(checkpoint))
+    with reader(checkpoint, run_folder_of(folder)) as engine:
+        return answer(engine, model, prompt, max_new_tokens)
+
+
+@contextmanager
+def reader(checkpoint: Path, run_dir: Path | None) -> Iterator[Engine]:
+    """An engine that reads only, with no optimizer state in RAM. What a run's config says about computing is heeded."""
+    chosen: dict[str, Any] = {}
+    if run_dir is not None:
+        config = load_config(run_dir / CONFIG_FILE)
+        chosen = {
+            "precision": config.precision,
+            "attention": config.attention,
+            "device": config.device,
+        }
+    with Engine.from_pretrained(
+        checkpoint, optimizer=Frozen(), max_grad_norm=None, settings=Settings(), **chosen
+    ) as engine:
+        yield engine
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The model that `path` means: of a run folder its final or last checkpoint, else itself. Raises ConfigError."""
+    is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+    return find_checkpoint(path) if is_run else path
+
+
+def run_folder_of(folder: Path) -> Path | None:
+    """The run folder of a run folder, or of one of its checkpoints; None if it is neither."""
+    places = (folder, folder.resolve().parent)
+    return next(
+        (
+            place
+            for place in places
+            if (place / CONFIG_FILE).is_file() and (place / RESOLVED_FILE).is_file()
+        ),
+        None,
+    )

@@ -1,0 +1,271 @@
+"""What training takes in time, energy and money: planned, and measured by a run.
+
+A GPU's energy is its driver's count, the processors' their own (RAPL) where that may be read. No
+price is assumed. Power that was neither given nor measured is a share of the GPU's public board
+power, and is called assumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.reporting.meters import GpuMeter
+
+MILLION = 1_000_000
+J_PER_KWH = 3.6e6
+# Of the data sheet's board power. Assumed, not measured by us: large matmuls run at the power
+# limit, and a GPU whose memory and clocks are up while it waits draws about a third.
+COMPUTING_SHARE, WAITING_SHARE = 0.9, 0.35
+POWERCAP = Path("/sys/class/powercap")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a user pays. None: nothing, or unknown."""
+
+    per_hour: float | None = None  # of the whole machine
+    per_kwh: float | None = None
+    currency: str = "USD"
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts during a step; None where unknown."""
+
+    gpu_w: float | None = None
+    host_w: float | None = None
+    assumed: bool = False  # gpu_w is a share of the data sheet's
+
+    @property
+    def total_w(self) -> float | None:
+        return _known_sum(self.gpu_w, self.host_w)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.gpu_w is not None:
+            parts.append(f"GPU {self.gpu_w:,.0f} W, {'assumed' if self.assumed else 'as given'}")
+        if self.host_w is not None:
+            parts.append(f"host {self.host_w:,.0f} W, as given")
+        elif parts:
+            parts.append("the host's power is not counted")
+        return "; ".join(parts) or "power unknown: set economy.host_power_w"
+
+
+@dataclass(frozen=True)
+class Economy:
+    """What `tokens` took, or will take; a figure is None where its price or power is unknown."""
+
+    tokens: int
+    seconds: float
+    joules: float | None
+    prices: Prices
+    counted: str  # what joules count, in words
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def kwh(self) -> float | None:
+        return None if self.joules is None else self.joules / J_PER_KWH
+
+    @property
+    def cost(self) -> float | None:
+        """In the prices' currency, as far as prices are known; None without any."""
+        per_hour, per_kwh = self.prices.per_hour, self.prices.per_kwh
+        return _known_sum(
+            None if per_hour is None else per_hour * self.seconds / 3600,
+            None if per_kwh is None or self.kwh is None else per_kwh * self.kwh,
+        )
+
+    @property
+    def kwh_per_million(self) -> float | None:
+        """kWh of a million tokens."""
+        return self._per_million(self.kwh)
+
+    @property
+    def cost_per_million(self) -> float | None:
+        return self._per_million(self.cost)
+
+    def _per_million(self, value: float | None) -> float | None:
+        return None if value is None or not self.tokens else value * MILLION / self.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, derived figures included."""
+        return {
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "hours": self.seconds / 3600,
+            "kwh": self.kwh,
+            "kwh_per_million_tokens": self.kwh_per_million,
+            "cost": self.cost,
+            "cost_per_million_tokens": self.cost_per_million,
+            "currency": self.prices.currency,
+            "counted": self.counted,
+        }
+
+
+def planned_economy(tokens: int, seconds: float, power: Power, prices: Prices) -> Economy:
+    """Of `tokens` in `seconds` at this power."""
+    joules = None if power.total_w is None else power.total_w * seconds
+    return Economy(tokens, seconds, joules, prices, str(power))
+
+
+def planned_power(
+    busy: float, board_w: float | None, gpu_w: float | None, host_w: float | None
+) -> Power:
+    """The power of a step in which the GPU computes for `busy` of the time, 0 to 1.
+
+    board_w: of the GPU's data sheet; None if unknown, or without a GPU. gpu_w, host_w: as given by
+    the user.
+    """
+    if gpu_w is not None or board_w is None:
+        return Power(gpu_w, host_w)
+    share = busy * COMPUTING_SHARE + (1 - busy) * WAITING_SHARE
+    return Power(board_w * share, host_w, assumed=True)
+
+
+def human_hours(seconds: float) -> str:
+    """`0.31 hours`."""
+    return f"{seconds / 3600:,.3g} hours"
+
+
+def described(economy: Economy, whole: bool) -> list[tuple[str, str]]:
+    """(name, words) of cost and energy, where known, per million tokens and, if `whole`, in all."""
+
+    def money(value: float) -> str:
+        digits = f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+        return f"{digits} {economy.prices.currency}"
+
+    rows = []
+    if economy.cost is not None and economy.cost_per_million is not None:
+        total = f"{money(economy.cost)}, " if whole else ""
+        rows.append(("cost", f"{total}{money(economy.cost_per_million)} per million tokens"))
+    if economy.kwh is not None and economy.kwh_per_million is not None:
+        total = f"{economy.kwh:,.3g} kWh, " if whole else ""
+        each = f"{economy.kwh_per_million:,.3g} kWh per million tokens"
+        rows.append(("energy", f"{total}{each} ({economy.counted})"))
+    return rows
+
+
+def compared(measured: Economy | None, planned: Economy | None) -> list[tuple[str, str]]:
+    """The rows of `described` for a run, beside the plan's figures for a million tokens."""
+    if measured is None or not measured.tokens:
+        return []
+    rows = dict(described(measured, whole=True))
+    if planned is not None:
+        pairs = {
+            "cost": (measured.cost_per_million, planned.cost_per_million),
+            "energy": (measured.kwh_per_million, planned.kwh_per_million),
+        }
+        for name, (found, plan) in pairs.items():
+            if found is not None and plan:
+                rows[name] += f"; planned {plan:.3g} ({found / plan - 1:+.1%})"
+    return list(rows.items())
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of GPU and host; None for what cannot be measured."""
+
+    gpu_j: float | None = None
+    host_j: float | None = None
+
+    @property
+    def total_j(self) -> float | None:
+        return _known_sum(self.gpu_j, self.host_j)
+
+    def or_given(self, seconds: float, gpu_w: float | None, host_w: float | None) -> Energy:
+        """With the user's power in place of what was measured: a host is more than processors."""
+        return Energy(
+            self.gpu_j if gpu_w is None else gpu_w * seconds,
+            self.host_j if host_w is None else host_w * seconds,
+        )
+
+    def __add__(self, other: Energy) -> Energy:
+        return Energy(_plus(self.gpu_j, other.gpu_j), _plus(self.host_j, other.host_j))
+
+    def since(self, before: Energy) -> Energy:
+        """The energy between two readings."""
+        return Energy(_plus(self.gpu_j, before.gpu_j, -1), _plus(self.host_j, before.host_j, -1))
+
+
+class EnergyMeter:
+    """Energy of one GPU and of the host's processors and their memory.
+
+    A GPU that counts no energy (before Volta) is asked for its power at every reading, as if drawn
+    since the reading before. RAPL's files are root's on most systems: then the host's is unknown.
+    """
+
+    def __init__(
+        self, gpu: GpuMeter, powercap: Path = POWERCAP, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._gpu, self._clock = gpu, clock
+        self._at = clock()
+        self._counter_j = gpu.energy_j()
+        self._gpu_j = 0.0
+        found = (_Domain.of(folder) for folder in sorted(powercap.glob("intel-rapl:*")))
+        self._domains = [domain for domain in found if domain is not None]
+
+    @property
+    def measures_gpu(self) -> bool:
+        return self._counter_j is not None or self._gpu.power_w() is not None
+
+    def read(self) -> Energy:
+        """Joules so far."""
+        host = sum(domain.read() for domain in self._domains) if self._domains else None
+        return Energy(self._read_gpu(), host)
+
+    def _read_gpu(self) -> float | None:
+        now = self._clock()
+        passed, self._at = now - self._at, now
+        if self._counter_j is not None:
+            return _plus(self._gpu.energy_j(), self._counter_j, -1)
+        watts = self._gpu.power_w()
+        if watts is None:
+            return None
+        self._gpu_j += watts * passed
+        return self._gpu_j
+
+
+class _Domain:
+    """One RAPL counter, in microjoules, which begins anew when it is full."""
+
+    def __init__(self, file: Path, full_uj: int, first_uj: int) -> None:
+        self._file, self._full_uj, self._last_uj, self._sum_uj = file, full_uj, first_uj, 0
+
+    @classmethod
+    def of(cls, folder: Path) -> _Domain | None:
+        """A package's counter or its memory's; None for a part of a package, or if unreadable."""
+        try:
+            name = (folder / "name").read_text().strip()
+            if not (name.startswith("package") or name == "dram"):
+                return None
+            full_uj = int((folder / "max_energy_range_uj").read_text())
+            return cls(folder / "energy_uj", full_uj, int((folder / "energy_uj").read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def read(self) -> float:
+        """Joules since it was opened; a counter that cannot be read any more stands still."""
+        try:
+            now = int(self._file.read_text())
+        except (OSError, ValueError):
+            now = self._last_uj
+        self._sum_uj += now - self._last_uj + (self._full_uj if now < self._last_uj else 0)
+        self._last_uj = now
+        return self._sum_uj / 1e6
+
+
+def _plus(left: float | None, right: float | None, sign: int = 1) -> float | None:
+    return None if left is None or right is None else left + sign * right
+
+
+def _known_sum(*parts: float | None) -> float | None:
+    """The sum of the parts that are known; None if none is."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None

@@ -1,0 +1,117 @@
+"""How much memory a run has taken, as the machine counts it rather than we."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from megatrain.machine.hardware import opened_nvml
+
+if TYPE_CHECKING:
+    import torch
+
+
+def peak_host_bytes() -> int:
+    """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now.
+
+    A page that several processes map is divided among them (Linux's PSS): forked children, such as
+    a compiler's, have most of theirs from their parent, and would each be counted for all of it.
+    """
+    own = psutil.Process()
+    return _peak_bytes(own) + sum(_own_bytes(child) for child in own.children(recursive=True))
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    try:
+        memory = process.memory_full_info()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
+        return 0
+    return int(getattr(memory, "pss", memory.rss))
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        status = ""
+    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    # Not Linux, or a sandbox: what is resident now is the best there is.
+    return int(peaks[0]) * 1024 if peaks else int(process.memory_info().rss)
+
+
+class GpuMeter:
+    """Peak bytes of one GPU as its driver counts them (NVML): torch's, the context's, libraries'.
+
+    NVML keeps no peak, so the largest reading counts. torch's allocator hands no memory back
+    between steps, which makes one reading a step enough. Where the driver does not say which
+    process holds how much (in a container, often), the device's whole use counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """On a CPU, and where the driver does not answer, every reading is None."""
+        self._stack = ExitStack()
+        self._nvml: Any = None
+        self._peak_bytes = 0
+        if device.type == "cuda":
+            self._open(device)
+
+    def _open(self, device: torch.device) -> None:
+        import torch
+
+        nvml = self._stack.enter_context(opened_nvml())
+        if nvml is None:
+            return
+        # The UUID, as NVML does not know CUDA_VISIBLE_DEVICES.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        try:
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except nvml.NVMLError:
+            return
+        self._nvml = nvml
+
+    def __enter__(self) -> GpuMeter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._nvml = None
+        self._stack.close()
+
+    def peak_bytes(self) -> int | None:
+        """Read the driver and return the largest reading so far; None without a GPU."""
+        if self._nvml is None:
+            return None
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        return self._peak_bytes
+
+    def energy_j(self) -> float | None:
+        """Joules of the device since its driver was loaded, by any process; None if not counted."""
+        return self._reading("nvmlDeviceGetTotalEnergyConsumption")
+
+    def power_w(self) -> float | None:
+        """Watts that the device draws now; None if it does not say."""
+        return self._reading("nvmlDeviceGetPowerUsage")
+
+    def _reading(self, function: str) -> float | None:
+        """A figure in thousandths; None where the device or its virtualisation lacks it."""
+        if self._nvml is None:
+            return None
+        try:
+            return float(getattr(self._nvml, function)(self._handle)) / 1000
+        except self._nvml.NVMLError:
+            return None
+
+    def _used_bytes(self) -> int:
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory)
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)

@@ -1,0 +1,216 @@
+"""What a run writes down about itself: `metrics.jsonl`, an object for each step and evaluation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatrain.errors import StorageError
+
+logger = logging.getLogger("megatrain")
+
+METRICS_FILE = "metrics.jsonl"
+RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
+SHARE_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of a step's seconds. They add up to the step: what is hidden is not counted."""
+
+    compute: float = 0.0  # blocks being computed, and everything not named below
+    wait_upload: float = 0.0  # compute stood still for weights on their way to the GPU
+    wait_update: float = 0.0  # an upload stood still for the optimizer on the host
+    wait_download: float = 0.0  # compute stood still for a gradient staging buffer
+    wait_nvme: float = 0.0  # compute, or the update that it waited for, stood still for NVMe
+    data: float = 0.0  # the loop stood still for its next rows
+
+    @classmethod
+    def of(cls, step_s: float, waits_s: Mapping[str, float]) -> StepTime:
+        """A step of `step_s` seconds with these waits (by the names above); the rest computes."""
+        return cls(compute=max(0.0, step_s - sum(waits_s.values())), **waits_s)
+
+    def __add__(self, other: StepTime) -> StepTime:
+        names = (field.name for field in fields(self))
+        return StepTime(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    @property
+    def total_s(self) -> float:
+        return sum(float(seconds) for seconds in asdict(self).values())
+
+    def shares(self) -> dict[str, float]:
+        """Each part over the whole, 0 to 1; that of `compute` is how busy the device is."""
+        whole = self.total_s or 1.0
+        return {name: part / whole for name, part in asdict(self).items()}
+
+    def bound(self) -> tuple[str, float]:
+        """(name, share) of the largest part."""
+        return max(self.shares().items(), key=lambda item: item[1])
+
+
+class SteadyTime:
+    """The latest steps' times; a process's first, which compiles, counts until there is another."""
+
+    def __init__(self) -> None:
+        self._times: deque[StepTime] = deque(maxlen=RECENT_STEPS)
+        self._added = 0
+
+    def add(self, time: StepTime) -> None:
+        self._added += 1
+        if self._added == 2:
+            self._times.clear()
+        self._times.append(time)
+
+    @property
+    def total(self) -> StepTime:
+        return sum(self._times, StepTime())
+
+    @property
+    def median_s(self) -> float | None:
+        """Seconds of the median step; None before the first."""
+        return statistics.median(time.total_s for time in self._times) if self._times else None
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A line of `metrics.jsonl`: the fields are its keys, in this order; shares follow `time`."""
+
+    step: int  # optimizer steps so far, this one included
+    loss: float  # mean over the step's target tokens
+    grad_norm: float | None  # global, before clipping; None where none was computed
+    lr: float
+    tokens: int  # real tokens: padding never counts
+    target_tokens: int
+    epoch: float
+    step_s: float
+    tokens_per_s: float
+    tflops: float  # 6 x all trained parameters x tokens / step time
+    mfu: float | None  # matmuls and causal attention over the GPU's peak; None: peak unknown
+    gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
+    host_bytes: int  # peak resident memory of all processes
+    skipped: bool  # no update was made: a non-finite norm, or no targets
+    energy_j: float | None  # of GPU and host, of the parts that were measured or given
+    time: StepTime
+    advice: str  # one sentence: the setting most worth changing, or that there is none
+
+    def to_dict(self) -> dict[str, Any]:
+        values = json_able(asdict(self))
+        advice = values.pop("advice")
+        shares = {name: round(share, SHARE_DIGITS) for name, share in self.time.shares().items()}
+        return {**values, "shares": shares, "advice": advice}
+
+
+def json_able(value: Any) -> Any:
+    """Paths as text, and NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: json_able(part) for key, part in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` of a run folder.
+
+    Every line reaches the operating system before the call returns: a killed process loses none. On
+    a full disk lines wait for the next one: a run has more to lose than its metrics.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """Open, keeping what is there. Raises StorageError when the file cannot be written."""
+        self.path = Path(run_dir) / METRICS_FILE
+        try:
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            reason = f"{self.path}: cannot be written ({error.strerror})"
+            raise StorageError(f"{reason}; free space or choose another output folder") from error
+        self._waiting = b""
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._write_waiting() is not None:
+            missing = self._waiting.count(b"\n")
+            logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")
+        self._file.close()
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.to_dict())
+
+    def write_eval(
+        self, step: int, eval_loss: float, eval_target_tokens: int, eval_s: float
+    ) -> None:
+        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step."""
+        found = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens, "eval_s": eval_s}
+        self._write(json_able({"step": step, **found}))
+
+    def truncate_to(self, step: int) -> None:
+        """Drop everything after `step`, and a torn last line: a resumed run writes it again."""
+        kept = 0
+        for start, row, length in _lines(self.path):
+            if row is None or row["step"] > step:
+                break
+            kept = start + length
+        os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
+
+    def _write(self, row: dict[str, Any]) -> None:
+        waited = bool(self._waiting)
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        error = self._write_waiting()
+        if error is not None and not waited:
+            reason = f"{self.path}: cannot be written ({error.strerror})"
+            logger.error(f"{reason}; free space: training goes on, and its lines wait")
+
+    def _write_waiting(self) -> OSError | None:
+        """The error that left some of it unwritten; None: all is written."""
+        try:
+            while self._waiting:  # short of space, a part of it is written without an error
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error
+        return None
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl` in order, up to the first broken one."""
+    rows = []
+    for _, row, _ in _lines(Path(run_dir) / METRICS_FILE):
+        if row is None:
+            break
+        rows.append(row)
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
+    """(offset, object, length in bytes) of each line; the object is None if the line is torn."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            yield offset, _parsed(line), len(line)
+            offset += len(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

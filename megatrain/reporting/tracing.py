@@ -1,0 +1,132 @@
+"""A step as a timeline of every thread and stream, for Perfetto (ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.errors import StorageError
+
+TOP_KERNELS = 25
+NAME_WIDTH = 70  # of the table's first column
+# Names of GPU streams by the start of what they mostly do; any other stream computes.
+COPIES = {"Memcpy HtoD": "upload", "Memcpy DtoH": "download"}
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+Row = tuple[Any, Any]  # (process, thread or stream)
+
+
+class Timeline:
+    """Filled by `record_timeline` when its block is left."""
+
+    table: str = ""  # the operations that took longest
+
+
+@contextmanager
+def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
+    """Record the block on every thread, and on the GPU, and write it to `path` (.json or .json.gz).
+
+    One step is enough; a recorded step is slower, so do not time it. Raises StorageError.
+    """
+    # profile_all_threads: the lanes' threads too, not only the caller's
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    timeline = Timeline()
+    options = _ExperimentalConfig(profile_all_threads=True)
+    # acc_events: without it, it warns of further cycles
+    with profile(activities=activities, experimental_config=options, acc_events=True) as profiler:
+        yield timeline
+        if cuda:
+            torch.cuda.synchronize(device)
+    timeline.table = profiler.key_averages().table(
+        sort_by="self_device_time_total" if cuda else "self_cpu_time_total",
+        row_limit=TOP_KERNELS,
+        max_name_column_width=NAME_WIDTH,
+    )
+    try:
+        profiler.export_chrome_trace(str(path))
+        rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def computing_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds for which a GPU runs kernels during `work`, by its own clock; copies do not count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    # Not the host's activities, which would slow it down.
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        work()
+        torch.cuda.synchronize(device)
+    kernels = (
+        event
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA" and not event.name.startswith(tuple(COPIES))
+    )
+    return covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (start, end) spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def claim(path: Path) -> None:
+    """Create the file of a timeline to come, to fail before the step. Raises StorageError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    reason = f"{path}: the timeline cannot be written ({error.strerror})"
+    return StorageError(f"{reason}; choose another file for --profile")
+
+
+def rename_rows(path: Path, threads: dict[int | None, str]) -> None:
+    """Name the timeline's rows: threads as in `threads` (by native id), streams by their work."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        trace = json.load(file)
+    events = trace["traceEvents"]
+    rows = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    names = {row: threads[row[1]] for row in rows if row[1] in threads} | _stream_names(events)
+    kept = [
+        event
+        for event in events
+        if event["name"] != "thread_name" or (event["pid"], event["tid"]) not in names
+    ]
+    given = [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        for (pid, tid), name in names.items()
+    ]
+    with opened(path, "wt") as file:
+        json.dump({**trace, "traceEvents": [*given, *kept]}, file)
+
+
+def _stream_names(events: list[dict[str, Any]]) -> dict[Row, str]:
+    """Every GPU stream's name, from what takes most of its time."""
+    time: dict[Row, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        if event.get("cat") in GPU_WORK:
+            copies = (kind for start, kind in COPIES.items() if event["name"].startswith(start))
+            time[event["pid"], event["tid"]][next(copies, "compute")] += event["dur"]
+    most = {row: max(kinds, key=lambda kind: kinds[kind]) for row, kinds in time.items()}
+    return {row: f"stream {row[1]}: {kind}" for row, kind in most.items()}

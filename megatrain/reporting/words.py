@@ -1,0 +1,55 @@
+"""Figures in words: bytes, durations, and where a step's time goes. One formatter for each."""
+
+from __future__ import annotations
+
+from megatrain.reporting.metrics import StepTime
+
+# What a share of a step's time is called.
+BOUND_WORDS = {
+    "compute": "computing",
+    "wait_upload": "waiting for weights",
+    "wait_update": "waiting for the update",
+    "wait_download": "waiting for gradients to leave",
+    "wait_nvme": "waiting for NVMe",
+    "data": "waiting for data",
+}
+
+
+def human_bytes(count: float | None, digits: int = 1) -> str:
+    """Bytes in the largest binary unit that keeps the value at 1 or more; `-` if unknown.
+
+    digits: after the point of GiB and TiB; smaller units have one.
+    """
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    places = {"B": 0, "KiB": 1, "MiB": 1}.get(unit, digits)
+    return f"{value:.{places}f} {unit}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as `8.4s`, `3m12s`, `2h05m` or `1d03h`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if minutes < 60:
+        return f"{int(minutes)}m{int(seconds % 60):02d}s"
+    if hours < 24:
+        return f"{int(hours)}h{int(minutes % 60):02d}m"
+    return f"{int(days)}d{int(hours % 24):02d}h"
+
+
+def bound_in_words(time: StepTime) -> str:
+    """The largest share of a step: `waiting for the update 32%`."""
+    name, share = time.bound()
+    return f"{BOUND_WORDS[name]} {share:.0%}"
+
+
+def time_in_words(time: StepTime) -> str:
+    """Every share of at least 1 percent, largest first."""
+    shares = sorted(time.shares().items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(f"{BOUND_WORDS[name]} {share:.0%}" for name, share in shares if share >= 0.01)

@@ -1,0 +1,217 @@
+"""What engine, planner and simulation agree on: the order in which a step visits blocks, the
+buffers that blocks and gradients pass through, which layers save their activations, what is on
+NVMe, and the sizes of the codecs' codes.
+
+Pure functions of integers. Blocks are counted in execution order: 0 is the embedding, then come the
+layers, the last one is the head. `numels` are the elements of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, NamedTuple
+
+LAYER_SLOTS: Final = 2  # device buffers for layers: one computes while the other is filled
+GRADIENT_STAGES: Final = 2  # on the device: a finished gradient is sent while the next is rounded
+TRAVELLING_SUMS: Final = 2  # fp32 accumulators: one is added to while another is on its way
+LANDING_BUFFERS: Final = 3  # of gradients applied at once: one arrives, one waits, one is in use
+HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
+
+
+def slab_bytes(nbytes: int) -> int:
+    """Bytes of the host memory that holds `nbytes`: whole huge pages, one at least."""
+    return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
+
+
+# -- order and weights' slots ----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def block_order(blocks: int) -> tuple[int, ...]:
+    """Visits of an accumulation group: forward through all blocks, and back from the head."""
+    return (*range(blocks), *reversed(range(blocks - 1)))
+
+
+@lru_cache(maxsize=1024)
+def slots_of_blocks(blocks: int, resident: int, tied: bool) -> tuple[int | None, ...]:
+    """The slot that each block's weights are streamed into, counted from 0; None: it is resident.
+
+    Layers alternate between LAYER_SLOTS slots. Embedding and head are needed one after the other
+    and share a slot, unless they are tied: then the embedding stays in its slot from the first
+    layer to the head, and the head's own tensors have another one.
+    """
+    streamed = range(max(1, resident), blocks - 1)
+    layers = [number % LAYER_SLOTS for number in range(len(streamed))]
+    edge = min(LAYER_SLOTS, len(streamed))
+    first = [] if resident else [edge]
+    head = [edge + 1 if tied and first else edge] if resident < blocks else []
+    return (*[None] * min(resident, blocks), *first, *layers, *head)
+
+
+class SlotSizes(NamedTuple):
+    """Elements of each slot; the slots of layers are counted first."""
+
+    layers: tuple[int, ...]
+    edges: tuple[int, ...]  # of the embedding and the head
+
+
+def slot_sizes(numels: Sequence[int], resident: int, tied: bool) -> SlotSizes:
+    """Each slot holds the largest block that is streamed into it; those of layers are equal."""
+    layers = numels[max(1, resident) : -1]
+    edges = [numels[block] for block in (0, len(numels) - 1) if block >= resident]
+    return SlotSizes(
+        (max(layers, default=0),) * min(LAYER_SLOTS, len(layers)),
+        tuple(edges) if tied or not edges else (max(edges),),
+    )
+
+
+@lru_cache(maxsize=256)
+def uploads(visits: tuple[int, ...], slots: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
+    """Blocks whose upload is asked for before each visit: as many of the next ones as find their
+    slot free, that is not needed by another block which is visited first. slots: of
+    `slots_of_blocks`.
+    """
+    asked, position = [], 0
+    for visit in range(len(visits)):
+        first = position
+        while position < len(visits):
+            wanted = visits[position]
+            before = visits[visit:position]
+            slot = slots[wanted]
+            if slot is not None and any(slots[b] == slot and b != wanted for b in before):
+                break
+            position += 1
+        asked.append(tuple(block for block in visits[first:position] if slots[block] is not None))
+    return tuple(asked)
+
+
+# -- gradient accumulators -------------------------------------------------------------------------
+
+
+def summed_blocks(blocks: int, groups: int, resident: int, sums_on_device: int) -> int:
+    """Number of blocks, the first ones, whose fp32 accumulators stay between groups."""
+    return min(max(sums_on_device, resident), blocks) if groups > 1 else 0
+
+
+def own_sums(summed: int, tied: bool) -> int:
+    """Number of blocks, the first ones, that each have an fp32 accumulator for the whole step.
+
+    summed: of `summed_blocks`. A tied embedding's begins at the head and ends at the embedding.
+    """
+    return max(summed, 1) if tied else summed
+
+
+def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
+    """Elements of the accumulators on the device that blocks of `numels` take in turn.
+
+    travel: between groups the sums wait in host RAM.
+    """
+    return (max(numels),) * (TRAVELLING_SUMS if travel else 1) if numels else ()
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+# Rings on the device for activations on their way to the host and back, in units of the largest
+# that one micro-batch leaves behind in a layer: one arrives while the other is read, and saved
+# activations take longer to leave than the next micro-batch to compute.
+LEAVING, COMING = 3, 2
+
+# Of a layer's saved activations; "nowhere": it is recomputed from its activation checkpoint.
+Where = Literal["device", "host", "nowhere"]
+
+
+def rings(micro_batches: float, layers_on_host: int) -> tuple[int, int]:
+    """(leaving, coming): sizes of the rings of a group of `micro_batches`, of which `layers_on_host`
+    layers send saved activations. A lone checkpoint leaves while a whole layer computes."""
+    return (1 if micro_batches <= 1 and not layers_on_host else LEAVING), COMING
+
+
+@lru_cache(maxsize=256)
+def graphs_of_layers(layers: int, retained: int, on_host: int) -> tuple[Where, ...]:
+    """Where each layer's saved activations are: the last `retained` layers' on the device, those of
+    `on_host` others, spread evenly so that they leave while layers between compute, in host RAM."""
+    others = layers - min(retained, layers)
+    sent = min(on_host, others)
+    spread: list[Where] = [
+        "host" if (i + 1) * sent // others > i * sent // others else "nowhere"
+        for i in range(others)
+    ]
+    staying: list[Where] = ["device"] * (layers - others)
+    return (*spread, *staying)
+
+
+# -- NVMe ------------------------------------------------------------------------------------------
+
+PAGE: Final = 4096  # bytes; O_DIRECT wants addresses, offsets and sizes in multiples of them
+Level = Literal["state", "gradients", "all"]  # each holds what those before it hold
+
+# In rising order of how often a step touches the arrays: what only the update reads and writes;
+# gradients, written and read once; weights, which every sweep reads.
+LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
+# Staging buffers of an array in host RAM: one is read, one is updated, one is written back. Weights
+# are on their way to the device besides, and a gradient is on its way from there.
+STAGES = {"weight": 5, "grad": 4}
+STATE_STAGES = 3
+# Staging buffers of an array that are left to uploads, which do not queue behind updates.
+READERS = {"weight": 2}
+
+
+def stages(array: str, blocks: int) -> int:
+    """Staging buffers of one array that `blocks` blocks keep on NVMe."""
+    return min(blocks, STAGES.get(array, STATE_STAGES))
+
+
+def stages_for_updates(array: str, blocks: int) -> int:
+    """The most staging buffers of one array that may hold changed values not yet written back."""
+    count = stages(array, blocks)
+    return count if count == blocks else max(1, count - READERS.get(array, 0))
+
+
+def holds(level: Level, array: str) -> bool:
+    """True if `array` (weight, grad, or one that only the update uses) is on NVMe at this level."""
+    stays = {"state": ("weight", "grad"), "gradients": ("weight",), "all": ()}[level]
+    return array not in stays and array != "grad_sum"
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few again and again
+def blocks_on_nvme(blocks: int, resident: int, count: int) -> tuple[int, ...]:
+    """`count` of the blocks that are not resident, ascending: the last layers, then head,
+    embedding.
+
+    The update reaches the last layers last, so the drive has the longest to bring them. Staging
+    buffers must hold the largest block, and embedding and head may be far larger than a layer.
+    """
+    order = [*range(blocks - 2, 0, -1), blocks - 1, 0]
+    return tuple(sorted([block for block in order if block >= resident][:count]))
+
+
+# -- codecs of activation checkpoints --------------------------------------------------------------
+
+SCALE_BYTES = 2  # a bfloat16
+
+
+@dataclass(frozen=True)
+class Form:
+    """Elements in groups, row after row: a code of `bits` each, and a scale for every group."""
+
+    bits: int
+    group: int  # a multiple of 8, so that codes fill whole bytes
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements; the last group is whole."""
+        return self.groups(numel) * (self.group * self.bits // 8 + SCALE_BYTES)
+
+    def groups(self, numel: int) -> int:
+        """Groups of `numel` elements."""
+        return -(-numel // self.group)
+
+
+FORMS = {"int8": Form(8, 64), "int6": Form(6, 64), "int4": Form(4, 32)}
+UNCHANGED = "none"
+
+
+def kept_row_bytes(activations: str, width: int, element_bytes: int) -> int:
+    """The most bytes of a token's hidden state of `width` elements, as a codec keeps it."""
+    return width * element_bytes if activations == UNCHANGED else FORMS[activations].nbytes(width)

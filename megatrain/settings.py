@@ -1,0 +1,203 @@
+"""The options that trade memory against speed: their table, which of them exclude each other, and
+the settings that the engine takes. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatrain.errors import ConfigError
+from megatrain.schedule import FORMS, LEVELS, UNCHANGED, Level
+
+ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
+REORDERS = "sums are rounded in another order from here on"
+RECOMPILES = "compiled layers may round otherwise from here on"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: a field of the planner's `Asked` and `Choices`, and a key of the config.
+
+    Attributes:
+        field: its name in Python.
+        key: its name in the config; empty if users cannot ask the planner for it.
+        group: "placing" decides where arrays are, "cutting" how a step is divided. Suggestions
+            open one group after the other.
+        heading: its row in the plan's table; empty if another option's row tells it.
+        least: the smallest number allowed; None if it is not a number.
+        resumed: what another value means for a resumed run, which therefore keeps the value it
+            was started with; empty if the planner chooses anew.
+        words: its meaning, as the config's schema gives it.
+    """
+
+    field: str
+    key: str
+    group: Literal["placing", "cutting", "threads"]
+    heading: str
+    least: int | None
+    resumed: str
+    words: str
+
+
+OPTIONS = (
+    Option("micro_batch_tokens", "train.micro_batch_tokens", "cutting", "micro-batch", 1, REORDERS,
+           "Padded tokens computed at once; changes memory and speed, not the result."),
+    Option("groups", "train.groups", "cutting", "groups", 1, REORDERS,
+           "Accumulation groups of a step; each streams all weights once forward and once "
+           "backward, and holds only its own micro-batches' activations."),
+    Option("head_chunk_tokens", "train.head_chunk_tokens", "cutting", "head chunk", 1, REORDERS,
+           "Targets whose logits exist at a time; changes memory and speed, not the result."),
+    Option("layer_chunk_tokens", "train.layer_chunk_tokens", "cutting", "layer chunk", 1, REORDERS,
+           "Tokens that a layer's MLP and norms compute at a time; null: a whole micro-batch. "
+           "Changes memory and speed, not the result."),
+    Option("resident", "memory.resident", "placing", "resident", 0, "",
+           "Number of blocks (embedding, layers, head), the first ones, that stay on the GPU with "
+           "their optimizer state."),
+    Option("retained", "train.retained", "placing", "retained", 0, RECOMPILES,
+           "Number of layers, the last ones, whose activations are saved for backward instead of "
+           "being recomputed."),
+    Option("cheap_retention", "train.cheap_retention", "placing", "", None, RECOMPILES,
+           "Selective activation checkpointing: retained layers save what matmuls and attention "
+           "need and recompute the rest (needs compile)."),
+    Option("offload_activations", "memory.offload_activations", "placing", "boundaries", None, "",
+           "Keep activation checkpoints (layers' inputs) in host RAM from forward to backward."),
+    Option("retained_on_host", "memory.retained_on_host", "placing", "", 0, RECOMPILES,
+           "Number of further layers whose saved activations are offloaded to host RAM instead of "
+           "being recomputed."),
+    Option("second_backward", "memory.second_backward", "placing", "gradients", None, "",
+           "Two-pass gradient clipping: compute gradients twice instead of storing them, which "
+           "saves 2 bytes per parameter; auto: only where nothing else fits."),
+    Option("sums_on_device", "", "placing", "gradient sums", 0, "",
+           "Number of blocks, the first ones, whose fp32 gradient accumulators stay on the device "
+           "between groups."),
+    Option("nvme_blocks", "memory.nvme_blocks", "placing", "NVMe", 0, "",
+           "Number of streamed blocks whose optimizer state (see nvme_arrays) is on NVMe, last "
+           "layers first."),
+    Option("nvme_arrays", "memory.nvme_arrays", "placing", "", None, "",
+           "Arrays of these blocks on NVMe: state (fp32 remainder and optimizer arrays), "
+           "gradients (those too), or all (weights too)."),
+    Option("update_threads", "threads", "threads", "update threads", 1, "",
+           "Host threads that update weights."),
+)  # fmt: skip
+OPTION = {option.field: option for option in OPTIONS}
+FOLDER = "[FOLDER]"
+KEYS = {option.field: option.key for option in OPTIONS if option.key} | {
+    "compile": "compile",
+    "nvme_folders": "memory.nvme",
+}
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """An option which, unless it is 0 or false, needs another one to have a certain value."""
+
+    field: str
+    other: str
+    needs: object
+    why: str
+
+
+_CHECKPOINTS = "its first pass keeps nothing but the activation checkpoints of a whole step"
+EXCLUSIONS = (
+    Exclusion("nvme_blocks", "nvme_folders", FOLDER, "no folder on NVMe is named"),
+    Exclusion("cheap_retention", "compile", True, "only compiled layers can save selectively"),
+    Exclusion("retained_on_host", "offload_activations", True,
+              "saved activations are offloaded together with activation checkpoints"),
+    Exclusion("second_backward", "groups", 1, _CHECKPOINTS),
+    Exclusion("second_backward", "retained", 0, _CHECKPOINTS),
+    Exclusion("second_backward", "retained_on_host", 0, _CHECKPOINTS),
+)  # fmt: skip
+
+
+def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str, str] | None:
+    """(name, problem) of the first option that another one excludes, or None.
+
+    values: by field. None leaves an option open, which contradicts nothing.
+    in_config: name keys of the config and YAML values, not fields and Python values.
+    """
+    for rule in EXCLUSIONS:
+        other = values[rule.other]
+        met = bool(other) if rule.needs is FOLDER else other == rule.needs
+        if values[rule.field] and other is not None and not met:
+            if in_config:
+                needed = "true" if rule.needs is True else rule.needs
+                return KEYS[rule.field], f"{rule.why}; set {KEYS[rule.other]}: {needed} as well"
+            return rule.field, f"{rule.why}; set {rule.other}={rule.needs} as well"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the planner chooses and the engine obeys; `OPTIONS` says what each field means.
+
+    Blocks are counted in execution order: the embedding, the layers, the head. A number beyond
+    what the model has means all of it.
+    """
+
+    groups: int = 1
+    head_chunk_tokens: int = 2048
+    layer_chunk_tokens: int | None = None  # None: whole layers
+    resident: int = 0
+    retained: int = 0
+    cheap_retention: bool = False
+    offload_activations: bool = False
+    retained_on_host: int = 0  # evenly spread over the layers that are not retained
+    second_backward: bool = False
+    sums_on_device: int = 0
+    nvme_blocks: int = 0
+    nvme_arrays: Level = "state"
+    update_threads: int = 2
+
+
+_LEAST = {
+    name: option.least
+    for name, option in OPTION.items()
+    if option.least is not None and name != "micro_batch_tokens"
+} | {"group_size": 1}
+_KNOWN = {"activations": (UNCHANGED, *FORMS), "nvme_arrays": LEVELS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Chosen):
+    """How the engine divides a step and memory: the options of `OPTIONS`, and
+
+    Attributes:
+        group_size: with several groups, the most micro-batches of one; a step with more than
+            `groups` times this many has more groups.
+        activations: codec of the activation checkpoints of recomputed layers, which makes their
+            gradients approximate (engine/activations/codecs.py), or "none".
+        compile: fuse the element-wise parts of every layer with torch.compile. Pays where
+            micro-batches have few different shapes.
+        lengths_vary: micro-batches seldom have the same shape twice, so kernels that are planned
+            for one shape are avoided.
+        nvme_folders: folders on the drives that hold what `nvme_blocks` names.
+
+    Raises ConfigError for a number out of range, an unknown choice, and what `EXCLUSIONS` names.
+    """
+
+    group_size: int | None = None
+    activations: str = UNCHANGED
+    compile: bool = False
+    lengths_vary: bool = False
+    nvme_folders: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for name, least in _LEAST.items():
+            value = values[name]
+            optional = name in ("group_size", "layer_chunk_tokens") and value is None
+            if not optional and (type(value) is not int or value < least):
+                raise ConfigError(
+                    f"{name}: {value!r} is out of range; it must be a whole number of at least "
+                    f"{least}"
+                )
+        for name, known in _KNOWN.items():
+            if values[name] not in known:
+                raise ConfigError(
+                    f"{name}: {values[name]!r} is unknown; choose one of {', '.join(known)}"
+                )
+        if found := contradiction(values, in_config=False):
+            raise ConfigError(": ".join(found))

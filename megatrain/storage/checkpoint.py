@@ -1,0 +1,229 @@
+"""Checkpoints that survive a failing disk or machine.
+
+A checkpoint is a Hugging Face model folder plus `optimizer/` (remainder and moments, one file per
+block), `state.json` (where the run is) and `MANIFEST.json` (sizes and hashes, written last). It is
+written beside the checkpoint before, made real by one rename, and checked before it is trusted.
+Every tensor file carries its step: files of two steps are never read as one. `restore.py` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megatrain.errors import StorageError
+from megatrain.models.names import published_names
+from megatrain.optim import Optimizer
+from megatrain.storage import run_folder
+from megatrain.storage.export import (
+    Exportable,
+    array_sources,
+    weight_plan,
+    write_description,
+    write_model,
+)
+from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
+from megatrain.storage.safetensors_writer import TensorSource, WrittenFile, write_bytes
+from megatrain.storage.system_calls import sync_folder, system_errors
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+class Checkpointable(Exportable, Protocol):
+    """An engine as a checkpoint sees it."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    def state(self) -> dict[str, int]:
+        """Counters and seeds."""
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Take over an earlier `state()`; called after the store's arrays were loaded."""
+
+
+def save_checkpoint(
+    run_dir: Path | str,
+    step: int,
+    engine: Checkpointable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    state: dict[str, Any],
+    keep: int = 2,
+    generation_config: GenerationConfig | None = None,
+    *,
+    best: bool = False,
+) -> Path:
+    """Write `checkpoint-<step>`, point `last` to it, and remove older checkpoints.
+
+    Blocks are written in the order in which the pending update finishes them, beside the update.
+
+    Args:
+        state: what the caller needs to go on (data position, random state, ...), as JSON.
+        keep: the number of newest checkpoints to keep, beside the one that `best` points to.
+        best: point `best` to this checkpoint, too.
+
+    Raises:
+        StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing
+            of the new one is left.
+    """
+    assert keep >= 1, keep
+    run_dir = Path(run_dir)
+    run_folder.make_run_dir(run_dir)
+    target = run_dir / run_folder.checkpoint_name(step)
+    about = {"step": step, "made_of": identity(engine), "engine": engine.state(), "state": state}
+    encoded = json.dumps(about, indent=1).encode() + b"\n"
+    dtype = engine.store.arrays["weight"].dtype
+    with system_errors(target, "save it"):
+        run_folder.tidy(run_dir)
+        _check_space(run_dir, engine)
+        with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
+            (folder / "optimizer").mkdir()
+            metadata = {"format": "pt", "step": str(step)}
+            files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
+            files.append(write_bytes(folder / "state.json", encoded))
+            write_description(folder, engine.hf_config, generation_config, tokenizer, dtype)
+            _write_manifest(folder, step, _next_sequence(run_dir), files)
+        run_folder.point(run_dir, "last", target)
+        if best:
+            run_folder.point(run_dir, "best", target)
+        _prune(run_dir, keep)
+    return target
+
+
+def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
+    """The arrays that a run continues from: master weights and optimizer state, no gradients."""
+    names = {"weight", "remainder", *(array.name for array in engine.optimizer.state_arrays)}
+    return {spec.name: spec.dtype for spec in engine.store.arrays.values() if spec.name in names}
+
+
+def checkpoint_bytes(engine: Checkpointable) -> int:
+    """Bytes of tensors in one checkpoint."""
+    return sum(
+        engine.store.layout(name, block.index).parameters * dtype.itemsize
+        for name, dtype in saved_arrays(engine).items()
+        for block in engine.anatomy.blocks
+    )
+
+
+def _check_space(run_dir: Path, engine: Checkpointable) -> None:
+    need = checkpoint_bytes(engine) + run_folder.SMALL_FILES_BYTES
+    free = shutil.disk_usage(run_dir).free
+    if need > free:
+        raise StorageError(
+            f"{run_dir}: a checkpoint needs {need / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are "
+            "free; free space there, or lower checkpoint.keep"
+        )
+
+
+def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenFile]) -> None:
+    """Write MANIFEST.json once everything it lists is on the disk. `files` are hashed already."""
+    known = {file.name for file in files}
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    others = [name for name in names if name not in known]  # written by a library
+    for name in others:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    files = files + describe_files(folder, others)
+    for subfolder in sorted(path for path in folder.rglob("*") if path.is_dir()):
+        sync_folder(subfolder)
+    manifest = Manifest(step, sequence, {file.name: file for file in files})
+    write_bytes(folder / MANIFEST, manifest.encode())
+
+
+def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
+    """A file per block with its arrays but the weights: tensors `exp_avg/model.norm.weight` etc."""
+    published = published_names(engine.anatomy)
+    names = {
+        array: {own: f"{array}/{name}" for own, name in published.items()}
+        for array in saved_arrays(engine)
+        if array != "weight"
+    }
+    return {
+        optimizer_file(block.index): [
+            source
+            for array in names
+            for source in array_sources(engine, array, block.index, names[array])
+        ]
+        for block in engine.anatomy.blocks
+    }
+
+
+def optimizer_file(block: int) -> str:
+    return f"optimizer/block-{block:05d}.safetensors"
+
+
+def identity(engine: Checkpointable) -> dict[str, Any]:
+    """What must agree between a checkpoint and the engine that continues from it."""
+    arrays = saved_arrays(engine).items()
+    return {
+        "model": engine.anatomy.family,
+        "parameters": engine.anatomy.parameters,
+        "precision": engine.precision,
+        "optimizer": engine.optimizer.name,
+        "arrays": {name: str(dtype).removeprefix("torch.") for name, dtype in arrays},
+    }
+
+
+def _next_sequence(run_dir: Path) -> int:
+    return 1 + int(max(map(sequence_of, run_folder.checkpoints(run_dir)), default=0))
+
+
+def sequence_of(checkpoint: Path, unreadable: float = 0) -> float:
+    """The number of the save that made it; `unreadable` for a folder without an intact manifest."""
+    try:
+        return read_manifest(checkpoint).sequence
+    except StorageError:
+        return unreadable
+
+
+def _prune(run_dir: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` and the targets of `last` and `best`."""
+    by_age = sorted(run_folder.checkpoints(run_dir), key=sequence_of, reverse=True)
+    pointed = {(run_dir / name).resolve() for name in ("last", "best")}
+    for path in by_age[keep:]:
+        if path.resolve() not in pointed:
+            run_folder.discard(path)  # `final` has files of its own: links
+
+
+def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Path:
+    """Make `final/` of a checkpoint (by default the last), as hard links.
+
+    It costs no space while that checkpoint is kept.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        StorageError: the disk fails.
+    """
+    run_dir = Path(run_dir)
+    which = "last" if checkpoint is None else Path(checkpoint).name
+    source = run_folder.find_checkpoint(run_dir, which)
+    target = run_dir / "final"
+    with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
+        run_folder.link_tree(source, folder)
+    return target
+
+
+def reopen(run_dir: Path, source: Path) -> None:
+    """Remove `final/` of a run that goes on from `source`: it has the bytes of the last checkpoint.
+
+    If `source` is `final/` itself, as that checkpoint was lost, it becomes a checkpoint again.
+    Raises StorageError.
+    """
+    final = run_dir / "final"
+    if not final.is_dir():
+        return
+    with system_errors(final, "move it"):
+        if source.resolve() == final.resolve():
+            name = run_folder.checkpoint_name(read_manifest(final).step)
+            run_folder.put_in_place(final, run_dir / name)
+        else:
+            run_folder.discard(final)

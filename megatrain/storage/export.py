@@ -1,0 +1,275 @@
+"""Hugging Face model folders from engines and checkpoints; transformers and vLLM load them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from megatrain.errors import ConfigError, ModelError, StorageError
+from megatrain.memory.layout import TensorSpec
+from megatrain.memory.store import Store
+from megatrain.models import pretrained
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.names import published_names
+from megatrain.optim.split import join_master
+from megatrain.storage.manifest import verify_checkpoint
+from megatrain.storage.run_folder import find_checkpoint, link_or_copy, new_folder
+from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
+from megatrain.storage.safetensors_writer import (
+    TensorSource,
+    WrittenFile,
+    encode_index,
+    plan_shards,
+    write_bytes,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CHECKPOINT_ONLY = ("MANIFEST.json", "state.json", "optimizer")  # not part of a model folder
+INDEX = "model.safetensors.index.json"
+
+T = TypeVar("T")
+logger = logging.getLogger("megatrain")
+
+
+class Exportable(Protocol):
+    """An engine as a model folder sees it."""
+
+    @property
+    def anatomy(self) -> Anatomy: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def hf_config(self) -> Any: ...
+
+    def wait_ready(self, block: int) -> None:
+        """Return once the block's pending update is done; called from several threads."""
+
+
+def array_sources(
+    engine: Exportable, array: str, block: int, names: Mapping[str, str]
+) -> list[TensorSource]:
+    """The tensors of one array of one block, to be written under the given names."""
+    dtype, store = engine.store.arrays[array].dtype, engine.store
+
+    def pieces(spec: TensorSpec) -> Iterator[torch.Tensor]:
+        engine.wait_ready(block)  # wait: when its turn to be written comes, not before
+        yield from store.pieces(array, block, spec.offset, spec.numel)
+
+    return [
+        TensorSource(names[spec.name], dtype, spec.shape, partial(pieces, spec))
+        for spec in store.layout(array, block).tensors
+    ]
+
+
+def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
+    """The weight files of a model folder: tied tensors once, in the dtype the store has."""
+    names = published_names(engine.anatomy)
+    blocks = (array_sources(engine, "weight", b.index, names) for b in engine.anatomy.blocks)
+    return plan_shards([source for sources in blocks for source in sources])
+
+
+def save_pretrained(
+    engine: Exportable,
+    folder: Path | str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation_config: GenerationConfig | None = None,
+) -> Path:
+    """Write the engine's weights, configuration and tokenizer as a Hugging Face folder.
+
+    Raises:
+        ConfigError: the folder exists and is not empty.
+        StorageError: the disk is full or fails; nothing is left behind.
+    """
+    plan = weight_plan(engine)
+    dtype = engine.store.arrays["weight"].dtype
+    with _model_folder(Path(folder)) as partial_folder:
+        write_model(partial_folder, plan, {"format": "pt"})
+        write_description(partial_folder, engine.hf_config, generation_config, tokenizer, dtype)
+    return Path(folder)
+
+
+def describe_source(
+    source: pretrained.ModelSource | None, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase | None, GenerationConfig | None]:
+    """Tokenizer and generation settings of an engine's source, for `save_pretrained`.
+
+    None for one that the source lacks or that cannot be read: a warning says so, as trained weights
+    must not be lost for it.
+    """
+    if source is None:
+        return None, None
+    if source.kind == "gguf":
+        read = partial(pretrained.load_config_and_tokenizer, source, trust_remote_code)
+        found = _or_none(read)
+        return found[1:] if found else (None, None)
+    tokenizer = _or_none(partial(pretrained.load_tokenizer, source, trust_remote_code))
+    return tokenizer, _or_none(partial(pretrained.load_generation_config, source))
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except ModelError as error:
+        logger.warning(f"the model is saved without this: {error}")
+        return None
+
+
+def _model_folder(out: Path) -> AbstractContextManager[Path]:
+    """A folder that becomes `out` once it is complete. Raises ConfigError if `out` is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"{out}: exists and is not an empty folder; choose another name or remove it"
+        )
+    return new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp"))
+
+
+def write_model(
+    folder: Path,
+    weights: Mapping[str, list[TensorSource]],
+    metadata: Mapping[str, str],
+    others: Mapping[str, list[TensorSource]] | None = None,
+) -> list[WrittenFile]:
+    """Write weight files and, for several, their index; and `others`, which it does not list."""
+    files = write_files(folder, {**weights, **(others or {})}, metadata)
+    if len(weights) > 1:
+        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+    return files
+
+
+def write_description(
+    folder: Path,
+    config: Any,
+    generation: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+) -> None:
+    """Write everything of a model folder but its weights (of `dtype`). May raise OSError."""
+    write_bytes(folder / "config.json", encode_config(config, dtype))
+    if generation is not None:
+        # not its save_pretrained, which refuses settings that many published models ship with
+        write_bytes(folder / "generation_config.json", generation.to_json_string().encode())
+    if tokenizer is None:
+        return
+    try:
+        tokenizer.save_pretrained(folder)  # its chat templates, too
+    except OSError:
+        raise
+    except Exception as error:
+        if "os error" not in str(error):  # how the tokenizers package reports a full disk
+            raise
+        raise StorageError(
+            f"{folder}: cannot write the tokenizer: {error}; "
+            "free space there or choose another folder"
+        ) from error
+
+
+def encode_config(config: Any, dtype: torch.dtype) -> bytes:
+    """config.json for weights of `dtype`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    config.use_cache = True  # training turns it off; a folder that is served wants it
+    if not config.architectures and config.model_type in CAUSAL:
+        config.architectures = [CAUSAL[config.model_type]]  # vLLM needs it
+    text: str = config.to_json_string(use_diff=True)
+    return text.encode()
+
+
+# -- from a checkpoint ----------------------------------------------------------------------------
+
+
+def export(
+    run_dir: Path | str, out: Path | str, dtype: str | None = None, checkpoint: str | None = None
+) -> Path:
+    """Make a model folder from a checkpoint without loading the model.
+
+    Weights are linked, or rewritten piece by piece in another dtype.
+
+    Args:
+        run_dir: a run folder, or one checkpoint's folder.
+        out: must not exist, or be empty.
+        dtype: "bfloat16" or "float32" (the exact master weights); None: the checkpoint's.
+        checkpoint: "best", "last", "final" or "checkpoint-200"; by default final, else last.
+
+    Raises:
+        ConfigError: `out` is not empty, there is no such checkpoint, or the dtype is unknown.
+        StorageError: a file of the checkpoint fails its checksum, or the disk is full.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    out = Path(out)
+    source = find_checkpoint(Path(run_dir), checkpoint)
+    with _model_folder(out) as folder:
+        verify_checkpoint(source)
+        stored = open_shards(source)
+        held = next(iter(stored.values())).dtype
+        wanted = held if dtype is None else DTYPES[dtype]
+        for path in sorted(source.iterdir()):
+            if path.name in CHECKPOINT_ONLY or (path.name == INDEX and wanted != held):
+                continue
+            if path.is_dir():  # of several chat templates
+                shutil.copytree(path, folder / path.name)
+            elif path.suffix != ".safetensors":
+                _copy_description(path, folder / path.name, wanted)
+            elif wanted == held:
+                link_or_copy(path, folder / path.name)
+        if wanted != held:
+            write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
+    return out
+
+
+def _copy_description(path: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy a small file: edits of a link would reach the checkpoint. config.json gets `dtype`."""
+    if path.name != "config.json":
+        shutil.copyfile(path, target)
+        return
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)  # its old name
+    write_bytes(target, json.dumps(config, indent=2).encode() + b"\n")
+
+
+def _converted(
+    checkpoint: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> list[TensorSource]:
+    """The weights in another dtype: float32 exactly, from the remainders; bfloat16 by rounding."""
+    if dtype == torch.bfloat16:
+        return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
+    files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
+    states = {name: t for path in files for name, t in read_header(path).tensors.items()}
+    lost = [name for name in stored if f"remainder/{name}" not in states]
+    if lost:
+        raise ModelError(
+            f"{checkpoint}: has no remainder of {lost[0]}, so its float32 master is unknown; "
+            "export it as bfloat16"
+        )
+    return [
+        TensorSource(name, dtype, t.shape, partial(_joined, t, states[f"remainder/{name}"]))
+        for name, t in stored.items()
+    ]
+
+
+def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:
+    """bfloat16, to nearest even."""
+    for _, values in read_chunks(stored):
+        yield values.to(torch.bfloat16)
+
+
+def _joined(weight: StoredTensor, remainder: StoredTensor) -> Iterator[torch.Tensor]:
+    for (_, high), (_, low) in zip(read_chunks(weight), read_chunks(remainder), strict=True):
+        yield join_master(high, low)

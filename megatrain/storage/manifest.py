@@ -1,0 +1,159 @@
+"""MANIFEST.json: the files of a complete checkpoint, and the check that a folder still has them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatrain.errors import DamagedError, StorageError
+from megatrain.storage.safetensors_reader import (
+    HashedReader,
+    in_parallel,
+    open_regular,
+    read_header,
+)
+from megatrain.storage.safetensors_writer import WrittenFile
+from megatrain.storage.system_calls import system_errors
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1  # of the folder; a reader refuses what it does not know
+USE_ANOTHER = "use another checkpoint"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one checkpoint.
+
+    `sequence` counts the run's saves: after a resume from an older step, newer may be a lower step.
+    """
+
+    step: int
+    sequence: int
+    files: dict[str, WrittenFile]
+
+    def encode(self) -> bytes:
+        """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
+        files = {
+            name: {"bytes": file.nbytes, "sha256": file.sha256}
+            for name, file in sorted(self.files.items())
+        }
+        body: dict[str, Any] = {"format": FORMAT, "step": self.step, "sequence": self.sequence}
+        body["files"] = files
+        body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and check MANIFEST.json; not the files that it lists.
+
+    Raises:
+        StorageError: it is missing (the save was cut off), damaged, or of a newer format.
+    """
+    path = checkpoint / MANIFEST
+    if not path.exists():
+        raise StorageError(
+            f"{checkpoint}: has no {MANIFEST}, so it was not saved to its end; {USE_ANOTHER}"
+        )
+    data = read_bytes(path)
+    try:
+        body = json.loads(data)
+        if body["format"] != FORMAT:
+            raise StorageError(
+                f"{path}: has format {body['format']!r} and this release reads {FORMAT}; "
+                "use the release that wrote it"
+            )
+        files = {
+            name: WrittenFile(name, int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in body["files"].items()
+        }
+        manifest = Manifest(int(body["step"]), int(body["sequence"]), files)
+        intact = manifest.encode() == data
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error
+    if not intact:
+        raise StorageError(f"{path}: does not match its own checksum; {USE_ANOTHER}")
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise StorageError(
+                f"{path}: names a file outside the checkpoint ({name}); do not trust this folder"
+            )
+    return manifest
+
+
+def read_bytes(path: Path) -> bytes:
+    """A small regular file. Raises StorageError naming it."""
+    with os.fdopen(open_regular(path), "rb") as file, system_errors(path, "read it"):
+        return file.read()
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
+    """Size and SHA-256 of files as they are on the disk. Raises StorageError naming one."""
+
+    def describe(name: str) -> WrittenFile:
+        with HashedReader(folder / name) as file:
+            file.skip_to(file.nbytes)
+            return WrittenFile(name, file.nbytes, file.sha256)
+
+    return in_parallel([partial(describe, name) for name in names])
+
+
+def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
+    """Check that a checkpoint is complete and of one step.
+
+    With `deep`, also that every byte is as saved, which reads all of it.
+
+    Raises:
+        StorageError: a file is missing, added, truncated, changed, or of another step; names it.
+    """
+    checkpoint = Path(checkpoint)
+    manifest = read_manifest(checkpoint)
+    for name, file in manifest.files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise StorageError(f"{path}: is missing; {USE_ANOTHER}")
+        size = path.stat().st_size
+        if size != file.nbytes:
+            raise StorageError(
+                f"{path}: has {size} bytes and was saved with {file.nbytes}; {USE_ANOTHER}"
+            )
+    present = sorted(
+        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.safetensors")
+    )
+    for name in present:
+        if name not in manifest.files:  # transformers prefers a stray model.safetensors to shards
+            raise StorageError(
+                f"{checkpoint / name}: does not belong to this checkpoint; "
+                f"remove it, or {USE_ANOTHER}"
+            )
+    if deep:
+        check_files(checkpoint, manifest, manifest.files)
+    for name in present:
+        try:
+            step = read_header(checkpoint / name).metadata.get("step")
+            if step != str(manifest.step):
+                raise StorageError(
+                    f"{checkpoint / name}: is of step {step} in a checkpoint of step "
+                    f"{manifest.step}; {USE_ANOTHER}"
+                )
+        except StorageError:
+            if not deep:  # the header may be wrong because the file is damaged: then say so
+                check_files(checkpoint, manifest, [name])
+            raise
+    return manifest
+
+
+def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files to the end. Raises DamagedError naming the first that is not as saved."""
+    for found in describe_files(checkpoint, names):
+        if found != manifest.files[found.name]:
+            raise damaged(checkpoint / found.name)
+
+
+def damaged(path: Path) -> DamagedError:
+    return DamagedError(f"{path}: does not match its checksum; {USE_ANOTHER}")

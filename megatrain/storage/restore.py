@@ -1,0 +1,229 @@
+"""From a checkpoint back into an engine: every tensor is read once, and checked on the way.
+
+One thread reads a file of tensors from beginning to end, straight into the arrays; after the last
+byte its SHA-256 is known. Several files are read at a time. A damaged file is named, and an older
+checkpoint is loaded over it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError, DamagedError, StorageError
+from megatrain.memory.layout import TensorSpec
+from megatrain.memory.store import Store
+from megatrain.models.names import published_names
+from megatrain.storage.checkpoint import (
+    Checkpointable,
+    identity,
+    optimizer_file,
+    saved_arrays,
+    sequence_of,
+)
+from megatrain.storage.manifest import (
+    USE_ANOTHER,
+    check_files,
+    damaged,
+    read_bytes,
+    verify_checkpoint,
+)
+from megatrain.storage.run_folder import checkpoints
+from megatrain.storage.safetensors_reader import (
+    HashedReader,
+    StoredTensor,
+    in_parallel,
+    open_shards,
+    read_header,
+)
+from megatrain.storage.safetensors_writer import WrittenFile
+
+logger = logging.getLogger("megatrain")
+
+
+# -- which one ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The newest intact checkpoint, if any, and a warning for each newer one that is not intact."""
+
+    path: Path | None
+    warnings: tuple[str, ...]
+
+
+def find_resumable(
+    run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
+) -> Resumable:
+    """Look for a checkpoint to go on from, newest save first, but for those in `besides`.
+
+    With `deep` every byte is checked.
+    """
+    run_dir = Path(run_dir)
+    # unreadable ones first: each may have been the newest, so each gets its warning
+    age = partial(sequence_of, unreadable=math.inf)
+    candidates = sorted(checkpoints(run_dir), key=age, reverse=True)
+    # last: the same bytes as a checkpoint's, unless that was removed by hand
+    if (run_dir / "final").is_dir():
+        candidates.append(run_dir / "final")
+    warnings = []
+    for path in (path for path in candidates if path not in besides):
+        try:
+            verify_checkpoint(path, deep)
+        except StorageError as error:
+            warnings.append(str(error))
+        else:
+            return Resumable(path, tuple(warnings))
+    return Resumable(None, tuple(warnings))
+
+
+def load_resumable(
+    run_dir: Path | str, engine: Checkpointable, found: Resumable
+) -> tuple[Path, dict[str, Any]]:
+    """Load the checkpoint found, or the newest that does not turn out damaged, warning of others.
+
+    Returns its folder and the state that was saved. Raises StorageError if there is none, and else
+    as `load_checkpoint`.
+    """
+    said, tried = set(found.warnings), []
+    while found.path is not None:
+        logger.info(f"resuming from {found.path}")
+        try:
+            return found.path, load_checkpoint(found.path, engine)
+        except DamagedError as error:
+            logger.warning(str(error))
+        tried.append(found.path)
+        found = find_resumable(run_dir, deep=False, besides=tried)
+        for warning in (warning for warning in found.warnings if warning not in said):
+            logger.warning(warning)
+        said.update(found.warnings)
+    raise nothing_to_resume(run_dir)
+
+
+def nothing_to_resume(run_dir: Path | str) -> StorageError:
+    return StorageError(
+        f"{run_dir}: has no intact checkpoint to go on from; "
+        f"start again: megatrain train {Path(run_dir) / 'config.yaml'}"
+    )
+
+
+# -- loading it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A tensor in a file, and the tensor of a block's array that it is read into."""
+
+    stored: StoredTensor
+    array: str
+    block: int
+    spec: TensorSpec
+
+
+def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
+    """Restore every array of the engine bit for bit, and its counters.
+
+    After a failure the arrays may be of two origins: the engine must not be used, but another
+    checkpoint may be loaded, which replaces all.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        DamagedError: the checkpoint is damaged or mixed, or cannot be read; names the file.
+        StorageError: a drive of the engine's own fails.
+        ConfigError: it is of another model, precision or optimizer.
+    """
+    path = Path(path)
+    with _damage():
+        manifest = verify_checkpoint(path, deep=False)
+        tensors = [name for name in manifest.files if name.endswith(".safetensors")]
+        check_files(path, manifest, [name for name in manifest.files if name not in tensors])
+        about = json.loads(read_bytes(path / "state.json"))
+        if about["step"] != manifest.step:
+            raise StorageError(
+                f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step "
+                f"{manifest.step}; {USE_ANOTHER}"
+            )
+        _refuse_other(path, about["made_of"], identity(engine))
+        try:
+            transfers = _transfers(path, engine)
+        except (ConfigError, StorageError):
+            check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
+            raise
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
+    files = [(manifest.files[name], transfers.get(name, ())) for name in tensors]
+    in_parallel([partial(_restore, engine.store, path, *file) for file in files])
+    engine.load_state(about["engine"])
+    state: dict[str, Any] = about["state"]
+    return state
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Raise a StorageError as damage of the checkpoint: it is not of the engine's own drive."""
+    try:
+        yield
+    except StorageError as error:
+        raise DamagedError(str(error)) from error
+
+
+def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
+    for key, value in running.items():
+        if saved[key] != value:
+            raise ConfigError(
+                f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; "
+                "resume with the run's own config"
+            )
+
+
+def _transfers(path: Path, engine: Checkpointable) -> dict[str, list[_Transfer]]:
+    """All transfers by file. Checks the names, shapes and dtypes of all arrays."""
+    found = defaultdict(list)
+    weights, names = open_shards(path), published_names(engine.anatomy)
+    for block in engine.anatomy.blocks:
+        states = read_header(path / optimizer_file(block.index)).tensors
+        for array, dtype in saved_arrays(engine).items():
+            for spec in engine.store.layout(array, block.index).tensors:
+                name = names[spec.name]
+                stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
+                if stored is None or stored.shape != spec.shape or stored.dtype != dtype:
+                    raise ConfigError(
+                        f"{path}: has no {array} of {spec.name} with shape {list(spec.shape)}; "
+                        "it is of another model"
+                    )
+                file = str(stored.path.relative_to(path))
+                found[file].append(_Transfer(stored, array, block.index, spec))
+    return found
+
+
+def _restore(
+    store: Store, checkpoint: Path, written: WrittenFile, transfers: Sequence[_Transfer]
+) -> None:
+    """Read one file from beginning to end."""
+    in_order = sorted(transfers, key=lambda transfer: transfer.stored.offset)
+    with ExitStack() as stack:
+        with _damage():
+            file = stack.enter_context(HashedReader(checkpoint / written.name))
+        for (array, block), group in groupby(in_order, key=lambda t: (t.array, t.block)):
+            # not soon: more tensors of the array may follow
+            with store.lease(block, [array], changes=True, soon=False) as arrays:
+                for transfer in group:
+                    spec = transfer.spec
+                    with _damage():
+                        file.skip_to(transfer.stored.offset)
+                        file.read_into(arrays[array].narrow(0, spec.offset, spec.numel))
+        with _damage():
+            file.skip_to(written.nbytes)
+        if file.sha256 != written.sha256:
+            raise damaged(checkpoint / written.name)

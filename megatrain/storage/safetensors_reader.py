@@ -1,0 +1,340 @@
+"""Safetensors files, read tensor by tensor into existing memory; nothing in them is trusted.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes of little-endian header length, a JSON
+header, then the tensors' bytes without gaps. `safetensors_writer` writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatrain.errors import ModelError, StorageError
+from megatrain.storage.system_calls import storage_error, system_errors
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
+CHUNK_ELEMENTS = 1 << 22  # per read: 16 MiB of fp32, little memory for a few threads together
+PIECE_BYTES = 4 << 20  # read at a time and then hashed
+IO_THREADS = 8  # a disk with a queue wants several requests at once
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file, `offset` bytes from the start of the file."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """A safetensors file's own description of its tensors."""
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of all jobs, run on a few threads, in order.
+
+    An error cancels the jobs that have not begun; of several, that of the first job is raised.
+    """
+    with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="storage") as pool:
+        try:
+            futures = [pool.submit(job) for job in jobs]
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def open_regular(path: Path) -> int:
+    """A read-only descriptor of a regular file: reading a pipe or a device might wait for ever.
+
+    Raises:
+        StorageError: the file is missing, unreadable or not a regular file.
+    """
+    with system_errors(path, "open it for reading"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(f"{path}: is not a regular file; do not trust this folder")
+    return fd
+
+
+def _read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill `view` from `offset`; a short read is continued, the end of the file is an error."""
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+        except OSError as error:
+            raise storage_error(path, error, "read it") from error
+        if got == 0:
+            raise StorageError(
+                f"{path}: ends at byte {offset + done}, {len(view) - done} bytes too early; "
+                "copy or download it again"
+            )
+        done += got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not a copy."""
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def read_header(path: Path) -> Header:
+    """Parse and check the header of a safetensors file, its sizes before anything is allocated.
+
+    Raises:
+        StorageError: the file is missing, truncated or malformed, or its tensors overlap, leave
+            gaps or reach past its end.
+    """
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size < 8:
+            raise StorageError(
+                f"{path}: {size} bytes are too few for a safetensors file; "
+                "copy or download it again"
+            )
+        prefix = bytearray(8)
+        _read_exactly(fd, memoryview(prefix), 0, path)
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or length > size - 8:
+            raise StorageError(
+                f"{path}: claims a header of {length} bytes in a file of {size}; "
+                "it is truncated or not a safetensors file"
+            )
+        text = bytearray(length)
+        _read_exactly(fd, memoryview(text), 8, path)
+    finally:
+        os.close(fd)
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
+        return _parse_header(path, entries, 8 + length, size)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(
+            f"{path}: malformed safetensors header ({error}); copy or download the file again"
+        ) from error
+
+
+def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
+    """Check a decoded header against the file's `size`; the data begin at byte `start`.
+
+    Raises ValueError, TypeError or KeyError.
+    """
+    if not isinstance(entries, dict):
+        raise ValueError("not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ is not a table of strings")
+    tensors: dict[str, StoredTensor] = {}
+    spans: list[tuple[int, int]] = []
+    for name, entry in entries.items():
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError(f"tensor {name!r} has a shape or offset that is no natural number")
+        tensor = StoredTensor(name, path, DTYPES[entry["dtype"]], tuple(shape), start + begin)
+        if end - begin != tensor.nbytes:
+            raise ValueError(f"tensor {name!r} needs {tensor.nbytes} bytes and has {end - begin}")
+        tensors[name] = tensor
+        spans.append((begin, end))
+    reached = 0
+    for begin, end in sorted(spans):
+        if begin != reached:
+            at = start + min(begin, reached)
+            raise ValueError(f"tensors overlap or leave a gap at byte {at}")
+        reached = end
+    if start + reached != size:
+        raise ValueError(f"the tensors end at byte {start + reached} and the file at {size}")
+    return Header(tensors, metadata)
+
+
+def open_shards(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a Hugging Face model folder by name, from model.safetensors or its shards.
+
+    Raises:
+        ModelError: there are no safetensors weights.
+        StorageError: a shard or the index is missing or malformed, or the index points outside the
+            folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return read_header(single).tensors
+    if not index.exists():
+        raise _no_weights(folder)
+    files = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(files.values())):
+        stored = read_header(folder / file).tensors
+        misplaced = [name for name in stored if files.get(name) != file]
+        if misplaced:
+            raise StorageError(
+                f"{folder / file}: holds {misplaced[0]}, which {index.name} does not place there; "
+                "download the folder again"
+            )
+        tensors.update(stored)
+    lost = [name for name in files if name not in tensors]
+    if lost:
+        raise StorageError(
+            f"{folder / files[lost[0]]}: lacks {lost[0]}, which {index.name} places there; "
+            "download the folder again"
+        )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The weight map of an index file: tensor name -> file name inside the same folder."""
+    try:
+        with system_errors(index, "read it"):
+            files = json.loads(index.read_text())["weight_map"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(f"{index}: malformed index ({error}); download it again") from error
+    if not isinstance(files, dict):
+        raise StorageError(f"{index}: weight_map is not a table; download it again")
+    for name, file in files.items():
+        inside = isinstance(file, str) and Path(file).name == file and not {"\\", "\0"} & {*file}
+        if not inside or file in {"", ".", ".."}:
+            raise StorageError(
+                f"{index}: places {name} in {file!r}, which is not a file of this folder; "
+                "do not trust this folder"
+            )
+    return files
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if pickles:
+        return ModelError(
+            f"{folder}: has only pickled weights ({pickles[0].name}), which may run code when "
+            "read; convert them where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return ModelError(
+        f"{folder}: has neither model.safetensors nor model.safetensors.index.json; "
+        "name a folder with a model's weights"
+    )
+
+
+def read_chunks(
+    stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first element, values) of consecutive flat pieces, each in memory of its own.
+
+    A piece has at most `chunk` elements.
+    """
+    fd = open_regular(stored.path)
+    try:
+        for begin in range(0, stored.numel, chunk):
+            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+            offset = stored.offset + begin * stored.dtype.itemsize
+            _read_exactly(fd, bytes_of(piece), offset, stored.path)
+            yield begin, piece
+    finally:
+        os.close(fd)
+
+
+class HashedReader:
+    """A file that is read once, from beginning to end, and hashed meanwhile. A context manager.
+
+    The disk reads on while a piece is hashed. The page cache keeps almost nothing: the RAM is the
+    run's.
+
+    Raises:
+        StorageError: the file is missing, unreadable or not a regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = open_regular(path)
+        self.nbytes = os.fstat(self._fd).st_size
+        self._hash = hashlib.sha256()
+        self._done = 0
+
+    def __enter__(self) -> HashedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """Read the next bytes into a contiguous tensor on any device.
+
+        Raises StorageError if they cannot be read or the file ends too early.
+        """
+        flat = out.view(-1).view(torch.uint8)
+        for begin in range(0, flat.numel(), PIECE_BYTES):
+            part = flat[begin : begin + PIECE_BYTES]
+            piece = part if part.is_cpu else torch.empty_like(part, device="cpu")
+            self._read(bytes_of(piece))
+            if piece is not part:
+                part.copy_(piece)
+
+    def skip_to(self, offset: int) -> None:
+        """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
+        assert offset >= self._done, (self.path, offset)
+        scratch = memoryview(bytearray(min(PIECE_BYTES, offset - self._done)))
+        while self._done < offset:
+            self._read(scratch[: offset - self._done])
+
+    def _read(self, view: memoryview) -> None:
+        begin, stop = self._done, self._done + len(view)
+        os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+        _read_exactly(self._fd, view, begin, self.path)
+        self._hash.update(view)
+        os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
+        self._done = stop
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all that was read, in hexadecimal."""
+        return self._hash.hexdigest()

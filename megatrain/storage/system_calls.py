@@ -1,0 +1,40 @@
+"""System calls on files: what to tell the user when one fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.errors import StorageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def storage_error(path: Path, error: OSError, doing: str, advice: str = "") -> StorageError:
+    """The error for a failed system call on `path`; by default the advice depends on its errno."""
+    reason = f"{error.strerror or error} (errno {error.errno})"
+    if not advice and error.errno in FULL:
+        advice = "free space there or choose another folder"
+    advice = advice or "check the disk and the folder's permissions"
+    return StorageError(f"{path}: cannot {doing}: {reason}; {advice}")
+
+
+@contextmanager
+def system_errors(path: Path, doing: str) -> Iterator[None]:
+    """Raise a StorageError for an OSError, from a library or a rename, that the block raises."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(Path(error.filename or path), error, doing) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries, renames included, survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,240 @@
+"""A pretrained model's weights, copied tensor by tensor into the arrays they will be trained in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.memory.layout import TensorSpec
+from megatrain.memory.store import Store
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.names import published_names
+from megatrain.models.pretrained import ModelSource, read_model_config
+from megatrain.optim.split import split_master
+from megatrain.storage.safetensors_reader import in_parallel, open_shards, read_chunks
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Constant tables that older releases saved with the weights; models compute them anew.
+IGNORED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor of the source. `chunks()` yields (first element, flat values) in order."""
+
+    where: str  # file and name, for error messages
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
+
+
+def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> None:
+    """Fill the store's weights (and remainders) from a model folder or a GGUF file.
+
+    Folders are read a few megabytes at a time. fp32, bf16 and fp16 are kept exactly. Names with and
+    without the base model's prefix are understood.
+
+    Raises:
+        ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
+            message names them); or transformers cannot read the GGUF file.
+        StorageError: a file is missing, truncated or malformed.
+    """
+    read = _read_gguf if source.kind == "gguf" else _open_folder
+    copy_in(anatomy, store, read(source), str(source.file))
+
+
+def _open_folder(source: ModelSource) -> dict[str, Candidate]:
+    return {
+        name: Candidate(
+            f"{stored.path}: {name}", stored.dtype, stored.shape, partial(read_chunks, stored)
+        )
+        for name, stored in open_shards(source.path).items()
+    }
+
+
+def _read_gguf(source: ModelSource) -> dict[str, Candidate]:
+    """The tensors of a GGUF file, all of them in RAM, de-quantised to fp32 by transformers.
+
+    Its `from_pretrained` would do the same, but wants the accelerate package only to read a file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, file = read_model_config(source), source.file
+    try:
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        with torch.device("meta"):
+            names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        read: Any = load_gguf_checkpoint
+        tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
+    except (OSError, ValueError, TypeError, LookupError, ImportError, NotImplementedError) as error:
+        raise ModelError(
+            f"{file}: this GGUF file cannot be read ({error}); "
+            "name the Hugging Face folder of the model instead"
+        ) from error
+    return {
+        name: Candidate(f"{file}: {name}", t.dtype, tuple(t.shape), partial(_whole, t))
+        for name, t in tensors.items()
+    }
+
+
+def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return [(0, tensor.reshape(-1))]
+
+
+# -- names to tensors of blocks -------------------------------------------------------------------
+
+
+def copy_in(
+    anatomy: Anatomy, store: Store, candidates: Mapping[str, Candidate], where: str
+) -> None:
+    """Check every candidate against the anatomy, then copy them with a few threads.
+
+    Raises ModelError as `load_weights`.
+    """
+    wanted = {
+        spec.name: (block.index, spec) for block in anatomy.blocks for spec in block.layout.tensors
+    }
+    found = match_names(anatomy, candidates, where)
+    twins = _take_aliases(anatomy, found)
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ModelError(
+            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
+            "configuration needs"
+        )
+    for name, (_, spec) in wanted.items():
+        _check_kind(found[name], spec)
+    in_file_order = sorted(wanted, key=lambda name: found[name].where)
+    copies = [partial(copy_tensor, store, *wanted[name], found[name]) for name in in_file_order]
+    in_parallel([*copies, *(partial(_check_twins, alias, owner) for alias, owner in twins)])
+
+
+def match_names(
+    anatomy: Anatomy, candidates: Mapping[str, Candidate], where: str
+) -> dict[str, Candidate]:
+    """Candidates by the model's own names, given those names or the published ones.
+
+    The base model's prefix may be missing.
+
+    Raises:
+        ModelError: a name is unknown to this model, or two are of one tensor.
+    """
+    prefix = anatomy.embed.layout.tensors[0].name.partition(".")[0]
+    published = published_names(anatomy)
+    known = {name: name for name in published} | {name: own for own, name in published.items()}
+    found: dict[str, Candidate] = {}
+    unexpected = []
+    for name, candidate in candidates.items():
+        own = known.get(name) or known.get(f"{prefix}.{name}")
+        if own is None:
+            if not IGNORED.search(name):
+                unexpected.append(name)
+        elif own in found:
+            raise ModelError(f"{where}: holds {own} twice, under another name too")
+        else:
+            found[own] = candidate
+    if unexpected:
+        raise ModelError(
+            f"{where}: holds {_listed(unexpected)}, unknown to a {anatomy.family} model of this "
+            "config.json"
+        )
+    return found
+
+
+def _take_aliases(
+    anatomy: Anatomy, found: dict[str, Candidate]
+) -> list[tuple[Candidate, Candidate]]:
+    """Remove tied tensors from `found`; one replaces its owner if that is missing.
+
+    Returns (alias, owner) where both are present.
+    """
+    twins = []
+    for alias, owner in anatomy.tied:
+        if alias in found:
+            stand_in = found.pop(alias)
+            if owner in found:
+                twins.append((stand_in, found[owner]))
+            else:
+                found[owner] = stand_in
+    return twins
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
+
+
+def _check_kind(candidate: Candidate, spec: TensorSpec) -> None:
+    if candidate.shape != spec.shape:
+        raise ModelError(
+            f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
+            f"{list(spec.shape)}"
+        )
+    if candidate.dtype not in FLOATS:
+        name = str(candidate.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{candidate.where} is {name}; "
+            "training needs the unquantised model in bf16, fp16 or fp32"
+        )
+
+
+def _check_twins(alias: Candidate, owner: Candidate) -> None:
+    same = alias.shape == owner.shape and all(
+        torch.equal(a.float(), b.float())
+        for (_, a), (_, b) in zip(alias.chunks(), owner.chunks(), strict=True)
+    )
+    if not same:
+        raise ModelError(
+            f"{alias.where} differs from the embedding that config.json ties it to; "
+            "set tie_word_embeddings to false if both are meant"
+        )
+
+
+# -- copying --------------------------------------------------------------------------------------
+
+
+def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate) -> None:
+    """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
+
+    Raises:
+        ModelError: a value is NaN, infinite, or too large for bf16.
+    """
+    split = store.arrays["weight"].dtype == torch.bfloat16
+    names = ["weight", "remainder"] if split else ["weight"]
+    # not soon: the block's other tensors follow
+    with store.lease(block, names, changes=True, soon=False) as arrays:
+        weight, *remainders = (arrays[name].narrow(0, spec.offset, spec.numel) for name in names)
+        for begin, values in candidate.chunks():
+            _check_finite(values, candidate.where)
+            part = weight.narrow(0, begin, values.numel())
+            if not remainders:
+                part.copy_(values)
+                continue
+            low = remainders[0].narrow(0, begin, values.numel())
+            if values.dtype == torch.bfloat16:
+                part.copy_(values)
+                low.zero_()
+            else:
+                split_master(values.float(), out=(part, low))
+                _check_finite(part, candidate.where)  # rounding up may have overflowed
+
+
+def _check_finite(values: torch.Tensor, where: str) -> None:
+    if values.numel() == 0:
+        return
+    low, high = torch.aminmax(values)  # one pass, no temporaries; NaN comes through
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise ModelError(
+            f"{where} holds NaN, infinity or a value beyond bf16's range; "
+            "the file is damaged or its training diverged"
+        )

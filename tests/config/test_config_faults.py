@@ -1,0 +1,121 @@
+"""Configs that are refused: keys that contradict each other, and keys that are missing."""
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.errors import ConfigError
+
+MINIMAL = "model: some/folder\ndata: {train: rows.jsonl}\n"
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_rows_and_tokens_exclude_each_other(write):
+    both = write(MINIMAL + "train:\n  tokens_per_step: 10\n  rows_per_step: 2\n")
+    assert (
+        refusal(both)
+        == "cfg.yaml:5: train.rows_per_step: excludes train.tokens_per_step at cfg.yaml:4; keep one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["train.epochs=null"], "train.epochs: without epochs and max_steps the run has no end"),
+        (["train.tokens_per_step=null"], "the size of a step is tokens_per_step or rows_per_step"),
+        (["train.decay=0.1"], "train.decay: belongs to schedule: wsd"),
+        (
+            ["train.schedule=wsd", "train.decay=0.9", "train.warmup=0.2"],
+            "train.decay: with warmup 0.2 it exceeds the run",
+        ),
+        (
+            ["train.schedule=constant", "train.min_lr_ratio=0.1"],
+            "train.min_lr_ratio: a constant learning rate has no end value",
+        ),
+        (
+            ["method=pretrain", "data.train_on=assistant"],
+            "data.train_on: method: pretrain trains on every token",
+        ),
+        (["model={config: a, path: b}"], "model.path at command line; keep one"),
+        (
+            ["model={config: a, init: pretrained}"],
+            "model.init: `config` gives a shape and no weights",
+        ),
+        (["train=5"], "train: must be a mapping"),
+        (["model=5"], "model: must be a hub id, a folder or a mapping"),
+        (["=5"], "'=5' is not key=value"),
+        (["train."], "'train.' is not key=value"),
+        (["train..seed=1"], "is not key=value"),
+        (["train.seed=[1"], "command line: train.seed: not valid YAML"),
+        (["train.seed.deep=1"], "train.seed: must be a whole number"),
+        (["learning_rte=1"], "command line: learning_rte: did you mean learning_rate?"),
+        (["seq_len=1"], "command line: seq_len: did you mean train.seq_len?"),
+        (["optimizer.lr=1"], "command line: optimizer.lr: did you mean train.learning_rate?"),
+        (["train.keep=1"], "command line: train.keep: did you mean checkpoint.keep?"),
+        (
+            ["memory.nvme_blocks=2"],
+            "memory.nvme_blocks: no folder on NVMe is named; set memory.nvme: [FOLDER] as well",
+        ),
+        (["memory.nvme=[]"], "memory.nvme: must be a folder, a list of folders, or null, not []"),
+        (["memory.nvme=5"], "memory.nvme: must be a folder, a list of folders, or null, not 5"),
+        (
+            ["memory.offload_activations=false", "memory.retained_on_host=2"],
+            "memory.retained_on_host: saved activations are offloaded together with",
+        ),
+        (
+            ["memory.second_backward=true", "train.max_grad_norm=null"],
+            "memory.second_backward: without train.max_grad_norm no norm",
+        ),
+        (
+            ["memory.second_backward=true", "train.groups=2"],
+            "set train.groups: 1 as well",
+        ),
+        (
+            ["memory.second_backward=true", "train.retained=3"],
+            "set train.retained: 0 as well",
+        ),
+        (
+            ["compile=false", "train.cheap_retention=true"],
+            "train.cheap_retention: only compiled layers can save selectively",
+        ),
+        (
+            ["memory.second_backward=true", "memory.retained_on_host=1"],
+            "set memory.retained_on_host: 0",
+        ),
+        (
+            ["memory.zzz=1"],
+            "command line: memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_on_host, "
+            "second_backward, activations, nvme, nvme_size, nvme_blocks, nvme_arrays",
+        ),
+    ],
+)
+def test_contradictions_are_refused_on_the_command_line(write, overrides, reason):
+    text = refusal(write(MINIMAL), *overrides)
+    assert reason in text
+    assert "command line" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "cfg.yaml: model: missing; name a hub id"),
+        ("data: {train: x}\n", "cfg.yaml: model: missing"),
+        ("model: a\n", "cfg.yaml: data: missing; name what to train on"),
+        ("model: a\ndata:\n  eval: 3\n", "cfg.yaml: data.train: missing"),
+        ("just text", "cfg.yaml:1: a config is a mapping of keys"),
+        ("- a\n- b\n", "cfg.yaml:1: a config is a mapping of keys"),
+    ],
+)
+def test_what_must_be_there(write, text, reason):
+    assert reason in refusal(write(text))
+
+
+def test_all_faults_of_a_file_are_told_at_once(write):
+    text = refusal(write(MINIMAL + "train:\n  sed: 1\n  seq_le: 3\nlora_r: 8\n"))
+    assert [line.split(":")[1] for line in text.splitlines()] == ["4", "5", "6"]

@@ -1,0 +1,271 @@
+"""Names of other trainers: aliases mean our keys, the rest is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import Config, load_config
+from megatrain.config.document import write_yaml
+from megatrain.config.load import SECTIONS
+from megatrain.config.names import ALIASES, REFUSED, REFUSED_PREFIXES
+from megatrain.errors import ConfigError
+
+BASE = {"model": "model: some/folder", "data": "data: {train: rows.jsonl}"}
+
+# alias -> (value in YAML, our key, our value). Every alias has a row.
+MEANINGS = {
+    "model_name_or_path": ("x/y", "model.path", "x/y"),
+    "base_model": ("x/y", "model.path", "x/y"),
+    "model_revision": ("v1", "model.revision", "v1"),
+    "revision": ("v1", "model.revision", "v1"),
+    "trust_remote_code": ("true", "model.trust_remote_code", True),
+    "per_device_train_batch_size": ("4", "train.rows_per_step", 4),
+    "micro_batch_size": ("4", "train.rows_per_step", 4),
+    "gradient_accumulation_steps": (
+        "4",
+        "train.rows_per_step",
+        8,
+    ),  # beside per_device_train_batch_size: 2
+    "num_train_epochs": ("2.5", "train.epochs", 2.5),
+    "num_epochs": ("2", "train.epochs", 2.0),
+    "max_steps": ("-1", "train.max_steps", None),
+    "max_length": ("64", "train.seq_len", 64),
+    "max_seq_length": ("64", "train.seq_len", 64),
+    "max_seq_len": ("64", "train.seq_len", 64),
+    "sequence_len": ("64", "train.seq_len", 64),
+    "cutoff_len": ("64", "train.seq_len", 64),
+    "block_size": ("64", "train.seq_len", 64),
+    "learning_rate": ("3e-5", "train.learning_rate", 3e-5),
+    "lr": ("3e-5", "train.learning_rate", 3e-5),
+    "lr_scheduler_type": ("warmup_stable_decay", "train.schedule", "wsd"),
+    "lr_scheduler": ("constant_with_warmup", "train.schedule", "constant"),
+    "warmup_ratio": ("0.1", "train.warmup", 0.1),
+    "warmup_steps": ("20", "train.warmup", 20.0),
+    "max_grad_norm": ("0.3", "train.max_grad_norm", 0.3),
+    "seed": ("42", "train.seed", 42),
+    "full_determinism": ("true", "train.deterministic", True),
+    "logging_steps": ("5", "train.log_every", 5),
+    "eval_steps": ("50", "train.eval_every", 50),
+    "max_eval_samples": ("50", "train.eval_rows", 50),
+    "save_steps": ("500", "checkpoint.every", 500),
+    "save_total_limit": ("3", "checkpoint.keep", 3),
+    "output_dir": ("out", "output", Path("out")),
+    "optim": ("adamw_torch_fused", "optimizer.name", "adamw"),
+    "weight_decay": ("0.01", "optimizer.weight_decay", 0.01),
+    "adam_beta1": ("0.85", "optimizer.betas", (0.85, 0.999)),
+    "adam_beta2": ("0.95", "optimizer.betas", (0.9, 0.95)),
+    "adam_epsilon": ("1e-6", "optimizer.eps", 1e-6),
+    "bf16": ("true", "precision", "bfloat16"),
+    "fp8": ("true", "precision", "fp8"),
+    "dtype": ("float32", "precision", "float32"),
+    "torch_dtype": ("bfloat16", "precision", "bfloat16"),
+    "attn_implementation": ("eager", "attention", "eager"),
+    "train_file": ("t.jsonl", "data.train", "t.jsonl"),
+    "dataset_name": ("org/set", "data.train", "org/set"),
+    "dataset": ("org/set", "data.train", "org/set"),
+    "validation_file": ("v.jsonl", "data.eval", "v.jsonl"),
+    "eval_file": ("v.jsonl", "data.eval", "v.jsonl"),
+    "val_set_size": ("0.1", "data.eval", 0.1),
+    "dataset_train_split": ("train_sft", "data.split", "train_sft"),
+    "dataset_text_field": ("body", "data.text_field", "body"),
+    "assistant_only_loss": ("false", "data.train_on", "all"),
+    "completion_only_loss": ("true", "data.train_on", "assistant"),
+    "train_on_inputs": ("true", "data.train_on", "all"),
+    "torch_compile": ("true", "compile", True),
+    "packing": ("true", "data.packing", True),
+    "sample_packing": ("false", "data.packing", False),
+    "use_cpu": ("true", "device", "cpu"),
+    "no_cuda": ("true", "device", "cpu"),
+}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load a config of BASE (less the section `without`, or all) followed by `text`."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str, without: str = "") -> Config:
+        lines = [line for section, line in BASE.items() if without not in (section, "all")]
+        Path("cfg.yaml").write_text("\n".join([*lines, text]))
+        return load_config("cfg.yaml", overrides)
+
+    return load_text
+
+
+def value_of(config: Config, dotted: str) -> object:
+    value: object = config
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def section_replaced_by(key: str) -> str:
+    return {"model.path": "model", "data.train": "data"}.get(key, "")
+
+
+def test_every_alias_is_described():
+    assert set(MEANINGS) == set(ALIASES)
+
+
+@pytest.mark.parametrize("inside_train", [False, True])
+@pytest.mark.parametrize("alias", sorted(set(MEANINGS) - {"gradient_accumulation_steps"}))
+def test_an_alias_means_our_key(load, alias, inside_train):
+    if inside_train and alias in SECTIONS["train"]:
+        pytest.skip("our own key there")
+    value, key, ours = MEANINGS[alias]
+    text = f"train:\n  {alias}: {value}\n" if inside_train else f"{alias}: {value}\n"
+    assert value_of(load(text, without=section_replaced_by(key)), key) == ours
+
+
+@pytest.mark.parametrize(
+    "alias", sorted(set(MEANINGS) - {"gradient_accumulation_steps", "adam_beta1", "adam_beta2"})
+)
+def test_an_alias_beside_our_own_key_is_refused(load, alias):
+    value, key, ours = MEANINGS[alias]
+    tree: dict[str, Any] = {"model": {"path": "a"}, "data": {"train": "x"}}
+    section, _, name = key.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[name] = (
+        str(ours) if isinstance(ours, Path) else ours
+    )
+    own = write_yaml(tree)
+    with pytest.raises(ConfigError) as caught:
+        load(f"{own}{alias}: {value}", without="all")
+    assert str(caught.value).startswith(f"cfg.yaml:{own.count(chr(10)) + 1}: {alias}: ")
+    assert str(caught.value).endswith("; keep one")
+
+
+def test_rows_of_a_step_are_rows_a_device_times_accumulation(load):
+    train = load("train: {per_device_train_batch_size: 2, gradient_accumulation_steps: 4}").train
+    assert (train.rows_per_step, train.tokens_per_step) == (8, None)
+
+
+def test_halves_may_come_from_file_and_command_line(load):
+    config = load(
+        "per_device_train_batch_size: 2\noptimizer: {betas: [0.8, 0.9]}",
+        "gradient_accumulation_steps=16",
+        "adam_beta2=0.99",
+    )
+    assert config.train.rows_per_step == 32
+    assert config.optimizer.betas == (0.8, 0.99)
+
+
+def test_accumulation_alone_says_nothing(load):
+    with pytest.raises(
+        ConfigError,
+        match=r"cfg\.yaml:3: gradient_accumulation_steps: needs per_device_train_batch_size",
+    ):
+        load("gradient_accumulation_steps: 4")
+
+
+def test_rows_a_device_beside_tokens_is_refused(load):
+    with pytest.raises(ConfigError, match=r"excludes train\.tokens_per_step"):
+        load("train: {tokens_per_step: 100, per_device_train_batch_size: 2}")
+
+
+def test_an_alias_on_the_command_line_beats_our_key_in_the_file(load):
+    assert (
+        load(
+            "train: {epochs: 3, rows_per_step: 4}", "num_train_epochs=1", "train.tokens_per_step=64"
+        ).train.epochs
+        == 1.0
+    )
+
+
+def test_a_fault_is_told_in_the_words_of_the_user(load):
+    with pytest.raises(ConfigError) as caught:
+        load("max_seq_length: long")
+    assert (
+        str(caught.value)
+        == "cfg.yaml:3: max_seq_length: must be a whole number of tokens of at least 2, not 'long'"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optim: adafactor",
+        "optim: paged_adamw_8bit",
+        "lr_scheduler_type: polynomial",
+        "bf16: 1",
+        "dtype: float16",
+        "warmup_ratio: 2",
+        "per_device_train_batch_size: 0",
+        "per_device_train_batch_size: true",
+        "gradient_accumulation_steps: auto",
+        "assistant_only_loss: perhaps",
+    ],
+)
+def test_alias_values_without_a_meaning_are_refused(load, text):
+    with pytest.raises(ConfigError, match=rf"cfg\.yaml:3: {text.split(':')[0]}: "):
+        load(text)
+
+
+INSTEAD = "use Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("optim: adafactor", f"cfg.yaml:3: optim: adafactor is not offered; {INSTEAD}"),
+        (
+            "optimizer: {name: adafactor}",
+            f"cfg.yaml:3: optimizer.name: adafactor is no longer offered: {INSTEAD}; choose from adamw, lion, muon",
+        ),
+        (
+            "optimizer: {beta2_decay: -0.8}",
+            f"cfg.yaml:3: optimizer.beta2_decay: was a key of adafactor, which is no longer offered; remove it and {INSTEAD}",
+        ),
+        (
+            "optimizer: {clip_threshold: 1.0}",
+            f"cfg.yaml:3: optimizer.clip_threshold: was a key of adafactor, which is no longer offered; remove it and {INSTEAD}",
+        ),
+    ],
+)
+def test_adafactor_is_refused_with_what_to_use_instead(load, text, told):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value) == told
+
+
+def test_its_keys_as_earlier_runs_of_other_optimizers_wrote_them_ask_for_nothing(load):
+    assert load("optimizer: {name: lion, beta2_decay: auto, clip_threshold: auto}") == load(
+        "optimizer: {name: lion}"
+    )
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *[prefix + "anything" for prefix in REFUSED_PREFIXES]])
+@pytest.mark.parametrize("section", ["", "train"])
+def test_what_cannot_be_honoured_is_refused_with_the_reason(load, name, section):
+    dotted = f"{section}.{name}".lstrip(".")
+    text = f"{section}:\n  {name}: [9]" if section else f"\n{name}: [9]"
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    place, reason = str(caught.value).split(f": {dotted}: ")
+    assert place == "cfg.yaml:4"
+    assert len(reason) > 20
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_values_that_ask_for_nothing_are_accepted(load, name):
+    harmless = REFUSED[name].harmless[-1]
+    assert load(f"{name}: {'null' if harmless is None else str(harmless).lower()}") == load("")
+
+
+def test_a_key_of_ours_that_is_gone_says_what_to_use_instead_and_stops_no_older_run(load):
+    with pytest.raises(ConfigError) as caught:
+        load("memory: {nvme_activations: 2}")
+    assert str(caught.value).startswith(
+        "cfg.yaml:3: memory.nvme_activations: activation checkpoints no longer go to NVMe; remove it, and"
+    )
+    assert "memory.offload_activations: true, memory.activations: int8 or int4" in str(caught.value)
+    for nothing in ("auto", "0"):
+        assert load(f"memory: {{nvme_activations: {nothing}}}") == load("")
+
+
+def test_no_name_is_both_taken_and_refused():
+    own = {key for keys in SECTIONS.values() for key in keys}
+    assert not set(REFUSED) & (set(ALIASES) | own)
+    assert not [
+        name for name in {*ALIASES, *own} for prefix in REFUSED_PREFIXES if name.startswith(prefix)
+    ]

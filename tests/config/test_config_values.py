@@ -1,0 +1,149 @@
+"""Single values of the config: what each kind takes, and what it says otherwise."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatrain.config import Config, load_config
+from megatrain.errors import ConfigError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load a minimal config with `key=value` arguments."""
+    path = tmp_path / "cfg.yaml"
+    path.write_text("model: some/folder\ndata: {train: rows.jsonl}\n")
+
+    def load_with(overrides: Sequence[str]) -> Config:
+        return load_config(path, overrides)
+
+    return load_with
+
+
+@pytest.fixture
+def refusal(load):
+    """The sentence with which one `key=value` argument is refused."""
+
+    def refused(override: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load([override])
+        return str(caught.value)
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    "bad", ["true", "yes please", "1.5", "'3'", ".nan", "-.inf", "null", "1e400"]
+)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.seq_len",
+        "train.log_every",
+        "checkpoint.keep",
+        "threads",
+        "train.groups",
+        "train.seed",
+    ],
+)
+def test_counts_are_whole_numbers(refusal, key, bad):
+    assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be a whole number")
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("train.learning_rate", "0"),
+        ("train.learning_rate", "-1e-5"),
+        ("train.learning_rate", ".nan"),
+        ("train.learning_rate", ".inf"),
+        ("train.learning_rate", "true"),
+        ("train.learning_rate", "'1e-5'"),
+        ("train.seq_len", "1"),
+        ("train.warmup", "-0.1"),
+        ("train.warmup", "1.5"),
+        ("train.max_grad_norm", "0"),
+        ("train.min_lr_ratio", "1.1"),
+        ("train.epochs", "0"),
+        ("train.max_steps", "0"),
+        ("train.max_steps", "-1"),
+        ("optimizer.betas", "[0.9]"),
+        ("optimizer.betas", "[0.9, 1]"),
+        ("optimizer.betas", "[-0.1, 0.9]"),
+        ("optimizer.betas", "[1, 2, 3]"),
+        ("optimizer.eps", "0"),
+        ("optimizer.weight_decay", "-1"),
+        ("data.eval", "0"),
+        ("data.eval", "1.0"),
+        ("data.eval", "-5"),
+        ("memory.gpu", "80"),
+        ("memory.gpu", "80 apples"),
+        ("memory.gpu", "-80GiB"),
+        ("memory.host", "null"),
+        ("output", "null"),
+        ("method", "sftt"),
+        ("device", "tpu"),
+    ],
+)
+def test_values_out_of_range_are_refused(refusal, key, bad):
+    assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("method", name) for name in ("dpo", "kto", "grpo", "ppo")],
+        ("optimizer.name", "sgd"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(refusal, key, value):
+    text = refusal(f"{key}={value}")
+    assert text.startswith(f"command line: {key}: ")
+    assert "not built yet" in text
+
+
+def test_fp8_goes_by_one_name(load, refusal):
+    assert load(["precision=fp8"]).precision == "fp8"
+    assert refusal("precision=float8").startswith(
+        "command line: precision: float8 is called fp8 here; choose from auto, "
+    )
+
+
+def test_a_codec_that_is_gone_names_the_one_to_use(refusal):
+    assert refusal("memory.activations=fp8") == (
+        "command line: memory.activations: fp8 is no longer offered: use int8, which takes the same bytes at half the gradient error; "
+        "choose from none, int8, int6, int4"
+    )
+
+
+def test_a_choice_names_the_nearest(refusal):
+    assert refusal("train.schedule=cosin") == (
+        "command line: train.schedule: must be one of constant, linear, cosine, wsd, not 'cosin'; did you mean cosine?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80G", 80 * 2**30),
+        ("512 MB", 512 * 10**6),
+        ("1.5TB", 15 * 10**11),
+        ("2tib", 2 * 2**40),
+        ("2097152", 2**21),
+        ("auto", "auto"),
+    ],
+)
+def test_human_sizes(load, written, size):
+    assert load([f"memory.host={written}"]).memory.host == size
+
+
+@pytest.mark.parametrize("written", ["1e-5", "1E-5", "0.00001", "1.0e-05", "+1e-5", ".1e-4"])
+def test_numbers_are_numbers(load, written):
+    assert load([f"train.learning_rate={written}"]).train.learning_rate == pytest.approx(
+        1e-5, rel=1e-12
+    )
+
+
+def test_whole_floats_count(load):
+    assert load(["train.tokens_per_step=1e6"]).train.tokens_per_step == 1_000_000

@@ -1,0 +1,178 @@
+"""Reading data files: JSON, text, CSV, Parquet and Arrow, whole and broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pytest
+from pyarrow import ipc, parquet
+
+from megatrain.data.readers import TABLE_ROWS, TEXT_PIECE_BYTES
+from megatrain.data.sources import open_source
+from megatrain.errors import DataError
+
+
+def values(path: Path | str) -> list[Any]:
+    return [row.value for row in open_source(path).read()]
+
+
+def places(path: Path | str) -> list[str]:
+    return [row.where.rsplit("/", 1)[-1] for row in open_source(path).read()]
+
+
+def test_jsonl_lines_are_counted_over_blank_ones(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a\xe2\x80\xa8b"}\r\n\n  \n{"text": "c"}')
+    assert values(file) == [{"text": "a\u2028b"}, {"text": "c"}]
+    assert places(file) == ["a.jsonl:1", "a.jsonl:4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"a": ', "broken JSON at column"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 100_000, "JSON"),
+        (b"1" * 10_000, "unreadable JSON"),
+    ],
+)
+def test_a_broken_line_is_one_bad_row(tmp_path: Path, line: bytes, problem: str):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"{}\n" + line + b"\n{}\n")
+    rows = list(open_source(file).read())
+    assert [row.problem is None for row in rows] == [True, False, True]
+    assert problem in str(rows[1].problem)
+    assert rows[1].where == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"a": 1}, {"a": 2}]', '{"data": [{"a": 1}, {"a": 2}]}', '{"a": 1}\n{"a": 2}\n']
+)
+def test_json_in_its_three_shapes(tmp_path: Path, text: str):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    assert values(file) == [{"a": 1}, {"a": 2}]
+
+
+def test_one_json_object_is_one_row(tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"text": "x"}, indent=2))
+    assert values(file) == [{"text": "x"}]
+
+
+@pytest.mark.parametrize("text", ["[1, 2", '"x"', "", "\ud800", "[" * 100_000])
+def test_broken_json_file_is_refused(tmp_path: Path, text: str):
+    file = tmp_path / "a.json"
+    file.write_text(text, errors="surrogatepass")
+    with pytest.raises(DataError, match=r"a\.json"):
+        values(file)
+
+
+def test_text_pieces_join_to_the_file(tmp_path: Path):
+    file = tmp_path / "a.txt"
+    text = "".join(f"line {n}\n\n" for n in range(3000))
+    file.write_text(text)
+    rows = list(open_source(file).read())
+    assert "".join(row.value["text"] for row in rows) == text  # type: ignore[index]
+    assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert len(rows) == -(-len(text) // TEXT_PIECE_BYTES)
+    assert rows[1].where == f"{file}:{rows[0].value['text'].count(chr(10)) + 1}"  # type: ignore[index]
+
+
+def test_csv_rows_are_texts(tmp_path: Path):
+    file = tmp_path / "a.csv"
+    file.write_text('instruction,input,output\n"two\nlines",,yes\na,b,c\n')
+    assert values(file) == [
+        {"instruction": "two\nlines", "output": "yes"},
+        {"instruction": "a", "input": "b", "output": "c"},
+    ]
+    assert places(file) == ["a.csv:3", "a.csv:4"]
+    file.write_text("prompt,completion\n001,1e5\nNA,None\nTrue,2024-01-01\n")
+    assert [list(row.values()) for row in values(file)] == [
+        ["001", "1e5"],
+        ["NA", "None"],
+        ["True", "2024-01-01"],
+    ]
+
+
+def test_a_csv_row_with_a_field_too_many_is_one_bad_row(tmp_path: Path):
+    file = tmp_path / "a.csv"
+    file.write_text("a,b\n1,2,3\n4,5\n")
+    assert [row.problem for row in open_source(file).read()] == [
+        "more fields than the header has",
+        None,
+    ]
+
+
+def write_parquet(rows: arrow.Table, path: Path) -> None:
+    parquet.write_table(rows, path)
+
+
+def write_arrow_file(rows: arrow.Table, path: Path) -> None:
+    with ipc.new_file(path, rows.schema) as file:
+        file.write_table(rows)
+
+
+def write_arrow_stream(rows: arrow.Table, path: Path) -> None:
+    with ipc.new_stream(path, rows.schema) as file:
+        file.write_table(rows)
+
+
+TABLES = {
+    "a.parquet": write_parquet,
+    "b.arrow": write_arrow_file,
+    "c.arrow": write_arrow_stream,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), TABLES.items(), ids=[write.__name__ for write in TABLES.values()]
+)
+def test_tables(tmp_path: Path, name: str, write: Callable[[arrow.Table, Path], None]):
+    rows = [
+        {"messages": [{"role": "user", "content": "é"}], "n": n} for n in range(2 * TABLE_ROWS + 1)
+    ]
+    write(arrow.Table.from_pylist(rows), tmp_path / name)
+    assert values(tmp_path / name) == rows
+    assert places(tmp_path / name)[-1] == f"{name} row {len(rows)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), TABLES.items(), ids=[write.__name__ for write in TABLES.values()]
+)
+def test_a_table_that_is_cut_short_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, write: Callable[[arrow.Table, Path], None]
+):
+    file = tmp_path / name
+    write(arrow.Table.from_pylist([{"text": "x" * 100}] * 100), file)
+    whole = file.read_bytes()
+    for size in (0, 3, 10, len(whole) // 2, len(whole) - 100):
+        file.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=rf"^{file}: (broken|cannot be read).*[^\n]$") as caught:
+            values(file)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "problem"),
+    [
+        ("a.csv", b'a,b\n"open,1\n', "broken CSV: unexpected end of data"),
+        ("a.csv", b"a,b\n\xff,1\n", "not UTF-8"),
+        ("a.parquet", b"PAR1nonsense", "broken Parquet after row 0: Parquet magic bytes"),
+        ("a.arrow", b"ARROW1nonsense", "broken Arrow after row 0: "),
+        ("a.arrow", b"a long text that is no table at all", "broken Arrow after row 0: "),
+    ],
+)
+def test_broken_files_are_refused_in_one_sentence(
+    tmp_path: Path, name: str, contents: bytes, problem: str
+):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(DataError) as caught:
+        values(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}: {problem}")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,156 @@
+"""Codecs of boundary activations: how near they come back, that every size works, and that what is not finite stays so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.activations import codecs
+from megatrain.engine.activations.codecs import CODECS, SMALLEST_SCALE, GroupScaled, turned
+from megatrain.schedule import FORMS, kept_row_bytes
+
+SHAPES = [(2, 4, 576), (3, 5, 100), (1, 1, 1), (1, 7, 64)]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def hidden_states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """As a model's: some channels are far larger than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(shape, generator=generator)
+    hidden[..., ::37] *= 50
+    return hidden.to(dtype)
+
+
+def kept(name: str, hidden: Tensor) -> Tensor:
+    flat = torch.full((CODECS[name].nbytes(hidden.numel()),), 0xAB, dtype=torch.uint8)
+    CODECS[name].encode(hidden, flat)
+    return CODECS[name].decode(flat, hidden.shape, hidden.dtype)
+
+
+def in_groups(name: str, values: Tensor) -> Tensor:
+    """[groups, elements], zeros at the end."""
+    group = FORMS[name].group
+    return torch.nn.functional.pad(values.flatten().double(), (0, -values.numel() % group)).view(
+        -1, group
+    )
+
+
+def hadamard(size: int) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+@pytest.mark.parametrize(("name", "share"), [("int8", 0.516), ("int6", 0.391), ("int4", 0.281)])
+def test_sizes_against_bfloat16(name: str, share: float) -> None:
+    assert CODECS[name].nbytes(2048) / (2048 * 2) == pytest.approx(share, abs=0.001)
+    assert kept_row_bytes(name, 2048, 2) == CODECS[name].nbytes(2048)
+    assert 7 * kept_row_bytes(name, 100, 2) >= CODECS[name].nbytes(7 * 100)  # groups cross rows
+    assert kept_row_bytes("none", 100, 2) == 200
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_element_comes_back_within_its_group_s_bound(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Half a step of each code; turned back, the errors of all the group's codes add up as squares to the same."""
+    hidden, codec = hidden_states(shape, dtype), CODECS[name]
+    assert isinstance(codec, GroupScaled)
+    back = kept(name, hidden)
+    assert (back.shape, back.dtype) == (hidden.shape, hidden.dtype)
+    given, error = in_groups(name, hidden), in_groups(name, back.double() - hidden.double())
+    rounded = given.abs().amax(1) * (
+        2**-7 if dtype == torch.bfloat16 else 2**-20
+    )  # of the result, and of the sums
+    largest = (given @ hadamard(given.shape[1]) / math.sqrt(given.shape[1])).abs().amax(1)
+    step = largest / codec.largest * (1 + 2**-7)
+    assert (error.norm(dim=1) <= (step / 2 + rounded) * math.sqrt(given.shape[1])).all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.008), ("int6", 0.03), ("int4", 0.12)])
+def test_the_error_as_a_whole(name: str, most: float) -> None:
+    hidden = hidden_states((8, 16, 576), torch.float32)
+    error = (kept(name, hidden) - hidden).norm() / hidden.norm()
+    assert most / 4 < error < most
+
+
+def test_turning_helps_elements_beside_large_ones() -> None:
+    """What int4 would lose with one scale for both."""
+    hidden = hidden_states((8, 16, 576), torch.float32)
+    small = hidden.abs() < 4
+    groups = hidden.view(-1, FORMS["int4"].group)
+    scale = groups.abs().amax(1, keepdim=True) / 7
+    unturned = ((groups / scale).round() * scale).view_as(hidden) - hidden
+    assert (kept("int4", hidden) - hidden)[small].norm() < 0.8 * unturned[small].norm()
+
+
+def test_turning_twice_gives_the_same_again() -> None:
+    groups = torch.randint(-100, 100, (5, 64)).float()
+    assert torch.equal(turned(turned(groups)), 64 * groups)
+    assert torch.equal(turned(groups).double(), groups.double() @ hadamard(64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, -1e-33, 1e-25, 1.0, -3e37])
+@pytest.mark.parametrize("name", CODECS)
+def test_extreme_values(name: str, value: float, dtype: torch.dtype) -> None:
+    hidden = torch.full((1, 3, 100), value, dtype=dtype)
+    back = kept(name, hidden).double()
+    assert back.isfinite().all()
+    assert (back - hidden.double()).abs().max() <= max(
+        abs(value) * 0.08, FORMS[name].group * SMALLEST_SCALE
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_stays_so_and_spoils_its_group_alone(
+    name: str, value: float, dtype: torch.dtype
+) -> None:
+    hidden = hidden_states((1, 4, 128), dtype)
+    hidden[0, 2, 5] = value
+    back, group = kept(name, hidden), FORMS[name].group
+    assert not back[0, 2, :group].isfinite().any()
+    assert back.isfinite().sum() == hidden.numel() - group
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_same_twice(name: str) -> None:
+    hidden = hidden_states((2, 4, 100), torch.bfloat16)
+    assert torch.equal(kept(name, hidden), kept(name, hidden.clone()))
+    assert torch.equal(
+        kept(name, hidden.transpose(0, 1)), kept(name, hidden.transpose(0, 1).contiguous())
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_more_elements_than_kernels_count_are_taken_in_pieces(
+    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = hidden_states(shape, torch.bfloat16)
+    whole, pieces = (
+        torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8) for _ in range(2)
+    )
+    CODECS[name].encode(hidden, whole)
+    back = CODECS[name].decode(whole, hidden.shape, hidden.dtype)
+    taken, encode = [], GroupScaled._encode
+
+    def count(self: GroupScaled, values: Tensor, *places: Tensor) -> None:
+        taken.append(values.numel())
+        encode(self, values, *places)
+
+    monkeypatch.setattr(GroupScaled, "_encode", count)
+    monkeypatch.setattr(codecs, "AT_ONCE", 128)
+    CODECS[name].encode(hidden, pieces)
+    assert max(taken) <= 128
+    assert sum(taken) == hidden.numel()
+    assert torch.equal(pieces, whole)
+    assert torch.equal(CODECS[name].decode(whole, hidden.shape, hidden.dtype), back)

@@ -1,0 +1,226 @@
+"""The work of a model's parts, against counts by hand and speeds measured on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.shape import ModelShape, shape_of
+from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, flops_of_matmul, tally
+from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
+
+TOKENS = 32
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176  # q, o, k, v, gate, up, down of one layer
+
+
+def shape(
+    config: Any, *, attention: str = "auto", seq_len: int = TOKENS, compiled: bool = False
+) -> ModelShape:
+    return shape_of(
+        Skeleton(config, attention=attention), seq_len, [seq_len], runs_on="cuda", compiled=compiled
+    )
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelShape:
+    return shape(LlamaConfig(**SIZES, num_hidden_layers=2))
+
+
+def test_products_by_hand(llama: ModelShape) -> None:
+    layer = llama.cost.layers[0]
+    assert layer.forward.matmul_flops == 2 * MATRICES
+    assert layer.backward.matmul_flops == 4 * MATRICES
+    assert layer.skippable_flops == 2 * 64 * 176
+    assert llama.cost.head.forward.matmul_flops == 2 * 64 * 96
+    assert llama.cost.head.skippable_flops == 0
+    assert llama.cost.embed.forward.matmul_flops == 0
+
+
+@pytest.mark.parametrize(
+    ("attention", "pairs"), [("sdpa", TOKENS * (TOKENS + 1) // 2), ("eager", TOKENS * TOKENS)]
+)
+def test_causal_attention_counts_half_where_a_kernel_skips_it(attention: str, pairs: int) -> None:
+    layer = shape(LlamaConfig(**SIZES, num_hidden_layers=1), attention=attention).cost.layers[0]
+    assert layer.forward.attention_flops == 4 * 64 * pairs // TOKENS
+    assert layer.backward.attention_flops == 2 * layer.forward.attention_flops
+    assert layer.forward.matmul_flops == 2 * MATRICES
+
+
+def test_a_mixture_counts_a_token_s_own_experts() -> None:
+    few, many = (
+        shape(tiny_config("mixtral", num_local_experts=n)).cost.layers[0].forward.matmul_flops
+        for n in (4, 8)
+    )
+    assert many - few == 2 * 4 * 32  # the router's four columns more
+
+
+def test_the_embedding_moves_rows_and_not_its_table(llama: ModelShape) -> None:
+    assert (
+        2 * 64 <= llama.cost.embed.forward.eager_bytes < 96 * 64
+    )  # a row, its position and rotary tables
+
+
+def test_layers_of_one_kind_are_one_object(llama: ModelShape) -> None:
+    assert llama.cost.layers[0] is llama.cost.layers[1]
+
+
+def test_nothing_is_said_of_compilation_unless_asked(llama: ModelShape) -> None:
+    compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
+    for eager, fused in zip(llama.cost.layers, compiled.cost.layers, strict=True):
+        assert (eager.forward.compiled_bytes, eager.forward.compiled_kernels) == (
+            eager.forward.eager_bytes,
+            eager.forward.eager_kernels,
+        )
+        assert (
+            fused.forward.eager_bytes
+            == eager.forward.eager_bytes
+            > 2 * fused.forward.compiled_bytes
+        )
+        assert (
+            fused.backward.eager_kernels
+            == eager.backward.eager_kernels
+            > 2 * fused.backward.compiled_kernels
+        )
+    assert compiled.cost.head == llama.cost.head
+
+
+def test_cheap_retention_adds_traffic_and_no_products(llama: ModelShape) -> None:
+    (layer, _), eager = (
+        shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True).cost.layers,
+        llama.cost.layers[0],
+    )
+    assert (
+        2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes
+    )  # what was left out is written again, at least
+    assert 0 < layer.cheap_kernels <= 3  # two norms, silu times up
+    assert (eager.cheap_bytes, eager.cheap_kernels) == (0, 0)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_every_family_has_its_work(family: str) -> None:
+    work = shape(tiny_config(family)).cost
+    for block in (work.embed, *work.layers, work.head):
+        assert (
+            min(
+                block.forward.eager_bytes,
+                block.backward.eager_bytes,
+                block.forward.eager_kernels,
+                block.backward.eager_kernels,
+            )
+            > 0
+        )
+    for block in (*work.layers, work.head):
+        assert 0 <= block.skippable_flops < block.forward.matmul_flops
+    assert all(layer.forward.attention_flops > 0 for layer in work.layers)
+
+
+def test_operations_by_hand() -> None:
+    x, weight = (torch.empty(8, 8, device="meta", requires_grad=True) for _ in range(2))
+    bias = torch.empty(8, device="meta", requires_grad=True)
+    found = tally(
+        lambda: (x @ weight).t().relu() + bias, [x], [weight, bias], fused=False, runs_on="cpu"
+    )
+    matrix = 8 * 8 * 4
+    assert found.matmul_flops == 2 * 8**3
+    assert found.attention_flops == 0
+    assert found.forward == (2 * matrix + (2 * matrix + 8 * 4), 3)  # relu; add
+    assert found.backward == (
+        (matrix + 8 * 4) + 3 * matrix,
+        4,
+    )  # sum for the bias; relu's; two products
+
+
+def test_fused_attention_is_no_traffic() -> None:
+    query, key, value = (
+        torch.empty(1, 2, 8, 4, device="meta", requires_grad=True) for _ in range(3)
+    )
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    found = tally(forward, [query, key, value], [], fused=True, runs_on="cuda")
+    assert found.attention_flops == 4 * 2 * 4 * (8 * 9 // 2)
+    assert (found.forward, found.backward) == ((0, 1), (0, FUSED_BACKWARD_KERNELS))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "flops"),
+    [
+        ((3, 5), (5, 7), 210),
+        ((2, 3, 5), (2, 5, 7), 420),
+        ((6, 5), (4, 5, 7), 420),
+        ((5, 6), (6, 7), 420),
+    ],
+)
+def test_flops_of_a_product(a: tuple[int, ...], b: tuple[int, ...], flops: int) -> None:
+    assert flops_of_matmul(a, b) == flops
+
+
+# -- measured on one H200: TFLOP/s as 6 x the layer's parameters x tokens, 32k tokens, cuDNN -------
+
+PRODUCTS, MEMORY = 700e12, 3.3e12  # FLOP/s and bytes/s that it sustains
+ATTENTION = {1024: 311e12, 8192: 540e12}  # FLOP/s by sequence length, measured at 1k, 4k and 16k
+QWEN = {
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "14B": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    "1.8B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+}
+MEASURED = [
+    ("7B", 1024, "eager", 409, 542),
+    ("7B", 1024, "compiled", 483, 638),
+    ("7B", 8192, "eager", 358, 471),
+    ("7B", 8192, "compiled", 421, 554),
+    ("14B", 1024, "compiled", 470, 626),
+    ("14B", 8192, "compiled", 403, 530),
+    ("1.8B", 1024, "compiled", 423, 550),
+]
+
+
+def seconds_per_token(work: BlockCost, kind: str, seq_len: int) -> tuple[float, float]:
+    """Forward and backward, one after another what a layer asks of the GPU."""
+    forward, backward = (
+        one_way.matmul_flops / PRODUCTS
+        + one_way.attention_flops / ATTENTION[seq_len]
+        + getattr(one_way, f"{kind}_bytes") / MEMORY
+        for one_way in (work.forward, work.backward)
+    )
+    return forward, backward
+
+
+@pytest.mark.parametrize(("size", "seq_len", "kind", "recomputed", "retained"), MEASURED)
+def test_the_work_of_a_layer_gives_its_measured_speed(
+    size: str, seq_len: int, kind: str, recomputed: float, retained: float
+) -> None:
+    sizes: dict[str, Any] = QWEN[size]
+    config = Qwen2Config(**sizes, vocab_size=96, num_hidden_layers=1)
+    found = shape(config, seq_len=seq_len, compiled=kind == "compiled")
+    forward, backward = seconds_per_token(found.cost.layers[0], kind, seq_len)
+    flops = 6 * found.block_numel[1] / 1e12
+    assert flops / (2 * forward + backward) == pytest.approx(recomputed, rel=0.05)
+    assert flops / (forward + backward) == pytest.approx(retained, rel=0.05)

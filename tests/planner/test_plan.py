@@ -1,0 +1,463 @@
+"""What the planner chooses, refuses and says."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatrain.errors import PlanError
+from megatrain.machine.hardware import COMPILER_BYTES, GIB, Hardware
+from megatrain.machine.profile import MachineProfile, typical
+from megatrain.planner import timing
+from megatrain.planner.cost.shape import ModelShape
+from megatrain.planner.explain import render
+from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import GPU_RECORDS_SHARE, Layout
+from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.search import most
+from tests.planned import (
+    H200,
+    H200_LARGE_HOST,
+    JOB_7B,
+    LAPTOP,
+    QWEN_1B8,
+    QWEN_7B,
+    TINY,
+    TINY_JOB,
+    with_depth,
+    with_gpu,
+)
+
+ALL_STREAMED: dict[str, Any] = {
+    "groups": 1,
+    "resident": 0,
+    "retained": 0,
+    "offload_activations": False,
+}
+
+
+@cache
+def plan_of(
+    job: Job, shape: ModelShape = QWEN_7B, hardware: Hardware = H200, **limits: Any
+) -> Plan:
+    return make_plan(job, shape, hardware, typical(hardware), **limits)
+
+
+# -- choosing -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_on_a_large_gpu_stays_there_whole() -> None:
+    plan = plan_of(replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8)
+    assert (plan.choices.resident, plan.choices.retained, plan.choices.groups) == (30, 28, 1)
+    assert sum(plan.timing.waits.values()) == 0
+    records = int(GPU_RECORDS_SHARE * plan.gpu_bytes)
+    assert (
+        plan.host_bytes == 2 * GIB + COMPILER_BYTES + records
+    )  # nothing but the process, its libraries, and what they keep
+
+
+def test_a_large_one_shares_the_gpu_among_states_sums_and_graphs() -> None:
+    plan = plan_of(JOB_7B)
+    plan.check()
+    assert 0 < plan.choices.resident < 30
+    assert plan.choices.retained > 20
+    assert plan.gpu_bytes > 126 * GIB
+    assert plan.timing.tflops > 1.1 * plan_of(replace(JOB_7B, **ALL_STREAMED)).timing.tflops
+
+
+def test_a_small_step_waits_for_no_update_that_the_gpu_could_make() -> None:
+    job = replace(JOB_7B, tokens_per_step=16_384)
+    plan = plan_of(job)
+    streamed = plan_of(replace(job, resident=0))
+    assert plan.timing.waits["update"] < 0.05 * plan.timing.seconds
+    assert streamed.timing.waits["update"] > 0.2 * streamed.timing.seconds
+
+
+def test_a_cap_of_gpu_memory_is_heeded() -> None:
+    job = replace(JOB_7B, tokens_per_step=16_384)
+    plan = plan_of(job, QWEN_1B8, gpu_limit=12 * GIB)
+    plan.check()
+    assert plan.gpu_bytes < 12 * GIB
+    assert plan.choices.resident > 0
+    assert plan.timing.seconds > plan_of(job, QWEN_1B8).timing.seconds
+
+
+def test_host_memory_that_lacks_for_all_blocks_is_made_up_by_the_gpu() -> None:
+    small_host = replace(H200, host_available_bytes=60 * GIB)
+    plan_of(JOB_7B, hardware=small_host).check()
+    assert not plan_of(replace(JOB_7B, resident=0), hardware=small_host).fits
+
+
+def test_no_other_choice_is_predicted_to_be_faster() -> None:
+    """Against a plain walk over every combination of a small model."""
+    hardware = with_gpu(replace(H200, context_bytes=0, workspace_bytes=0), 40_000_000 + 3000 * 60)
+    machine = typical(hardware)
+    job = replace(TINY_JOB, micro_batch_tokens=None)
+    chosen = make_plan(job, TINY, hardware, machine)
+    for tokens in (8, 16, 32):
+        for groups in (1, 2, 4):
+            for resident in range(5):
+                for retained in range(3):
+                    asked = replace(
+                        job,
+                        micro_batch_tokens=tokens,
+                        groups=groups,
+                        resident=resident,
+                        retained=retained,
+                    )
+                    other = make_plan(asked, TINY, hardware, machine)
+                    assert not other.fits or chosen.timing.seconds <= other.timing.seconds * 1.006
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"micro_batch_tokens": 4096},
+        {"groups": 4},
+        {"resident": 3},
+        {"resident": 0, "groups": 2},
+        {"retained": 5},
+        {"cheap_retention": True},
+        {"cheap_retention": False},
+        {"offload_activations": True},
+        {"offload_activations": False},
+        {"head_chunk_tokens": 512},
+        {"update_threads": 3},
+    ],
+)
+def test_what_is_set_by_hand_stays(asked: dict[str, Any]) -> None:
+    plan = plan_of(replace(JOB_7B, **asked))
+    for name, value in asked.items():
+        assert getattr(plan.choices, name) == value
+
+
+def test_whole_layers_can_be_asked_for() -> None:
+    assert plan_of(replace(JOB_7B, layer_chunk_tokens=0)).choices.layer_chunk_tokens is None
+
+
+def test_numbers_beyond_the_model_mean_all_of_it() -> None:
+    choices = plan_of(replace(TINY_JOB, resident=99, retained=99), TINY).choices
+    assert (choices.resident, choices.retained) == (4, 2)
+
+
+def test_cheap_retention_where_whole_graphs_would_leave_layers_to_recompute() -> None:
+    plan = plan_of(JOB_7B)
+    whole = plan_of(replace(JOB_7B, cheap_retention=False))
+    assert plan.choices.cheap_retention
+    assert plan.choices.retained >= whole.choices.retained
+    assert plan.timing.seconds < whole.timing.seconds
+    assert not plan_of(replace(JOB_7B, compiled=False)).choices.cheap_retention
+    assert not plan_of(
+        replace(JOB_7B, tokens_per_step=16_384), QWEN_1B8
+    ).choices.cheap_retention  # there is room for all
+
+
+def test_graphs_in_host_RAM_as_asked_on_a_CPU_and_where_none_is_left_to_send() -> None:
+    asked = replace(TINY_JOB, retained_on_host=1)
+    assert plan_of(replace(asked, retained=0), TINY, LAPTOP).choices.retained_on_host == 1
+    assert plan_of(replace(asked, retained=2), TINY, LAPTOP).choices.retained_on_host == 0
+
+
+def test_graphs_wait_in_host_RAM_where_the_device_has_no_room_for_them() -> None:
+    """A model twice as deep as 7B's: the bus idles in forward, and what it carries need not be computed again."""
+    shape, hardware, job = with_depth(QWEN_7B, 56), H200_LARGE_HOST, replace(JOB_7B, groups=1)
+    sent, recomputed = (
+        plan_of(asked, shape, hardware) for asked in (job, replace(job, retained_on_host=0))
+    )
+    assert 0 < sent.choices.retained_on_host <= 56 - sent.choices.retained
+    assert sent.choices.offload_activations and sent.fits
+    assert sent.timing.seconds < 0.99 * recomputed.timing.seconds
+    assert sent.host["retained activations"] > 0
+    assert " more in host RAM" not in recomputed.to_dict()["reasons"]["retained"]
+    assert (
+        plan_of(
+            replace(job, retained_on_host=99, retained=5), shape, hardware
+        ).choices.retained_on_host
+        == 51
+    )
+
+
+def test_groups_cut_the_boundaries_where_one_does_not_fit() -> None:
+    small = with_gpu(replace(H200, host_available_bytes=200 * GIB), 16 * GIB)
+    assert not plan_of(replace(JOB_7B, groups=1, offload_activations=False), hardware=small).fits
+    plan = plan_of(replace(JOB_7B, offload_activations=False), hardware=small)
+    plan.check()
+    assert plan.choices.groups > 1
+    assert plan.host["gradient sums"] > 0  # 30 GB of sums have no room on this GPU
+
+
+def test_on_the_cpu_nothing_is_copied_and_nothing_computed_twice_where_memory_allows() -> None:
+    roomy = plan_of(replace(TINY_JOB, micro_batch_tokens=None), TINY, LAPTOP)
+    assert (roomy.choices.resident, roomy.choices.retained, roomy.choices.offload_activations) == (
+        4,
+        2,
+        False,
+    )
+    plan = plan_of(JOB_7B, hardware=replace(LAPTOP, host_available_bytes=500 * GIB))
+    assert plan.choices.micro_batch_tokens <= 2048
+    assert plan.choices.resident == 30
+
+
+def test_a_micro_batch_holds_a_row_and_no_more_than_a_step() -> None:
+    long_rows = replace(JOB_7B, seq_len=65_536)
+    assert plan_of(long_rows).choices.micro_batch_tokens == 65_536
+    assert plan_of(replace(JOB_7B, tokens_per_step=5000)).choices.micro_batch_tokens <= 4096
+
+
+def test_few_steps_are_played_to_find_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the time: 80 layers, 64 micro-batches, some hundred candidates."""
+    played: list[Choices] = []
+    play = timing.predict
+
+    def predict(layout: Layout, machine: MachineProfile) -> timing.Timing:
+        played.append(layout.choices)
+        return play(layout, machine)
+
+    monkeypatch.setattr(timing, "predict", predict)
+    plan_of(replace(JOB_7B, tokens_per_step=2**20), with_depth(QWEN_7B, 80), H200_LARGE_HOST)
+    assert (
+        len(set(played)) + 2 <= len(played) <= len(set(played)) + 3 < 120
+    )  # what was found is played again beside its neighbours
+
+
+def test_the_prediction_in_the_plan_is_of_its_choices() -> None:
+    plan = plan_of(JOB_7B)
+    layout = Layout.of(plan.choices, JOB_7B, QWEN_7B, H200)
+    assert plan.timing == timing.predict(layout, typical(H200))
+
+
+@pytest.mark.parametrize("limit", range(12))
+def test_the_most_that_fits(limit: int) -> None:
+    assert most(10, lambda count: count <= limit) == min(limit, 10)
+    assert most(10, lambda count: count <= limit or count == 10) == 10
+
+
+# -- computing gradients twice ------------------------------------------------------------------------------------------------------
+
+SHORT = with_gpu(
+    replace(H200, host_available_bytes=90 * GIB), 25 * GIB
+)  # of host RAM: the state of 7B, and not its gradients too
+
+
+def test_gradients_are_computed_twice_where_they_cannot_be_stored() -> None:
+    plan = plan_of(JOB_7B, hardware=SHORT)
+    plan.check()
+    assert plan.choices.second_backward
+    assert (plan.choices.groups, plan.choices.retained, plan.choices.retained_on_host) == (1, 0, 0)
+    assert "grad" not in plan.host
+    assert plan.timing.phases["second backward"] > plan.timing.phases["backward"]
+    assert plan.to_dict()["reasons"]["gradients"].startswith("none is kept: once for the global")
+
+
+@pytest.mark.parametrize("hardware", [H200, replace(SHORT, host_available_bytes=100 * GIB), LAPTOP])
+def test_and_nowhere_else(hardware: Hardware) -> None:
+    """The second is that machine with room for all but what speed may not use up."""
+    job, shape = (TINY_JOB, TINY) if hardware is LAPTOP else (JOB_7B, QWEN_7B)
+    plan = plan_of(job, shape, hardware)
+    plan.check()
+    assert not plan.choices.second_backward
+    assert plan.timing.phases["second backward"] == 0
+
+
+def test_not_beside_groups_or_graphs_that_were_asked_for_nor_without_clipping() -> None:
+    for asked in (
+        {"groups": 2},
+        {"retained": 1},
+        {"retained_on_host": 1, "offload_activations": True},
+        {"second_backward": False},
+    ):
+        assert not plan_of(replace(JOB_7B, **asked), hardware=SHORT).fits
+    unclipped = plan_of(replace(JOB_7B, clipping=False), hardware=SHORT)
+    assert unclipped.fits and not unclipped.choices.second_backward
+
+
+def test_asked_for_it_leaves_no_graphs_and_costs_a_head_and_a_backward() -> None:
+    twice, once = (
+        plan_of(replace(JOB_7B, second_backward=second, **ALL_STREAMED)) for second in (True, False)
+    )
+    assert twice.choices == replace(once.choices, second_backward=True)
+    assert twice.timing.phases["second backward"] == pytest.approx(
+        once.timing.phases["head"] + once.timing.phases["backward"], rel=0.05
+    )
+    alone = plan_of(replace(JOB_7B, second_backward=True)).choices
+    assert (alone.groups, alone.retained, alone.retained_on_host) == (1, 0, 0)
+
+
+# -- refusing -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
+def test_refused_just_below_the_need_and_accepted_just_above(tier: str) -> None:
+    job = replace(JOB_7B, micro_batch_tokens=1024, second_backward=False, **ALL_STREAMED)
+    need = next(need for name, need, _ in plan_of(job).tiers if name == tier)
+
+    def limited(nbytes: int) -> Plan:
+        hardware = {
+            "gpu": with_gpu(H200, nbytes),
+            "host": replace(H200, host_available_bytes=nbytes),
+            "disk": replace(H200, disk_free_bytes=nbytes),
+        }[tier]
+        return plan_of(job, hardware=hardware)
+
+    limited(int(1.001 * need)).check()
+    short = limited(int(0.95 * need))
+    assert short.short == (tier,)
+    with pytest.raises(PlanError) as error:
+        short.check()
+    assert f"needs {need / GIB:.2f} GiB" in str(error.value)
+    assert f"{0.95 * need / GIB:.2f} GiB can be had" in str(error.value)
+    assert error.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("job", "hardware", "fix"),
+    [
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=82 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 32768",
+        ),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=78 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 16384",
+        ),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=72 * GIB), 25 * GIB),
+            "set optimizer.moments: bfloat16",
+        ),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=54 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 32768 and optimizer.moments: bfloat16",
+        ),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=44 * GIB), 25 * GIB),
+            "set train.tokens_per_step: 32768 and optimizer.moments: int8",
+        ),
+        (
+            replace(JOB_7B, second_backward=False),
+            with_gpu(replace(H200, host_available_bytes=90 * GIB), 25 * GIB),
+            "set memory.second_backward: auto",
+        ),
+        (
+            replace(JOB_7B, precision="float32", tokens_per_step=1024),
+            with_gpu(replace(H200, host_available_bytes=130 * GIB), 10 * GIB),
+            "set precision: bfloat16",
+        ),
+        (
+            replace(JOB_7B, tokens_per_step=131_072, groups=1, offload_activations=False),
+            with_gpu(H200, 22 * GIB),
+            "set memory.offload_activations: auto",
+        ),
+        (
+            replace(JOB_7B, micro_batch_tokens=65_536),
+            with_gpu(H200, 20 * GIB),
+            "set train.micro_batch_tokens: auto",
+        ),
+        (
+            replace(JOB_7B, resident=0),
+            replace(H200, host_available_bytes=60 * GIB),
+            "set memory.resident: auto",
+        ),
+        (replace(JOB_7B, retained=28, groups=1), H200, "set train.retained: auto"),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=30 * GIB), 24 * GIB),
+            "set memory.nvme: FOLDER",
+        ),
+        (
+            JOB_7B,
+            with_gpu(replace(H200, host_available_bytes=8 * GIB), 24 * GIB),
+            "no setting frees enough host RAM: take a larger machine or a smaller model",
+        ),
+        (JOB_7B, replace(H200, disk_free_bytes=300 * GIB), "set checkpoint.keep: 1"),
+        (
+            JOB_7B,
+            replace(H200, disk_free_bytes=GIB),
+            "free disk space, or set output to a folder on a larger disk",
+        ),
+    ],
+)
+def test_the_cheapest_fix_is_named(job: Job, hardware: Hardware, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_of(job, hardware=hardware).check()
+    assert re.search(
+        f"; {re.escape(fix)}( or, exact but slower, memory.nvme: FOLDER)?(, or add .*)?$",
+        str(error.value),
+    )
+
+
+def test_the_users_budgets_count() -> None:
+    with pytest.raises(PlanError, match="GPU memory"):
+        plan_of(JOB_7B, gpu_limit=4 * GIB).check()
+    with pytest.raises(PlanError, match="host RAM"):
+        plan_of(JOB_7B, gpu_limit=30 * GIB, host_limit=50 * GIB).check()
+    assert plan_of(JOB_7B, gpu_limit=10**15).budget.gpu == 150_109_880_320
+    assert plan_of(JOB_7B, host_limit=200 * GIB).budget.host == 200 * GIB
+
+
+# -- showing ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_json() -> None:
+    plan = plan_of(JOB_7B)
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert values["fits"] is True
+    assert values["choices"]["resident"] == plan.choices.resident
+    assert values["totals"]["host"]["need"] == sum(values["host"].values())
+    assert values["timing"]["seconds"] == plan.timing.seconds
+    assert sum(values["timing"]["phases"].values()) == pytest.approx(plan.timing.seconds)
+    assert values["timing"]["bound_by"]["backward"] == "compute"
+
+
+@pytest.mark.parametrize("hardware", [H200, LAPTOP])
+def test_the_plan_can_be_read(hardware: Hardware) -> None:
+    out = StringIO()
+    plan = plan_of(JOB_7B, hardware=hardware)
+    render(plan, Console(file=out, width=160))
+    text = " ".join(out.getvalue().split())
+    for array, nbytes in [*plan.device.items(), *plan.host.items(), *plan.disk.items()]:
+        assert array in text or nbytes == 0
+    for phase, seconds in plan.timing.phases.items():
+        assert seconds == 0 or f"{phase} │ {seconds:.3g}" in text
+    assert ("fits" if plan.fits else f"does not fit: {plan.fix}") in text
+
+
+def test_reasons_name_what_was_asked_and_what_was_found() -> None:
+    asked: dict[str, Any] = {
+        "groups": 1,
+        "retained": 2,
+        "retained_on_host": 0,
+        "cheap_retention": False,
+    }
+    reasons = plan_of(replace(JOB_7B, **asked)).to_dict()["reasons"]
+    assert reasons["groups"].startswith("as asked: ")
+    assert (
+        reasons["retained"]
+        == "as asked: activations of the last 2 of 28 layers are saved; the others are recomputed"
+    )
+    assert re.fullmatch("the first [0-9]+ of 30 blocks; more do not fit", reasons["resident"])
+    assert reasons["gradients"] == "kept until the global norm is known"
+
+
+@pytest.mark.parametrize(
+    ("resident", "value", "why"),
+    [
+        (0, "0 blocks", "all 30 blocks are streamed"),
+        (1, "1 block", "the first block of 30; the others are streamed"),
+        (99, "30 blocks", "all 30 blocks are updated on the GPU: nothing is streamed"),
+    ],
+)
+def test_numbers_and_nouns_agree(resident: int, value: str, why: str) -> None:
+    rows = plan_of(replace(JOB_7B, resident=resident)).reasons
+    assert ("resident", value, f"as asked: {why}") in rows

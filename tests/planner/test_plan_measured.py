@@ -1,0 +1,183 @@
+"""What the engine allocates is what the plan says, storage by storage."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatrain.engine.build import prepare
+from megatrain.engine.engine import Engine
+from megatrain.engine.head import token_logprobs
+from megatrain.engine.placement import PRECISIONS
+from megatrain.engine.resolved import Weights
+from megatrain.machine.hardware import read_hardware
+from megatrain.machine.profile import typical
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.footprint import LiveBytes
+from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.job import Job
+from megatrain.planner.memory import HEAD_COPIES, Layout
+from megatrain.planner.plan import Plan, lay_out, make_plan
+from tests.once import products_left_out_are_found_once
+
+ROW = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    with products_left_out_are_found_once():
+        yield
+
+
+class AllocatedBytes(LiveBytes):
+    """Counts what takes memory; meta tensors take none."""
+
+    def _notice(self, tensor: torch.Tensor, *, counted: bool) -> None:
+        super()._notice(tensor, counted=counted and not tensor.is_meta)
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int = 4
+    tied: bool = False
+    precision: str = "bfloat16"
+    clipping: bool = True
+    groups: int = 1
+    micro_batch_tokens: int = 256
+    tokens: int = 1024
+    vocab: int = 512
+    resident: int = 0
+    sums: int = 0
+    retained: int = 0
+    offload: bool = False
+    second_backward: bool = False
+    activations: str = "none"
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=self.vocab,
+            tie_word_embeddings=self.tied,
+        )
+
+    def plan(self, folder: Path) -> Plan:
+        def loss(logits: torch.Tensor) -> torch.Tensor:
+            return token_logprobs(
+                logits, torch.zeros(len(logits), dtype=torch.long, device="meta")
+            ).sum()
+
+        skeleton = Skeleton(self.config, dtype=PRECISIONS[self.precision])
+        shape = shape_of(skeleton, ROW, [self.micro_batch_tokens], head_loss=loss)
+        job = Job(
+            self.precision,
+            self.tokens,
+            ROW,
+            self.clipping,
+            micro_batch_tokens=self.micro_batch_tokens,
+            groups=self.groups,
+            resident=self.resident,
+            retained=self.retained,
+            offload_activations=self.offload,
+            second_backward=self.second_backward,
+            activations=self.activations,
+        )
+        hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
+        plan = make_plan(job, shape, hardware, typical(hardware))
+        choices = replace(plan.choices, sums_on_device=self.sums)
+        layout = Layout.of(choices, job, shape, hardware)
+        return lay_out(layout, typical(hardware), plan.budget)
+
+    def measure(self, plan: Plan) -> tuple[int, int]:
+        """(peak bytes where it computes, bytes of the host's arrays) of one training step under `plan`."""
+        settings = plan.choices.settings(plan.job)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
+        batches = [
+            {"input_ids": rows, "labels": rows}
+            for rows in ids.split(self.micro_batch_tokens // ROW)
+        ]
+        gc.collect()
+        with AllocatedBytes() as live:
+            limit = 1.0 if self.clipping else None
+            prepared = prepare(
+                self.config,
+                precision=self.precision,
+                max_grad_norm=limit,
+                device="cpu",
+                settings=settings,
+                weights=Weights(None),
+            )
+            engine = Engine(**prepared.arguments())
+            live.peak = live.live  # building the modules takes some, but before the buffers exist
+            engine.train_step(batches)
+        stored = engine.store.nbytes
+        engine.close()
+        return live.peak, stored
+
+
+CASES = {
+    "bf16": Case(),
+    "fp32": Case(precision="float32"),
+    "tied": Case(tied=True),
+    "no clipping": Case(clipping=False),
+    "two groups": Case(groups=2, micro_batch_tokens=128),
+    "one micro-batch": Case(micro_batch_tokens=1024),
+    "head decides, in chunks": Case(vocab=8192, micro_batch_tokens=512),
+    "head decides, tied": Case(vocab=8192, micro_batch_tokens=512, tied=True),
+    "deep": Case(layers=16, micro_batch_tokens=128),
+    "half resident": Case(resident=3),
+    "half resident, tied": Case(resident=3, tied=True),
+    "all but the head resident": Case(resident=5),
+    "resident in groups": Case(resident=3, sums=3, groups=2, micro_batch_tokens=128),
+    "some sums travel": Case(resident=1, sums=3, groups=4),
+    "all stay": Case(resident=6, sums=6, groups=2, retained=4),
+    "all resident, not clipped": Case(resident=6, clipping=False),
+    "half retained": Case(retained=2),
+    "all retained, in groups": Case(layers=8, retained=8, groups=4),
+    "offloaded": Case(layers=8, offload=True),
+    "computed twice": Case(second_backward=True),
+    "computed twice, tied": Case(second_backward=True, tied=True, precision="float32"),
+    "computed twice, offloaded": Case(layers=8, offload=True, second_backward=True),
+    "computed twice, half resident": Case(second_backward=True, resident=3, tied=True),
+    "computed twice, all resident": Case(second_backward=True, resident=6),
+    "offloaded, half retained": Case(layers=8, offload=True, retained=4, micro_batch_tokens=128),
+    "kept as int8": Case(layers=8, activations="int8"),
+    "kept as int4, half retained": Case(
+        layers=8, activations="int4", retained=4, micro_batch_tokens=128
+    ),
+    "kept as int6, in groups": Case(
+        layers=16, activations="int6", groups=2, micro_batch_tokens=128, precision="float32"
+    ),
+    "offloaded as int4": Case(layers=8, activations="int4", offload=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_device_peak_within_3_percent_and_host_within_2(name: str, tmp_path: Path) -> None:
+    plan = CASES[name].plan(tmp_path)
+    device_bytes, host_bytes = CASES[name].measure(plan)
+    assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
+    beside = sum(
+        plan.host.get(name, 0) for name in ("gradient staging", "boundary activations", HEAD_COPIES)
+    )  # not in the store
+    assert sum(plan.host.values()) - beside == pytest.approx(host_bytes, rel=0.02)
+
+
+def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path: Path) -> None:
+    rest = []
+    for layers in (4, 32):
+        case = Case(layers=layers, tokens=512)
+        plan = case.plan(tmp_path)
+        rest.append(case.measure(plan)[0] - plan.boundary_bytes)
+    assert max(rest) - min(rest) <= 4096  # a few bytes for each layer's square sum

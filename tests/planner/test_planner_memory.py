@@ -1,0 +1,252 @@
+"""The planner's tables of bytes, written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatrain.machine.hardware import (
+    COMPILER_BYTES,
+    CUDA_CONTEXT_BYTES,
+    CUDA_LIBRARY_BYTES,
+    CUDNN_LIBRARY_BYTES,
+    GIB,
+    MIB,
+    Hardware,
+)
+from megatrain.planner.cost.shape import ModelShape
+from megatrain.planner.job import Choices, Job, WholeUpdate
+from megatrain.planner.memory import HEAD_COPIES, NOT_ALLOCATED, Layout, disk_bytes
+from megatrain.storage.run_folder import SMALL_FILES_BYTES
+from tests.planned import (
+    ALL_STREAMED,
+    H200,
+    HUGE,
+    JOB_7B,
+    LAPTOP,
+    QWEN_7B,
+    TINY,
+    TINY_JOB,
+    TWO_GROUPS,
+    with_depth,
+    with_gpu,
+)
+
+TIED = replace(TINY, block_numel=(4000, 2000, 3000, 10), tied=True)
+
+
+def device(choices: Choices, shape: ModelShape = TINY, job: Job = TINY_JOB) -> dict[str, int]:
+    return Layout.of(choices, job, shape, LAPTOP).device
+
+
+def test_device_arrays_of_a_small_model() -> None:
+    assert Layout.of(ALL_STREAMED, TINY_JOB, TINY, with_gpu(H200, GIB * 2)).device == {
+        "layer slots": 2 * 3000 * 2,
+        "embedding and head slot": 4000 * 2,
+        "resident state": 0,
+        "gradient sums": 4000 * 4,
+        "gradient staging": 2 * 4000 * 2,
+        "boundary activations": 64
+        * 10
+        * 2
+        * 3,  # tokens x hidden x bf16 x (two layers' inputs and the head's)
+        "retained activations": 0,
+        "token ids and targets": 64 * 24,
+        "rotary tables and masks": 4 * 128,  # four micro-batches of 16 tokens
+        "working set": 1600,  # of a layer
+        "cuBLAS workspaces": 32 * MIB,
+        "allocator slack": 32 * MIB + int(0.05 * 1600),
+        "CUDA context": GIB,
+    }
+
+
+@pytest.mark.parametrize("hardware", [H200, LAPTOP])
+@pytest.mark.parametrize(
+    "job",
+    [
+        TINY_JOB,
+        replace(
+            TINY_JOB,
+            lengths_vary=True,
+            whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7),
+        ),
+    ],
+)
+def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(
+    job: Job, hardware: Hardware
+) -> None:
+    """A search moves them often, and reckons what computing takes but once."""
+    streamed = Layout.of(TWO_GROUPS, job, TINY, hardware)
+    totals = set()
+    for resident, sums, nvme in product(range(5), range(5), range(3)):
+        choices = replace(TWO_GROUPS, resident=resident, sums_on_device=sums, nvme_blocks=nvme)
+        moved, made = streamed.moved(choices), Layout.of(choices, job, TINY, hardware)
+        assert (moved.device, moved.host, moved.nvme) == (made.device, made.host, made.nvme)
+        assert moved.device_bytes == sum(moved.device.values())
+        assert moved.host_bytes == sum(moved.host.values())
+        totals.add((moved.device_bytes, moved.host_bytes))
+    assert len(totals) > 15
+
+
+@pytest.mark.parametrize(
+    ("resident", "slots", "edge", "state"),
+    [
+        (0, 2 * 3000, 4000, 0),
+        (1, 2 * 3000, 4000, 1000),
+        (2, 1 * 3000, 4000, 1000 + 2000),  # one layer is left to stream, and needs one slot
+        (3, 0, 4000, 1000 + 2000 + 3000),
+        (4, 0, 0, 10_000),
+    ],
+)
+def test_resident_blocks_need_no_slots(resident: int, slots: int, edge: int, state: int) -> None:
+    table = device(replace(ALL_STREAMED, resident=resident))
+    assert table["layer slots"] == slots * 2
+    assert table["embedding and head slot"] == edge * 2
+    assert table["resident state"] == state * (
+        2 + 2 + 8 + 2
+    )  # weight, remainder, moments, and the gradient until the norm is known
+
+
+def test_resident_state_keeps_no_gradient_where_nothing_waits_for_the_norm_or_sums_hold_it() -> (
+    None
+):
+    choices = replace(ALL_STREAMED, resident=4)
+    assert device(choices, job=replace(TINY_JOB, clipping=False))["resident state"] == 10_000 * 12
+    assert device(replace(choices, groups=2, sums_on_device=4))["resident state"] == 10_000 * 12
+    assert (
+        device(choices, job=replace(TINY_JOB, precision="float32"))["resident state"] == 10_000 * 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "shape", "elements"),
+    [
+        (ALL_STREAMED, TINY, 4000),
+        (TWO_GROUPS, TINY, 2 * 4000),  # all sums travel, through two buffers
+        (replace(TWO_GROUPS, sums_on_device=2), TINY, 1000 + 2000 + 2 * 4000),
+        (replace(TWO_GROUPS, sums_on_device=4), TINY, 10_000),
+        (ALL_STREAMED, TIED, 4000 + 3000),  # a tied embedding's sum lives from head to embedding
+        (TWO_GROUPS, TIED, 4000 + 2 * 3000),
+        (replace(TWO_GROUPS, sums_on_device=2), TIED, 4000 + 2000 + 2 * 3000),
+    ],
+)
+def test_gradient_sums(choices: Choices, shape: ModelShape, elements: int) -> None:
+    assert device(choices, shape)["gradient sums"] == elements * 4
+
+
+def test_a_tied_embedding_stays_for_the_head() -> None:
+    assert device(ALL_STREAMED, TIED)["embedding and head slot"] == (4000 + 10) * 2
+    assert device(replace(ALL_STREAMED, resident=1), TIED)["embedding and head slot"] == 10 * 2
+
+
+def test_the_host_keeps_records_of_the_gpu_s_memory() -> None:
+    """0.4 MiB a GiB."""
+    for choices in (ALL_STREAMED, replace(ALL_STREAMED, retained=2)):
+        used = sum(Layout.of(choices, TINY_JOB, TINY, H200).device.values())
+        libraries = Layout.of(choices, TINY_JOB, TINY, H200).host["libraries at work"]
+        assert libraries == H200.library_bytes + int(0.4 / 1024 * used)
+
+
+def test_host_arrays_are_of_streamed_blocks() -> None:
+    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
+    assert Layout.of(ALL_STREAMED, TINY_JOB, shape, LAPTOP).host == {
+        "weight": 2 * HUGE,  # 2 x 2,008,000 bytes: 1.9 huge pages
+        "remainder": 2 * HUGE,
+        "exp_avg": 4 * HUGE,
+        "exp_avg_sq": 4 * HUGE,
+        "grad": 2 * HUGE,
+        "the process so far": 70,
+        "libraries at work": 30,
+        HEAD_COPIES: 4600,  # of 100 x 10 weights
+    }
+    rest = Layout.of(replace(ALL_STREAMED, resident=2), TINY_JOB, shape, LAPTOP).host
+    assert rest["weight"] == rest["exp_avg"] == HUGE  # 7,000 elements
+    everything = Layout.of(replace(ALL_STREAMED, resident=4), TINY_JOB, shape, LAPTOP).host
+    assert everything == {"the process so far": 70, "libraries at work": 30, HEAD_COPIES: 4600}
+
+
+def test_sums_that_travel_wait_in_host_RAM() -> None:
+    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
+    assert Layout.of(TWO_GROUPS, TINY_JOB, shape, LAPTOP).host["gradient sums"] == 4 * HUGE
+    assert (
+        Layout.of(replace(TWO_GROUPS, sums_on_device=2), TINY_JOB, shape, LAPTOP).host[
+            "gradient sums"
+        ]
+        == HUGE
+    )
+    assert (
+        "gradient sums"
+        not in Layout.of(replace(TWO_GROUPS, sums_on_device=4), TINY_JOB, shape, LAPTOP).host
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "best", "written", "copies"),
+    [(2, True, None, 4), (2, False, None, 3), (2, True, 1, 1)],
+)
+def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) -> None:
+    job = replace(TINY_JOB, checkpoints_kept=kept, keeps_best=best, checkpoints_written=written)
+    assert list(disk_bytes(job, TINY).values()) == [9_900 * 12] * copies + [
+        copies * SMALL_FILES_BYTES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "clipping", "bytes_per_parameter"),
+    [
+        ("bfloat16", True, 14),
+        ("bfloat16", False, 12),
+        ("float32", True, 16),
+        ("float32", False, 12),
+    ],
+)
+def test_host_bytes_per_parameter_at_7b(
+    precision: str, clipping: bool, bytes_per_parameter: int
+) -> None:
+    job = replace(JOB_7B, precision=precision, clipping=clipping)
+    table = Layout.of(replace(ALL_STREAMED, micro_batch_tokens=16_384), job, QWEN_7B, H200).host
+    libraries = 2 * GIB + COMPILER_BYTES - (CUDNN_LIBRARY_BYTES if precision == "float32" else 0)
+    arrays = sum(table.values()) - libraries - table.get("gradient staging", 0)
+    assert arrays == pytest.approx(
+        bytes_per_parameter * QWEN_7B.parameters, rel=0.001
+    )  # 0.1%: padding
+
+
+# -- measured -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_on_an_h200() -> None:
+    """Peaks of the 7B engine, compiled, all streamed and recomputed (benchmarks/results/2026-11-21-h200); a layer decides. Gradients were
+    computed in a thread of their own then, which had a cuBLAS handle with a workspace."""
+    workspace, handle = 32 * MIB, 72 * MIB
+    hardware = replace(
+        H200,
+        context_bytes=CUDA_CONTEXT_BYTES,
+        resident_bytes=856 * MIB,
+        library_bytes=CUDA_LIBRARY_BYTES,
+    )
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
+    table = Layout.of(choices, JOB_7B, QWEN_7B, hardware).device
+    allocated = sum(size for name, size in table.items() if name not in NOT_ALLOCATED)
+    assert allocated == pytest.approx(25_264_909_312 - workspace, rel=0.001)
+    assert sum(table.values()) == pytest.approx(26_461_863_936 - workspace - handle, rel=0.01)
+    assert sum(Layout.of(choices, JOB_7B, QWEN_7B, hardware).host.values()) == pytest.approx(
+        108_421_505_024, rel=0.005
+    )
+
+
+@pytest.mark.parametrize("hardware", [H200, LAPTOP])
+def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware: Hardware) -> None:
+    rest = set()
+    for layers in (4, 16, 64):
+        table = Layout.of(
+            replace(ALL_STREAMED, micro_batch_tokens=4096),
+            JOB_7B,
+            with_depth(QWEN_7B, layers),
+            hardware,
+        ).device
+        assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
+        rest.add(sum(table.values()) - table["boundary activations"])
+    assert len(rest) == 1

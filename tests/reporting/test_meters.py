@@ -1,0 +1,149 @@
+"""Memory as the machine sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.reporting.meters import GpuMeter, peak_host_bytes
+
+MIB = 2**20
+
+
+def test_the_peak_of_the_host_remembers_what_was_freed():
+    before = peak_host_bytes()
+    block = bytearray(os.urandom(1) * (64 * MIB))
+    during = peak_host_bytes()
+    del block
+    # The test process may have had a higher peak before this test: then nothing grows, and nothing
+    # may shrink either.
+    assert before <= during <= peak_host_bytes() + MIB
+
+
+@pytest.mark.parametrize(
+    "status", ["Name:\tpython\nVmRSS:\t 9 kB\n", None], ids=["no peak", "unreadable"]
+)
+def test_a_sandbox_that_tells_no_peak_tells_what_is_there_now(monkeypatch, status):
+    def read_text(*_: object) -> Any:
+        if status is None:
+            raise PermissionError(13, "Permission denied")
+        return status
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert peak_host_bytes() > 20 * MIB
+
+
+def test_children_are_counted():
+    block = f"block = bytearray(b'x' * {200 * MIB})"
+    hold = f"import sys; {block}; print('held', flush=True); sys.stdin.read()"
+    before = peak_host_bytes()
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with_child = peak_host_bytes()
+        child.communicate()
+    assert with_child - before >= 200 * MIB
+    assert peak_host_bytes() - before < 100 * MIB
+
+
+FORKING = f"""
+import os, signal
+from megatrain.reporting.meters import peak_host_bytes
+block = bytearray(b"x" * {200 * MIB})
+alone, pids = peak_host_bytes(), []
+for _ in range(4):
+    if not (pid := os.fork()):
+        signal.pause()
+    pids.append(pid)
+print(peak_host_bytes() - alone)
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_pages_that_children_share_are_not_counted_for_each():
+    printed = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=True
+    ).stdout
+    assert int(printed) < 250 * MIB
+
+
+def test_a_cpu_has_no_gpu_memory():
+    with GpuMeter(torch.device("cpu")) as meter:
+        assert meter.peak_bytes() is None
+
+
+class FakeDriver(types.ModuleType):
+    """As much of NVML as the meter asks for."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(
+        self, *, pid: int, readings: list[int], device_bytes: int, broken: bool = False
+    ) -> None:
+        super().__init__("pynvml")
+        self.pid, self.readings, self.device_bytes, self.broken, self.asked_for = (
+            pid,
+            readings,
+            device_bytes,
+            broken,
+            "",
+        )
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise self.NVMLError("driver not loaded")
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.asked_for = uuid
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
+        return [
+            types.SimpleNamespace(pid=1, usedGpuMemory=999),
+            types.SimpleNamespace(pid=self.pid, usedGpuMemory=self.readings.pop(0)),
+        ]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(used=self.device_bytes)
+
+
+@pytest.fixture
+def meter_on(monkeypatch):
+    def build(driver: FakeDriver) -> GpuMeter:
+        monkeypatch.setitem(sys.modules, "pynvml", driver)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="aa-bb")
+        )
+        return GpuMeter(torch.device("cuda", 1))
+
+    return build
+
+
+def test_the_largest_reading_of_our_own_process_counts(meter_on):
+    driver = FakeDriver(pid=os.getpid(), readings=[10, 30, 20], device_bytes=5000)
+    with meter_on(driver) as meter:
+        assert [meter.peak_bytes() for _ in range(3)] == [10, 30, 30]
+    assert driver.asked_for == "GPU-aa-bb"
+
+
+def test_in_a_container_the_whole_device_counts(meter_on):
+    with meter_on(FakeDriver(pid=-1, readings=[10], device_bytes=5000)) as meter:
+        assert meter.peak_bytes() == 5000
+
+
+def test_a_silent_driver_is_no_reading(meter_on):
+    with meter_on(FakeDriver(pid=-1, readings=[], device_bytes=0, broken=True)) as meter:
+        assert meter.peak_bytes() is None

@@ -1,0 +1,121 @@
+"""The arithmetic of a step, against counting by hand and against the matmuls that torch runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
+
+from megatrain.memory.layout import FlatLayout
+from megatrain.models.anatomy import Anatomy, Block
+from megatrain.reporting.mfu import Attention, ModelFlops
+
+
+def anatomy_of(model: LlamaForCausalLM) -> Anatomy:
+    """Blocks by name, enough for counting."""
+    layers = model.config.num_hidden_layers
+    names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    tensors: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {name: [] for name in names}
+    for name, parameter in model.named_parameters():
+        path = name.removeprefix("model.")
+        block = (
+            "embed"
+            if path.startswith("embed")
+            else ".".join(path.split(".")[:2])
+            if path.startswith("layers")
+            else "head"
+        )
+        tensors[block].append((name, tuple(parameter.shape), True))
+    blocks = tuple(Block(i, name, FlatLayout.pack(tensors[name])) for i, name in enumerate(names))
+    tied = (
+        (("lm_head.weight", "model.embed_tokens.weight"),)
+        if model.config.tie_word_embeddings
+        else ()
+    )
+    return Anatomy(blocks, tied, "llama", model.config.hidden_size, model.config.vocab_size, None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_that_torch_runs(tied):
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config)
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    work = ModelFlops.of(anatomy_of(model), config)
+    causal, full = (
+        12 * 32 * 3 * 2 * (7 * 8 // 2),
+        12 * 32 * 3 * 2 * 7 * 7,
+    )  # eager attention multiplies the masked half too
+    rotary = (
+        3 * 2 * 2 * 7 * (config.hidden_size // 4 // 2)
+    )  # transformers forms the angles by a product: noise, and not backward
+    assert work.flops([7, 7]) - causal + full == pytest.approx(
+        counter.get_total_flops(), rel=rotary / counter.get_total_flops()
+    )
+
+
+def test_7b_by_hand():
+    config = Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
+    matrices = 28 * layer + 152064 * 3584
+    work = ModelFlops(
+        parameters=7_615_616_512, matrix_parameters=matrices, attention=(Attention(28 * 128),) * 28
+    )
+    assert config.hidden_size == 28 * 128
+    attention = 12 * 28 * 3584 * 64 * (1024 * 1025 // 2)
+    assert work.flops([1024] * 64) == 6 * matrices * 65536 + attention
+    assert work.tflops(65536, 6.5) == pytest.approx(460.7, abs=0.1)
+    assert work.mfu([1024] * 64, 6.5, "NVIDIA H200") == pytest.approx(
+        work.flops([1024] * 64) / 6.5 / 989.4e12
+    )
+    assert work.mfu([1024] * 64, 6.5, None) is None
+
+
+def test_a_sliding_window_is_not_paid_for_outside():
+    looks = [[1 if 0 <= query - key < 3 else 0 for key in range(8)] for query in range(8)]
+    assert Attention(1, window=3).pairs(8) == sum(map(sum, looks))
+    assert Attention(1, window=8).pairs(8) == Attention(1).pairs(8) == 36
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MistralConfig(num_hidden_layers=2, sliding_window=4096), [4096, 4096]),
+        (MistralConfig(num_hidden_layers=2, sliding_window=None), [None, None]),
+        (
+            Qwen2Config(
+                num_hidden_layers=3,
+                use_sliding_window=True,
+                max_window_layers=2,
+                sliding_window=128,
+            ),
+            [None, None, 128],
+        ),
+        (LlamaConfig(num_hidden_layers=2), [None, None]),
+    ],
+)
+def test_windows_are_read_off_the_configuration(config, windows):
+    blocks = tuple(
+        Block(i, str(i), FlatLayout.pack([(f"w{i}", (1, 1), True)]))
+        for i in range(len(windows) + 2)
+    )
+    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config)
+    assert [layer.window for layer in work.attention] == windows

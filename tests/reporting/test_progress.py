@@ -1,0 +1,285 @@
+"""The terminal: a live panel, or plain lines where there is none, and the log in both cases."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megatrain.reporting import progress as panel
+from megatrain.reporting.metrics import StepMetrics, StepTime
+from megatrain.reporting.progress import LOG_FILE, Progress, logger, logging_to
+
+STEP = StepMetrics(
+    step=1,
+    loss=2.5,
+    grad_norm=0.75,
+    lr=1e-5,
+    tokens=2000,
+    target_tokens=1500,
+    epoch=0.1,
+    step_s=2.0,
+    tokens_per_s=1000.0,
+    tflops=1.6,
+    mfu=None,
+    gpu_peak_bytes=None,
+    host_bytes=3 * 2**29,
+    skipped=False,
+    energy_j=None,
+    time=StepTime(compute=1.4, wait_update=0.6),
+    advice="raise the roof",
+)
+
+
+def run(tmp_path, console: Console, steps: int = 7, log_every: int = 3, **changes) -> str:
+    with (
+        logging_to(tmp_path, console),
+        Progress(console, total_steps=steps, log_every=log_every) as progress,
+    ):
+        progress.evaluated(0, 3.25, 1.5)
+        for step in range(1, steps + 1):
+            progress.step(replace(STEP, step=step, **changes))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def pipe() -> Console:
+    return Console(file=io.StringIO(), stderr=True)
+
+
+@pytest.fixture
+def terminal() -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=100,
+        height=30,
+        color_system="standard",
+        _environ={},
+    )
+
+
+def test_a_pipe_gets_one_plain_line_every_log_every_steps_and_the_ends(tmp_path, pipe):
+    lines = run(tmp_path, pipe).splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 0: held-out loss 3.2500",
+        "step 1/7",
+        "step 3/7",
+        "advice: raise the roof",
+        "step 6/7",
+        "step 7/7",
+    ]
+    assert lines[1] == (
+        "step 1/7  loss 2.5000  lr 1.00e-05  gradient norm 0.75  tokens/s 1,000  TFLOP/s 1.6  "
+        "time left 12.0s  host 1.5 GiB  bound by computing 70%"
+    )
+    assert all(line.isprintable() for line in lines)
+
+
+def test_what_is_unknown_is_a_dash_and_what_is_there_is_shown(tmp_path, pipe):
+    text = run(tmp_path, pipe, grad_norm=None, gpu_peak_bytes=2**30, skipped=True)
+    assert "gradient norm -" in text
+    assert "GPU 1.0 GiB" in text
+    assert "skipped 7" in text
+
+
+def test_a_terminal_gets_a_panel_and_its_lines_go_to_the_log_alone(tmp_path, terminal):
+    screen = run(tmp_path, terminal)
+    assert "step 7 of 7, epoch 0.10, 0.0s" in screen
+    assert "held-out loss" in screen
+    assert "raise the roof" in screen
+    assert "step 3/7" not in screen
+    assert "step 3/7  loss 2.5000" in (tmp_path / LOG_FILE).read_text()
+
+
+def test_warnings_reach_both_and_the_logger_is_left_as_it_was(tmp_path, pipe):
+    handlers = list(logger.handlers)
+    with logging_to(tmp_path, pipe):
+        logging.getLogger("megatrain.engine").warning(
+            "step %d skipped: the gradient is not finite", 7
+        )
+    assert pipe.file.getvalue() == "warning: step 7 skipped: the gradient is not finite\n"
+    assert "WARNING step 7 skipped" in (tmp_path / LOG_FILE).read_text()
+    assert logger.handlers == handlers
+
+
+def test_on_a_full_disk_the_log_s_lines_wait_and_the_run_goes_on(tmp_path, pipe, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with logging_to(tmp_path, pipe):
+            logger.info("one")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            logger.info("two")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            logger.info("three")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            logger.info("four")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line.split()[-1] for line in (tmp_path / LOG_FILE).read_text().splitlines()] == [
+        "one",
+        "two",
+        "three",
+    ]
+    assert pipe.file.getvalue().split() == ["one", "two", "three", "four"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_line_is_not_wrapped_in_a_pipe(tmp_path, pipe):
+    with logging_to(tmp_path, pipe):
+        logger.info("word " * 100)
+    assert pipe.file.getvalue().count("\n") == 1
+
+
+def test_a_path_or_a_bracket_is_not_markup(tmp_path, pipe):
+    with logging_to(tmp_path, pipe):
+        logger.info("rows [3/4] of [bold]x[/bold]")
+    assert pipe.file.getvalue() == "rows [3/4] of [bold]x[/bold]\n"
+
+
+def test_a_resumed_run_of_unknown_length_shows_its_first_step_and_no_time_left(tmp_path, pipe):
+    with (
+        logging_to(tmp_path, pipe),
+        Progress(pipe, total_steps=None, first_step=40, log_every=100) as progress,
+    ):
+        progress.step(replace(STEP, step=41))
+        progress.step(replace(STEP, step=42))
+    assert pipe.file.getvalue().startswith("step 41  loss")
+    assert "time left -" in pipe.file.getvalue()
+    assert len(pipe.file.getvalue().splitlines()) == 1
+    assert progress.time == StepTime(compute=2.8, wait_update=1.2)
+
+
+def test_what_happens_between_steps_is_timed(tmp_path, pipe):
+    with logging_to(tmp_path, pipe), Progress(pipe, total_steps=3) as progress:
+        progress.evaluated(0, 3.25, 1.5)
+        progress.saved(tmp_path / "checkpoint-1", 2.0)
+        progress.saved(tmp_path / "checkpoint-2", 61.0)
+    assert progress.outside_s == {"evaluating": 1.5, "saving": 63.0}
+    assert f"saved {tmp_path / 'checkpoint-2'} in 1m01s" in pipe.file.getvalue()
+
+
+# -- the panel's own thread ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "REDRAWS_PER_S", 100)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def screen_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def shown_lines(screen: str) -> list[str]:
+    """What remains on a terminal of this output: cursor movements and erased lines are obeyed."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", screen):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif moved := re.fullmatch(r"\x1b\[(\d+)A", part):
+            row -= int(moved[1])
+        elif part and not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_the_panel_is_redrawn_while_a_step_goes_on(tmp_path, terminal, redrawn):
+    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7):
+        until(lambda: screen_of(terminal).count("step 0 of 7") > 3)
+        until(lambda: "step 0 of 7, 0.1s" in screen_of(terminal))
+    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7) as progress:
+        progress.step(replace(STEP, step=3))
+        drawn = screen_of(terminal).count("step 3 of 7")
+        until(lambda: screen_of(terminal).count("step 3 of 7") > drawn + 3)
+
+
+def test_lines_of_the_log_stand_whole_above_the_panel(tmp_path, terminal, redrawn):
+    """Printed from several threads while another one redraws."""
+
+    def talk(name: str) -> None:
+        for number in range(50):
+            logger.warning(f"{name} says {number}")
+
+    names = ("reader", "writer", "engine")
+    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7) as progress:
+        talkers = [threading.Thread(target=talk, args=(name,)) for name in names]
+        for talker in talkers:
+            talker.start()
+        for step in range(1, 7):
+            progress.step(replace(STEP, step=step))
+            time.sleep(0.01)
+        for talker in talkers:
+            talker.join()
+        until(lambda: "step 6 of 7" in screen_of(terminal))
+    left = shown_lines(screen_of(terminal))
+    assert sorted(left) == sorted(f"warning: {n} says {i}" for n in names for i in range(50))
+
+
+class Torn(Exception):
+    pass
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise Torn
+
+
+@pytest.mark.parametrize(
+    ("end", "ending"),
+    [
+        (lambda: None, nullcontext()),
+        (fail, pytest.raises(Torn)),
+        (interrupt, pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["ends", "fails", "interrupted"],
+)
+def test_the_thread_ends_with_the_block_however_that_ends(tmp_path, terminal, redrawn, end, ending):
+    before = set(threading.enumerate())
+    progress = Progress(terminal, total_steps=7)
+    with ending, logging_to(tmp_path, terminal), progress:
+        progress.step(STEP)
+        (thread,) = set(threading.enumerate()) - before
+        end()
+    until(lambda: not thread.is_alive())
+    size = len(screen_of(terminal))
+    time.sleep(0.05)
+    assert len(screen_of(terminal)) == size
+    assert screen_of(terminal).rfind("\x1b[?25h") > screen_of(terminal).rfind("\x1b[?25l")
+
+
+def test_no_thread_off_a_terminal(tmp_path, pipe):
+    before = threading.active_count()
+    with logging_to(tmp_path, pipe), Progress(pipe, total_steps=7) as progress:
+        progress.step(STEP)
+        assert threading.active_count() == before
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path):
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert run(tmp_path, dumb).count("step 3/7") == 1

@@ -1,0 +1,91 @@
+"""The timeline of a step: a file that Perfetto reads, with every thread under its name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.streams import Lane
+from megatrain.errors import StorageError
+from megatrain.reporting.tracing import claim, covered, record_timeline, rename_rows
+
+CPU = torch.device("cpu")
+
+
+def read(path: Path) -> dict[str, Any]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        trace: dict[str, Any] = json.load(file)
+    return trace
+
+
+def row_names(trace: dict[str, Any]) -> dict[int, str]:
+    return {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_what_lanes_do_is_on_the_timeline_under_their_names(tmp_path, name):
+    lane = Lane("upload")
+    a = torch.ones(8, 8)
+    try:
+        with record_timeline(tmp_path / name, CPU) as trace:
+            a @ a
+            lane.submit(lambda _: a.cumsum(0)).wait_host()
+        trace_of = read(tmp_path / name)
+    finally:
+        lane.close()
+    rows = row_names(trace_of)
+    done = {
+        event["name"]: rows[event["tid"]]
+        for event in trace_of["traceEvents"]
+        if event.get("cat") == "cpu_op"
+    }
+    assert done["aten::cumsum"] == "megatrain-upload"
+    assert done["aten::mm"] == threading.current_thread().name
+    assert "aten::mm" in trace.table
+
+
+def test_streams_are_named_after_what_they_mostly_do(tmp_path):
+    def work(row: int, cat: str, name: str, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "pid": 0, "tid": row, "cat": cat, "name": name, "dur": dur}
+
+    rows = [
+        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": f"stream {row} "}}
+        for row in (7, 13, 17)
+    ]
+    events = [
+        work(7, "kernel", "gemm", 50.0),
+        work(7, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1.0),
+        work(13, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 9.0),
+        work(17, "kernel", "add", 2.0),
+        work(17, "gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 9.0),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*rows, *events]}))
+    rename_rows(path, {})
+    assert row_names(read(path)) == {
+        7: "stream 7: compute",
+        13: "stream 13: upload",
+        17: "stream 17: download",
+    }
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="choose another file for --profile"):
+        claim(tmp_path / "file" / "trace.json")
+
+
+def test_what_overlaps_is_covered_once():
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (3, 4)]) == 6

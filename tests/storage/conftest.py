@@ -1,0 +1,149 @@
+"""An engine that stands still, for tests of what is written and read back."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatrain.memory.layout import ArraySpec
+from megatrain.memory.store import Store
+from megatrain.models.anatomy import Anatomy, layouts_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.optim import AdamW
+from megatrain.storage.checkpoint import save_checkpoint
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=32,
+    max_position_embeddings=16,
+)
+ARRAYS = {
+    "bfloat16": [
+        ("weight", torch.bfloat16),
+        ("remainder", torch.int16),
+        ("exp_avg", torch.float32),
+        ("exp_avg_sq", torch.float32),
+    ],
+    "float32": [
+        ("weight", torch.float32),
+        ("exp_avg", torch.float32),
+        ("exp_avg_sq", torch.float32),
+    ],
+}
+
+
+class StillEngine:
+    """An engine as a checkpoint sees it, without threads.
+
+    `update(n)` is pending for each block until it is waited for.
+    """
+
+    optimizer = AdamW()
+
+    def __init__(self, config: Any = CONFIG, precision: str = "bfloat16") -> None:
+        self.precision = precision
+        self.hf_config = config
+        self.anatomy: Anatomy = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"]).anatomy
+        specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
+        self.store = Store(
+            layouts_of(self.anatomy),
+            [*specs, ArraySpec("grad", torch.bfloat16)],
+            device=torch.device("cpu"),
+            threads=1,
+        )
+        self.updates = 0
+        self.pending: dict[int, int] = {}
+        self.lock = threading.Lock()  # several writers may wait for one block
+        self.update(0)
+
+    def update(self, number: int) -> None:
+        """Every array gets values that tell the update."""
+        self.updates = number
+        self.pending = {block.index: number for block in self.anatomy.blocks}
+
+    def wait_ready(self, block: int) -> None:
+        with self.lock:
+            self._finish(block)
+
+    def _finish(self, block: int) -> None:
+        number = self.pending.pop(block, None)
+        if number is None:
+            return
+        for index, (name, dtype) in enumerate(ARRAYS[self.precision]):
+            for view in (
+                self.anatomy.blocks[block].layout.views(self.store.array(name, block)).values()
+            ):
+                ramp = (
+                    torch.arange(view.numel())
+                    .mul(17)
+                    .add(1000 * number + 100 * block + index)
+                    .remainder(30000)
+                )
+                view.copy_(ramp.view(view.shape).to(dtype))
+
+    def state(self) -> dict[str, int]:
+        return {"updates": self.updates}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        self.updates = state["updates"]
+
+    def bits(self) -> str:
+        """A digest of all that a checkpoint keeps."""
+        digest = hashlib.sha256()
+        for block in self.anatomy.blocks:
+            self.wait_ready(block.index)
+            for name, _ in ARRAYS[self.precision]:
+                digest.update(self.store.array(name, block.index).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+@pytest.fixture
+def new_engine() -> Iterator[Callable[..., StillEngine]]:
+    """Makes engines: what is named may differ from the usual."""
+    made = []
+
+    def make(
+        layers: int = 2, precision: str = "bfloat16", vocab_size: int = CONFIG.vocab_size
+    ) -> StillEngine:
+        config = copy.deepcopy(CONFIG)
+        config.num_hidden_layers, config.vocab_size = layers, vocab_size
+        made.append(StillEngine(config, precision))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.store.close()
+
+
+@pytest.fixture
+def engine(new_engine: Callable[..., StillEngine]) -> StillEngine:
+    return new_engine()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def save(run_dir: Path, engine: StillEngine) -> Callable[..., Path]:
+    """Saves the given steps one after another; returns the last checkpoint."""
+
+    def save_steps(*steps: int, keep: int = 9) -> Path:
+        for step in steps:
+            engine.update(step)
+            save_checkpoint(run_dir, step, engine, None, {"step": step}, keep)
+        return run_dir / f"checkpoint-{steps[-1]}"
+
+    return save_steps

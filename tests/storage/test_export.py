@@ -1,0 +1,298 @@
+"""Model folders: transformers loads what the engine or the checkpoint has."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError, StorageError
+from megatrain.optim.split import join_master
+from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.export import export, save_pretrained
+from megatrain.storage.safetensors_writer import plan_shards
+
+IDS = torch.arange(24).view(2, 12)
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SMALL, intermediate_size=24, tie_word_embeddings=True),
+    "gpt-neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=24),
+}
+
+
+def trained(config: transformers.PretrainedConfig, precision: str) -> Engine:
+    engine = Engine.from_config(config, precision=precision, device="cpu")
+    engine.forward_backward([{"input_ids": IDS, "labels": IDS}])
+    engine.step(lr=1e-3)
+    return engine
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with trained(CONFIGS["llama"], request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def bf16_engine() -> Iterator[Engine]:
+    with trained(CONFIGS["llama"], "bfloat16") as engine:
+        yield engine
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    words = {"<unk>": 0, "</s>": 1, "hello": 2}
+    result = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        eos_token="</s>",
+        pad_token="</s>",
+    )
+    result.chat_template = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    return result
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float()  # type: ignore[no-any-return]
+
+
+def masters(engine: Engine) -> dict[str, torch.Tensor]:
+    result = {}
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)
+        result.update(
+            block.layout.views(
+                join_master(
+                    engine.store.array("weight", block.index),
+                    engine.store.array("remainder", block.index),
+                )
+            )
+        )
+    return result
+
+
+def test_a_saved_engine_gives_its_own_logits_in_transformers(
+    tmp_path: Path, engine: Engine
+) -> None:
+    expected = engine.logits(IDS).float()
+    save_pretrained(engine, tmp_path / "out")
+    assert torch.equal(logits_of(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_files_carry_the_published_names(tmp_path: Path, family: str) -> None:
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(
+        tmp_path / "theirs"
+    )
+    with trained(CONFIGS[family], "float32") as engine:
+        save_pretrained(engine, tmp_path / "ours")
+        assert (
+            load_file(tmp_path / "ours" / "model.safetensors").keys()
+            == load_file(tmp_path / "theirs" / "model.safetensors").keys()
+        )
+        assert torch.allclose(logits_of(tmp_path / "ours"), engine.logits(IDS), atol=1e-5)
+
+
+def test_the_folder_is_complete(tmp_path: Path, bf16_engine: Engine) -> None:
+    generation = transformers.GenerationConfig(
+        eos_token_id=[1, 2], temperature=0.7
+    )  # sampling off, as published models have it
+    save_pretrained(bf16_engine, tmp_path / "out", tokenizer(), generation)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"], config["use_cache"]) == (
+        ["LlamaForCausalLM"],
+        "bfloat16",
+        True,
+    )
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        loaded.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+        == "hello</s>"
+    )
+
+
+def test_large_models_are_cut_into_shards(
+    tmp_path: Path, bf16_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatrain.storage.export.plan_shards", partial(plan_shards, shard_bytes=2000)
+    )
+    expected = bf16_engine.logits(IDS).float()
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    for folder in (tmp_path / "run" / "last", export(tmp_path / "run", tmp_path / "out")):
+        assert len(list(folder.glob("model-*.safetensors"))) > 3
+        assert torch.equal(logits_of(folder), expected)
+    whole = export(tmp_path / "run", tmp_path / "whole", "float32")
+    assert load_file(next(whole.glob("model-00001-*")))
+
+
+def test_an_export_is_the_checkpoints_model_without_copying_weights(
+    tmp_path: Path, engine: Engine
+) -> None:
+    expected = engine.logits(IDS).float()
+    folder = save_checkpoint(tmp_path / "run", 1, engine, tokenizer(), {})
+    out = export(tmp_path / "run", tmp_path / "out")
+    assert torch.equal(logits_of(out), expected)
+    assert (out / "model.safetensors").samefile(folder / "model.safetensors")
+    assert not (out / "config.json").samefile(folder / "config.json"), (
+        "an edit of the export must not reach the checkpoint"
+    )
+    assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()} - {
+        "optimizer",
+        "state.json",
+        "MANIFEST.json",
+    }
+
+
+def test_several_chat_templates_go_along(tmp_path: Path, engine: Engine) -> None:
+    several = tokenizer()
+    several.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    save_checkpoint(tmp_path / "run", 1, engine, several, {})
+    out = export(tmp_path / "run", tmp_path / "out")
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
+
+
+def test_float32_is_the_exact_master(tmp_path: Path, bf16_engine: Engine) -> None:
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    out = export(tmp_path / "run", tmp_path / "out", dtype="float32")
+    exported, expected = load_file(out / "model.safetensors"), masters(bf16_engine)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in expected.values())
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+
+
+def test_bfloat16_of_a_float32_run_is_rounded_to_nearest(tmp_path: Path) -> None:
+    with trained(CONFIGS["llama"], "float32") as engine:
+        save_checkpoint(tmp_path / "run", 1, engine, None, {})
+        exported = load_file(
+            export(tmp_path / "run", tmp_path / "out", dtype="bfloat16") / "model.safetensors"
+        )
+        assert all(
+            torch.equal(exported[name], weight.bfloat16()) for name, weight in engine.iter_weights()
+        )
+
+
+def test_best_last_and_final_are_found(tmp_path: Path, bf16_engine: Engine) -> None:
+    run = tmp_path / "run"
+    save_checkpoint(run, 1, bf16_engine, None, {}, best=True)
+    save_checkpoint(run, 2, bf16_engine, None, {})
+    save_checkpoint(run, 3, bf16_engine, None, {})
+    write_final(run, "checkpoint-2")
+    which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 2}
+    for name, step in which.items():
+        out = export(run, tmp_path / f"out-{name}", checkpoint=name)
+        assert (out / "model.safetensors").samefile(
+            run / f"checkpoint-{step}" / "model.safetensors"
+        ), name
+
+
+def test_one_checkpoint_can_be_named_by_its_folder(tmp_path: Path, bf16_engine: Engine) -> None:
+    folder = save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    assert (export(folder, tmp_path / "out") / "model.safetensors").exists()
+
+
+def test_an_occupied_folder_is_refused(tmp_path: Path, bf16_engine: Engine) -> None:
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "run", tmp_path / "empty")
+    with pytest.raises(ConfigError, match="empty: exists and is not an empty folder"):
+        export(tmp_path / "run", tmp_path / "empty")
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        save_pretrained(bf16_engine, tmp_path / "empty")
+
+
+def test_an_unknown_dtype_or_checkpoint_is_refused(tmp_path: Path, bf16_engine: Engine) -> None:
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    with pytest.raises(ConfigError, match="'fp8' is not one of bfloat16, float32"):
+        export(tmp_path / "run", tmp_path / "out", dtype="fp8")
+    with pytest.raises(ConfigError, match="no checkpoint best"):
+        export(tmp_path / "run", tmp_path / "out", checkpoint="best")
+    with pytest.raises(ConfigError, match="there is none at all"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, bf16_engine: Engine) -> None:
+    file = save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {}) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(StorageError, match=r"model\.safetensors: does not match its checksum"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("limit", [100, 400, 3000])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, bf16_engine: Engine, limit: int) -> None:
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, tokenizer(), {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(StorageError, match="errno 27"):
+            save_pretrained(bf16_engine, tmp_path / "out", tokenizer())
+        with pytest.raises(StorageError, match="errno 27"):
+            export(tmp_path / "run", tmp_path / "out", dtype="float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_storage_error(
+    tmp_path: Path, bf16_engine: Engine
+) -> None:
+    large = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(
+            WordLevel({f"word{i}": i for i in range(5000)}, unk_token="word0")
+        )
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, hard))
+    try:
+        with pytest.raises(StorageError, match="27"):
+            save_pretrained(bf16_engine, tmp_path / "out", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_resumed_engine_continues_bit_for_bit(tmp_path: Path, engine: Engine) -> None:
+    from megatrain.storage.restore import load_checkpoint
+
+    def go_on(one: Engine) -> dict[str, torch.Tensor]:
+        for _ in range(3):
+            one.forward_backward([{"input_ids": IDS, "labels": IDS}])
+            one.step(lr=1e-3)
+        for block in one.anatomy.blocks:
+            one.wait_ready(block.index)
+        return {
+            f"{name} {b.index}": one.store.array(name, b.index).clone()
+            for name in one.store.arrays
+            for b in one.anatomy.blocks
+        }
+
+    folder = save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    with Engine.from_config(
+        CONFIGS["llama"], precision=engine.precision, device="cpu", seed=9
+    ) as other:
+        load_checkpoint(folder, other)
+        assert other.state() == engine.state()
+        expected, found = go_on(engine), go_on(other)
+    assert all(torch.equal(found[name], array) for name, array in expected.items())

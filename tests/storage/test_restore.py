@@ -1,0 +1,172 @@
+"""A checkpoint is read once; if it turns out damaged, the one before is loaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.errors import ConfigError, StorageError
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.manifest import read_manifest
+from megatrain.storage.restore import Resumable, find_resumable, load_checkpoint, load_resumable
+from megatrain.storage.safetensors_reader import HashedReader
+from megatrain.storage.safetensors_writer import WrittenFile, write_safetensors
+
+Save = Callable[..., Path]
+
+
+def flip(path: Path, position: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files, from the page cache too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+
+
+def test_every_byte_is_read_once(run_dir: Path, new_engine: Any) -> None:
+    engine = new_engine(vocab_size=20_000)  # beside which headers are small
+    path = save_checkpoint(run_dir, 1, engine, None, {})
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    before = bytes_read()
+    load_checkpoint(path, engine)
+    assert size <= bytes_read() - before < 1.05 * size
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer/block-00001.safetensors", "state.json", "config.json"]
+)
+def test_a_checkpoint_that_turns_out_damaged_gives_way(
+    run_dir: Path, engine: Any, save: Save, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    engine.update(2)
+    save(2)
+    saved = engine.bits()
+    engine.update(3)
+    newest = save(3)
+    flip(newest / file)
+    engine.update(4)
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        path, _ = load_resumable(run_dir, engine, Resumable(newest, ()))
+    assert path == run_dir / "checkpoint-2"
+    assert (engine.updates, engine.bits()) == (2, saved)
+    (warning,) = caplog.messages
+    assert f"checkpoint-3/{file}" in warning
+    assert "checksum" in warning
+
+
+def test_when_all_are_damaged_the_way_out_is_named(run_dir: Path, engine: Any, save: Save) -> None:
+    for step in (1, 2):
+        flip(save(step) / "optimizer" / "block-00000.safetensors")
+    with pytest.raises(
+        StorageError,
+        match=r"no intact checkpoint to go on from; start again: megatrain train .*config\.yaml",
+    ):
+        load_resumable(run_dir, engine, Resumable(run_dir / "checkpoint-2", ()))
+
+
+def test_a_damaged_name_of_a_tensor_is_damage_and_no_other_model(
+    run_dir: Path, engine: Any, new_engine: Any, save: Save
+) -> None:
+    folder = save(1)
+    file = folder / "optimizer" / "block-00001.safetensors"
+    flip(file, file.read_bytes().index(b"exp_avg_sq"))
+    with pytest.raises(
+        StorageError, match=r"block-00001\.safetensors: does not match its checksum"
+    ):
+        load_checkpoint(folder, engine)
+    flip(file, file.read_bytes().index(b"dxp_avg_sq"))
+    with pytest.raises(ConfigError, match="parameters"):
+        load_checkpoint(folder, new_engine(layers=3))
+
+
+def test_every_checkpoint_that_is_passed_over_is_named_once(
+    run_dir: Path, engine: Any, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(1, 2, 3, keep=4)
+    newest = save(4, keep=4)
+    (newest / "MANIFEST.json").unlink()
+    flip(run_dir / "checkpoint-3" / "model.safetensors")
+    (run_dir / "checkpoint-2" / "state.json").unlink()
+    found = find_resumable(run_dir, deep=False)
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        path, _ = load_resumable(run_dir, engine, found)
+    assert path == run_dir / "checkpoint-1"
+    named = [
+        name
+        for warning in (*found.warnings, *caplog.messages)
+        for name in re.findall(r"checkpoint-\d", warning)
+    ]
+    assert named == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+
+
+def test_a_drive_that_fails_is_not_taken_for_a_damaged_checkpoint(
+    run_dir: Path,
+    engine: Any,
+    save: Save,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise StorageError(
+            "/nvme/swap: cannot read it: Input/output error (errno 5); check the disk"
+        )
+
+    save(1, 2)
+    monkeypatch.setattr(engine.store, "lease", fails)
+    with (
+        caplog.at_level(logging.WARNING, logger="megatrain"),
+        pytest.raises(StorageError, match="/nvme/swap: cannot read it"),
+    ):
+        load_resumable(run_dir, engine, find_resumable(run_dir, deep=False))
+    assert caplog.messages == []
+
+
+def test_damage_ends_the_reading(
+    run_dir: Path, new_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine(layers=20)
+    folder = save_checkpoint(run_dir, 1, engine, None, {})
+    flip(folder / "model.safetensors")  # which comes first
+    begun: list[Path] = []
+
+    class Noted(HashedReader):
+        def __init__(self, path: Path) -> None:
+            if begun:
+                time.sleep(
+                    0.5
+                )  # files this small would all be read before the waiting thread wakes up
+            begun.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr("megatrain.storage.restore.HashedReader", Noted)
+    monkeypatch.setattr("megatrain.storage.safetensors_reader.IO_THREADS", 1)
+    with pytest.raises(StorageError, match=r"model\.safetensors: does not match its checksum"):
+        load_checkpoint(folder, engine)
+    assert len(begun) < 5
+
+
+def test_a_file_without_tensors_is_checked_too(run_dir: Path, engine: Any, save: Save) -> None:
+    folder = save(1)
+    path, manifest = folder / "optimizer" / "block-00009.safetensors", read_manifest(folder)
+    written = write_safetensors(path, [], {"format": "pt", "step": "1"})
+    files = manifest.files | {
+        "optimizer/block-00009.safetensors": WrittenFile(path.name, written.nbytes, written.sha256)
+    }
+    (folder / "MANIFEST.json").write_bytes(replace(manifest, files=files).encode())
+    load_checkpoint(folder, engine)
+    flip(path, path.read_bytes().index(b'"pt"') + 1)
+    with pytest.raises(
+        StorageError, match=r"block-00009\.safetensors: does not match its checksum"
+    ):
+        load_checkpoint(folder, engine)

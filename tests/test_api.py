@@ -1,0 +1,225 @@
+"""`import megatrain as mt`: plans and engines from Python are those of the commands, and wrong arguments get a sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain as mt
+from megatrain.cli import main
+from megatrain.engine.engine import Engine
+from megatrain.recipes.api import config_of
+from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
+
+BATCHES = full_batches(0, [(2, 16), (2, 16)])
+PLANNED: dict[str, Any] = {"tokens_per_step": 64, "seq_len": 16}
+
+
+def test_every_name_is_there_and_listed_once():
+    assert sorted(mt.__all__) == sorted(set(mt.__all__))
+    for name in mt.__all__:
+        assert getattr(mt, name) is not None
+    wanted = "AdamW Config Engine Lion Muon Settings StepResult errors evaluate export load_config losses"
+    assert {*wanted.split(), "plan", "resume", "train"} <= {*mt.__all__}
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        mt.trian  # noqa: B018
+
+
+def test_keywords_are_spelled_out_and_the_same_in_both_constructors():
+    ours, theirs = (
+        {
+            name: parameter.default
+            for name, parameter in inspect.signature(make).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        for make in (Engine.from_pretrained, Engine.from_config)
+    )
+    assert ours.pop("revision") is None
+    assert ours == theirs
+    assert ours["settings"] == "auto"
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Path:
+    tiny_config("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def as_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def comparable(plan: dict[str, Any]) -> dict[str, Any]:
+    """Without what the process holds, which is measured at each call."""
+    host = {name: size for name, size in plan["host"].items() if name != "the process so far"}
+    kept = ("choices", "device", "nvme", "disk", "job", "timing", "steps")
+    return {name: plan[name] for name in kept} | {"host": host}
+
+
+def test_plan_is_the_command_s(config_folder: Path, capsys: pytest.CaptureFixture[str]):
+    elsewhere: dict[str, Any] = {"gpu": "RTX 4090", "ram": "64GiB"}
+    ours = mt.plan(config_folder, **PLANNED, **elsewhere, optimizer={"moments": "int8"})
+    theirs = as_command(
+        capsys, str(config_folder), "--gpu", "RTX 4090", "--ram", "64GiB", "train.tokens_per_step=64",
+        "train.seq_len=16", "optimizer.moments=int8",
+    )  # fmt: skip
+    assert comparable(json.loads(json.dumps(ours.to_dict()))) == comparable(theirs)
+
+
+def test_plan_takes_a_file_a_mapping_and_a_config(config_folder: Path, tmp_path: Path):
+    given = {
+        "model": {"config": str(config_folder), "init": "random"},
+        "method": "pretrain",
+        "data": {"train": "rows.txt"},
+        "train": {"tokens_per_step": 32, "seq_len": 16},
+    }
+    (tmp_path / "cfg.yaml").write_text(json.dumps(given))
+    config = mt.load_config(tmp_path / "cfg.yaml")
+    targets: list[Any] = [str(tmp_path / "cfg.yaml"), given, config]
+    for target in targets:
+        with pytest.raises(mt.errors.ModelError, match="tokenizer"):
+            mt.plan(target)  # as the command: a config names rows, which want a tokenizer
+    assert mt.load_config(given) == config
+    assert config_of(config, {"train": {"seq_len": 8}}) == mt.load_config(
+        given, {"train.seq_len": 8}
+    )
+    assert mt.load_config(given, {"train.seq_len": 8}).train.seq_len == 8
+    assert mt.load_config(given, {"train": {"seq_len": 8}}).train.seq_len == 8
+
+
+@pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "unclipped"])
+def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(config_folder, clip):
+    plan = mt.plan(config_folder, **PLANNED, train={"max_grad_norm": clip}, precision="float32")
+    with Engine.from_plan(plan) as planned:
+        assert planned.settings == plan.choices.settings(plan.job)
+        losses = [planned.train_step(BATCHES, lr=1e-3).loss for _ in range(3)]
+    with Engine.from_config(
+        config_folder, **PLANNED, max_grad_norm=clip, precision="float32", seed=0
+    ) as engine:
+        assert engine.settings == planned.settings
+        assert [engine.train_step(BATCHES, lr=1e-3).loss for _ in range(3)] == losses
+    assert losses[2] < losses[0]
+
+
+def test_without_a_step_s_size_everything_is_streamed_and_that_is_said(caplog):
+    with caplog.at_level(logging.WARNING), Engine.from_config(tiny_config("llama")) as engine:
+        assert (engine.settings.resident, engine.settings.retained) == (0, 0)
+    assert "tokens_per_step and seq_len" in caplog.text
+
+
+def test_settings_are_taken_at_their_word(caplog):
+    settings = mt.Settings(resident=2, update_threads=3)
+    with Engine.from_config(tiny_config("llama"), settings=settings) as engine:
+        assert engine.settings == settings
+    assert caplog.text == ""
+
+
+def test_from_pretrained_plans_and_reads_the_weights(tmp_path):
+    model = plain_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    memory = {"host": "4GiB", "nvme": None}
+    with Engine.from_pretrained(
+        tmp_path / "model", **PLANNED, precision="float32", memory=memory
+    ) as engine:
+        weights = dict(engine.iter_weights())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights[name], parameter), name
+
+
+def test_a_plan_that_does_not_fit_opens_no_engine(config_folder):
+    with pytest.raises(mt.errors.PlanError, match="does not fit"):
+        Engine.from_config(config_folder, **PLANNED, memory={"host": "8MiB"})
+    plan = mt.plan(config_folder, **PLANNED, memory={"host": "8MiB"})
+    with pytest.raises(mt.errors.PlanError, match="does not fit"):
+        Engine.from_plan(plan)
+
+
+def test_a_plan_for_another_machine_opens_no_engine(config_folder):
+    plan = mt.plan(config_folder, **PLANNED, gpu="H200", ram="128GiB")
+    with pytest.raises(mt.errors.PlanError, match=r"another machine .*H200"):
+        Engine.from_plan(plan)
+    with pytest.raises(mt.errors.PlanError, match="make it with"):
+        Engine.from_plan(replace(plan, made_of=None))
+
+
+# -- wrong arguments ------------------------------------------------------------------------------
+
+LLAMA = tiny_config("llama")
+make: Any = Engine.from_config  # wrong types are the point here
+plan: Any = mt.plan
+load_config: Any = mt.load_config
+WRONG: dict[str, tuple[Any, str]] = {
+    "optimizer class": (lambda: make(LLAMA, optimizer=mt.AdamW), "optimizer: .* is none"),
+    "optimizer name": (lambda: make(LLAMA, optimizer="adamw"), "optimizer: 'adamw' is none"),
+    "settings": (lambda: make(LLAMA, settings={"groups": 2}), "settings: .* neither"),
+    "seed": (lambda: make(LLAMA, seed="7"), "seed: '7'"),
+    "clip": (lambda: make(LLAMA, max_grad_norm=-1), "max_grad_norm: -1 is out of range"),
+    "one of two": (lambda: make(LLAMA, seq_len=16), "both tokens_per_step and seq_len"),
+    "tokens": (lambda: make(LLAMA, tokens_per_step="64", seq_len=16), "tokens_per_step: '64'"),
+    "too long": (lambda: make(LLAMA, tokens_per_step=640, seq_len=640), "seq_len: 640 exceeds"),
+    "memory key": (lambda: make(LLAMA, **PLANNED, memory={"ram": "1GiB"}), "'ram' is unknown"),
+    "memory size": (lambda: make(LLAMA, **PLANNED, memory={"host": "much"}), "host must be a size"),
+    "memory beside settings": (
+        lambda: make(LLAMA, settings=mt.Settings(), memory={"host": "1GiB"}), "are for settings='auto'"
+    ),
+    "size beside settings": (
+        lambda: make(LLAMA, settings=mt.Settings(), **PLANNED), "are for settings='auto'"
+    ),
+    "plan cores alone": (lambda: plan("tiny", cores=4), "and cores to them"),
+    "model": (lambda: make({"model_type": "llama"}), "config: dict is neither"),
+    "plan key": (lambda: plan("tiny", optimiser={"name": "lion"}), "did you mean optimizer"),
+    "plan nested key": (lambda: plan("tiny", train={"seqlen": 8}), "train.seqlen: did you mean seq_len"),
+    "plan gpu alone": (lambda: plan("tiny", gpu="H200"), "gpu and ram belong together"),
+    "plan of nothing": (lambda: plan(None), "neither a path nor a name"),
+    "config of a list": (lambda: load_config(["a"]), "a file or a mapping"),
+    "dtype": (lambda: mt.export("run", "out", dtype="fp16"), "dtype must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_gets_a_sentence(case: str):
+    call, message = WRONG[case]
+    with pytest.raises(mt.errors.MegaTrainError, match=message):
+        call()
+
+
+BATCH = micro_batches(0, [(2, 8)])[0]
+WRONG_BATCHES: dict[str, tuple[Any, str]] = {
+    "a dict": (BATCH, "micro_batches must be a list of dicts of tensors, not dict"),
+    "a tensor": (BATCH["input_ids"], "not Tensor"),
+    "nothing": (None, "not NoneType"),
+    "a list of tensors": ([BATCH["input_ids"]], "micro-batch 0 is Tensor"),
+    "lists for tensors": ([{name: value.tolist() for name, value in BATCH.items()}], "input_ids of micro-batch 0 are list"),
+    "a missing key": ([{"input_ids": BATCH["input_ids"]}], "micro-batch 0 has no labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_BATCHES)
+@pytest.mark.parametrize("call", ["train_step", "forward_backward", "evaluate"])
+def test_wrong_micro_batches_get_a_sentence(case: str, call: str):
+    batches, message = WRONG_BATCHES[case]
+    with engine_of(tiny_config("llama")) as engine:
+        with pytest.raises(mt.errors.DataError, match=message):
+            getattr(engine, call)(batches)
+        assert engine.train_step([BATCH]).target_tokens > 0
+
+
+def test_a_wrong_loss_or_rate_gets_a_sentence():
+    with engine_of(tiny_config("llama")) as engine:
+        train: Any = engine.train_step
+        with pytest.raises(mt.errors.MegaTrainError, match=r"loss: .* has no denominator"):
+            train([BATCH], loss=lambda *_: 0)
+        with pytest.raises(mt.errors.MegaTrainError, match="lr: 'fast' is not a number"):
+            train([BATCH], lr="fast")
+        assert engine.train_step([BATCH]).target_tokens > 0

@@ -1,0 +1,157 @@
+"""The pages: links and named files exist, generated pages are fresh, the README stays short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import config_reference, what_fits, write_page
+from megatrain.config import config_schema, load_config
+
+ROOT = Path(__file__).parent.parent
+DECISIONS = ROOT / "docs" / "decisions"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+OF_THE_DAY = ROOT / "docs" / "log"  # entries name the files of their day
+WIDTH = 120
+NAMED_FILE = re.compile(
+    r"`((?:megatrain|tests|benchmarks|docs|examples)/[\w./-]+\.(?:py|md|json))`"
+)
+
+
+def prose(page: Path) -> Iterator[str]:
+    """The page's lines outside code blocks."""
+    code = False
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            code = not code
+        elif not code:
+            yield line
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = (line.lstrip("#").strip().lower() for line in prose(page) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page to a file or heading that does not exist."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(page))):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def missing_files(page: Path) -> list[str]:
+    """Files of the repository that a page names in backticks and that do not exist."""
+    return [name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+
+
+def test_links_lead_somewhere():
+    assert {page: broken for page in PAGES if (broken := broken_links(page))} == {}
+
+
+def test_files_that_a_page_names_exist():
+    today = [page for page in PAGES if OF_THE_DAY not in page.parents]
+    assert {page: missing for page in today if (missing := missing_files(page))} == {}
+
+
+def test_lines_are_short():
+    lines = [(page, line) for page in PAGES for line in prose(page)]
+    table_or_picture = ("|", "![")
+    assert [
+        (page, line)
+        for page, line in lines
+        if len(line) > WIDTH and not line.startswith(table_or_picture)
+    ] == []
+
+
+def test_what_is_broken_is_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    good = "[a](page.md#a-heading-its-own) [b](https://example.org/none) `megatrain/cli.py`"
+    page.write_text(f"# A heading, it's own\n\n{good}\n")
+    assert broken_links(page) == missing_files(page) == []
+    page.write_text("# A heading\n\n[a](none.md) [b](#another) `megatrain/none.py`\n")
+    assert broken_links(page) == ["none.md", "#another"]
+    assert missing_files(page) == ["megatrain/none.py"]
+
+
+def test_the_config_reference_is_what_the_schema_says():
+    assert config_reference.PAGE.read_text() == config_reference.page(), (
+        "run python -m benchmarks.config_reference"
+    )
+
+
+def test_the_config_reference_has_every_key():
+    sections = list(config_reference.sections(config_schema()))
+    keys = [key for _, _, keys in sections for key in keys]
+    assert {"train", "memory"} <= {name for name, _, _ in sections}
+    assert {"learning_rate", "nvme_blocks", "path", "output"} <= set(keys)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"enum": ["a", "b"]}, "`a`, `b`"),
+        (
+            {"anyOf": [{"minimum": 1, "type": "integer"}, {"type": "null"}]},
+            "integer >= 1 or `null`",
+        ),
+        ({"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, "number > 0 and <= 1"),
+        ({"minimum": 2**20, "type": "integer"}, "size"),
+        ({"items": {"type": "string"}, "type": "array"}, "a folder or a list of them"),
+    ],
+)
+def test_values_of_a_key_in_words(schema: config_reference.Schema, words: str):
+    assert config_reference.takes(schema) == words
+
+
+def test_the_page_of_what_fits_has_a_place_for_its_tables():
+    text = what_fits.PAGE.read_text()
+    written = write_page.filled(text, {"tables": ["a table"]})
+    assert "a table" in written
+    assert written.partition("<!-- tables -->")[0] == text.partition("<!-- tables -->")[0]
+
+
+def test_the_index_lists_every_decision_by_its_title():
+    index = (DECISIONS / "README.md").read_text()
+    notes = sorted(DECISIONS.glob("[0-9]*.md"))
+    assert [note.name[:4] for note in notes] == [f"{n:04}" for n in range(1, len(notes) + 1)]
+    for note in notes:
+        title = note.read_text().splitlines()[0].removeprefix(f"# {note.name[:4]}: ")
+        assert f"| [{note.name[:4]}]({note.name}) | {title} |" in index
+
+
+def test_every_decision_has_a_question_and_a_choice():
+    for note in DECISIONS.glob("[0-9]*.md"):
+        text = note.read_text()
+        assert "**Question.**" in text, note
+        assert "**Choice.**" in text, note
+
+
+def test_decisions_that_the_code_cites_exist():
+    numbers = {note.name[:4] for note in DECISIONS.glob("[0-9]*.md")}
+    for folder in ("megatrain", "benchmarks", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            cited = set(re.findall(r"[Dd]ecision (\d{4})", file.read_text()))
+            assert cited <= numbers, file
+
+
+def test_the_readme_is_short_and_its_config_loads(tmp_path: Path):
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    (config,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(config.splitlines()) <= 11
+    (tmp_path / "my.yaml").write_text(config)
+    assert load_config(tmp_path / "my.yaml").train.tokens_per_step == 65536
