@@ -105,7 +105,7 @@ def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> No
 
 
 def test_only_compiled_layers_can_keep_less() -> None:
-    with pytest.raises(ConfigError, match="compile: true"):
+    with pytest.raises(ConfigError, match="compile=True"):
         Settings(cheap_retention=True)
 
 

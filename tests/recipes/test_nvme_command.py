@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import StorageError
-from megatrain.machine import hardware
+from megatrain.machine import hardware, profile
 from megatrain.machine.hardware import Gpu, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import nvme
@@ -100,7 +100,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(nvme, "drive_rates", rates)
     monkeypatch.setattr(hardware, "drive_of", lambda folder: folder.name)
-    monkeypatch.setattr(nvme, "drive_name", lambda folder: folder.name)
+    for module in (nvme, profile):
+        monkeypatch.setattr(module, "drive_name", lambda folder: folder.name)
     return made
 
 
