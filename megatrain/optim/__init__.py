@@ -1,9 +1,9 @@
-"""Optimizers that update flat ranges of host arrays or whole tensors, the exact split of the master weight, and learning-rate schedules.
+"""Optimizers, the exact split of the master weight in two halves, and learning-rate schedules.
 
-To add an optimizer: one file with a frozen dataclass that keeps the contract of `optimizer.Optimizer` (its hyper-parameters, `name`,
-`state_arrays`, `compile`) and of `optimizer.RangeOptimizer` (`update`, `updating`) or `whole_tensors.WholeTensors` (`stages`, `scratch`),
-and one row here. Store, planner, checkpoint and the parity test read the rest from it. Where an element's update depends on that element
-alone, `elementwise.Elementwise` has all but hyper-parameters, scalars and kernels.
+To add an optimizer: one file with a frozen dataclass of its hyper-parameters that implements
+`optimizer.RangeOptimizer` or `whole_tensors.WholeTensors`, and one row here. Store, planner,
+checkpoint and the parity test read the rest from it. Where an element's update depends on that
+element alone, `elementwise.Elementwise` has all but hyper-parameters, scalars and kernels.
 """
 
 from megatrain.optim.adamw import AdamW

@@ -181,7 +181,8 @@ def check_range(key: str, value: Any, low: float, high: float) -> None:
     if not low <= value < high:  # false for NaN too
         upper = "" if high == math.inf else f" and below {high:g}"
         raise ConfigError(
-            f"optimizer.{key}: {value!r} is out of range; it must be finite, at least {low:g}{upper}"
+            f"optimizer.{key}: {value!r} is out of range; "
+            f"it must be finite, at least {low:g}{upper}"
         )
 
 

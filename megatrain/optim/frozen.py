@@ -1,4 +1,4 @@
-"""No optimizer: for engines that only evaluate or generate, which then need no state in host RAM."""
+"""No optimizer: engines that only evaluate or generate need no optimizer state in host RAM."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ def compiled(function: Kernel, signature: Any, **more: Any) -> Kernel:
         kernel: Kernel = njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         log.warning(
-            "the compiled optimizer kernel cannot be cached on disk (%s); set NUMBA_CACHE_DIR to an empty folder to mend it",
+            "the compiled optimizer kernel cannot be cached on disk (%s); "
+            "set NUMBA_CACHE_DIR to an empty folder to mend it",
             error,
         )
         kernel = njit(signature, **options)(function)

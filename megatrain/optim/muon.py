@@ -1,8 +1,10 @@
-"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): the momentum of every hidden matrix, made orthogonal; AdamW for the rest.
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): orthogonalised momentum.
 
-As in torch.optim.Muon: momentum is a running mean, the direction (by default Nesterov's) is rounded to bfloat16 and orthogonalised in it by
-a few steps of a quintic Newton-Schulz iteration. Hidden are the matrices inside decoder layers, of experts one by one; embedding, LM head,
-norms and biases are AdamW's. One array, `exp_avg`, holds either's first moment, and only AdamW's tensors have an `exp_avg_sq`.
+Muon updates hidden matrices: those inside decoder layers, each expert's by itself. AdamW updates
+the rest: embedding, LM head, norms and biases. As in torch.optim.Muon, momentum is a running mean;
+the direction (by default Nesterov's) is rounded to bfloat16 and orthogonalised by a few steps of a
+quintic Newton-Schulz iteration. The array `exp_avg` holds the first moments of both; only AdamW's
+tensors have an `exp_avg_sq`.
 """
 
 from __future__ import annotations
@@ -51,10 +53,15 @@ RATES = {
 class Muon(WholeTensors):
     """Hyper-parameters of Muon, with torch's meanings, and of AdamW for what is no hidden matrix.
 
-    `lr`: of hidden matrices; `adamw_lr`: of the rest, the same where None; both follow one schedule. `adjust_lr_fn`: how the rate of a
-    matrix follows from its shape: "match_rms_adamw" (Liu et al., 2025, arXiv:2502.16982: updates are as large as AdamW's usually are, and
-    its rates serve) or "original" (Jordan's, torch's default; rates about 0.02). `ns_coefficients`, `ns_steps`: of the iteration. `betas`,
-    `eps`: AdamW's. Raises ConfigError for a value out of range.
+    lr: of hidden matrices.
+    adamw_lr: of the rest, by the same schedule; None: `lr`.
+    adjust_lr_fn: how a matrix's rate follows from its shape: "match_rms_adamw" (Liu et al., 2025,
+        arXiv:2502.16982: updates as large as AdamW's usually are, so AdamW's rates serve) or
+        "original" (Jordan's, torch's default; rates about 0.02).
+    ns_coefficients, ns_steps: of the Newton-Schulz iteration.
+    betas, eps: AdamW's.
+
+    Raises ConfigError for a value out of range.
     """
 
     lr: float = 1e-5
@@ -77,7 +84,8 @@ class Muon(WholeTensors):
         coefficients: Any = self.ns_coefficients  # a list where it comes from YAML
         if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
             raise ConfigError(
-                f"optimizer.ns_coefficients: expected three numbers such as (3.4445, -4.775, 2.0315), not {coefficients!r}"
+                "optimizer.ns_coefficients: expected three numbers such as "
+                f"(3.4445, -4.775, 2.0315), not {coefficients!r}"
             )
         for number, value in enumerate(coefficients):
             check_range(f"ns_coefficients[{number}]", value, -100.0, 100.0)
@@ -85,7 +93,8 @@ class Muon(WholeTensors):
         steps: Any = self.ns_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
             raise ConfigError(
-                f"optimizer.ns_steps: {steps!r} is out of range; it must be a whole number from 1 to 99"
+                f"optimizer.ns_steps: {steps!r} is out of range; "
+                "it must be a whole number from 1 to 99"
             )
         if self.adjust_lr_fn not in RATES:
             raise ConfigError(
@@ -100,9 +109,8 @@ class Muon(WholeTensors):
 
     @property
     def state_arrays(self) -> tuple[StateArray, ...]:
-        return StateArray("exp_avg", torch.float32), StateArray(
-            "exp_avg_sq", torch.float32, per="unhidden"
-        )
+        second = StateArray("exp_avg_sq", torch.float32, per="unhidden")
+        return StateArray("exp_avg", torch.float32), second
 
     @property
     def passes_bytes(self) -> float:
@@ -112,7 +120,7 @@ class Muon(WholeTensors):
         return sum(self._flops(spec) for spec in layout.tensors if spec.hidden)
 
     def _flops(self, spec: TensorSpec) -> float:
-        """An iteration multiplies a matrix with its transpose, the result with itself, and that with the matrix."""
+        """An iteration computes x x^T, the square of that, and its product with x."""
         count, short, long = _matrices(spec.shape)
         return self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
 
@@ -120,18 +128,15 @@ class Muon(WholeTensors):
         hidden = [[spec for spec in layout.tensors if spec.hidden] for layout in layouts]
         specs = [spec for of_block in hidden for spec in of_block]
         host = max((sum(spec.numel for spec in of_block) for of_block in hidden), default=0)
-        directions = max(
-            (spec.numel for spec in specs), default=0
-        )  # a whole tensor's, of a block that lives there
+        # a whole tensor's direction, of a block that lives on the device
+        directions = max((spec.numel for spec in specs), default=0)
         products = max((_product_bytes(spec.shape) for spec in specs), default=0)
         pieces = min(DEVICE_PIECE, directions)
         return Scratch(2 * host, max(products, DEVICE_TEMPORARIES * 4 * pieces) + 2 * directions)
 
     def compile(self) -> None:
         """Load the kernels from Numba's cache or compile them."""
-        from megatrain.optim import (
-            muon_kernels as kernels,
-        )  # here: planning reads this class and need not wait for numba
+        from megatrain.optim import muon_kernels as kernels  # late: planning need not load numba
 
         self.adamw.compile()
         for split in (False, True):
@@ -176,7 +181,10 @@ class Muon(WholeTensors):
         return [partial(update, start, min(start + HOST_PIECE, numel)) for start in starts]
 
     def orthogonal(self, matrices: Tensor) -> Tensor:
-        """The orthogonal matrices next to bfloat16 `matrices` [count, rows, columns], roughly: singular values end between 0.7 and 1.2."""
+        """Nearly the closest orthogonal matrices to bfloat16 `matrices` [count, rows, columns].
+
+        Their singular values end between 0.7 and 1.2.
+        """
         upright = matrices.shape[1] > matrices.shape[2]
         x = matrices.mT if upright else matrices
         x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
@@ -198,13 +206,13 @@ def _experts_at_once(shape: tuple[int, ...]) -> int:
 
 
 def _product_bytes(shape: tuple[int, ...]) -> int:
-    """Of orthogonalising as many matrices as are taken together."""
+    """Device bytes of orthogonalising the matrices that are taken together."""
     _, short, long = _matrices(shape)
     return 2 * _experts_at_once(shape) * (PRODUCT_BUFFERS * short * long + 3 * short * short)
 
 
 class _Update:
-    """One hidden tensor's."""
+    """The update of one hidden tensor."""
 
     def __init__(
         self,
@@ -225,9 +233,8 @@ class _Update:
         self.direction = workspace.directions(self.numel)
         self.on_host = self.weight.is_cpu
         if self.on_host:
-            self.grad = self.grad.to(
-                self.weight.dtype
-            )  # fp32 sums of a block that counts as resident; nothing otherwise
+            # rounds the fp32 accumulators of a resident block, else changes nothing
+            self.grad = self.grad.to(self.weight.dtype)
         size = HOST_PIECE if self.on_host else DEVICE_PIECE
         self.pieces = [
             slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size)
@@ -242,11 +249,8 @@ class _Update:
         if self.on_host:
             from megatrain.optim import muon_kernels as kernels
 
-            scalars = (
-                self.grad_scale,
-                1 - momentum,
-                1 - momentum if self.optimizer.nesterov else 0.0,
-            )
+            nesterov = 1 - momentum if self.optimizer.nesterov else 0.0
+            scalars = self.grad_scale, 1 - momentum, nesterov
             arrays = (bits_of(x).numpy() for x in (exp_avg, grad, direction))
             kernels.direct(self.split)(*arrays, *(np.float32(x) for x in scalars))
             return
@@ -255,7 +259,7 @@ class _Update:
         direction.copy_(gradient.lerp_(exp_avg, momentum) if self.optimizer.nesterov else exp_avg)
 
     def parts(self) -> list[Tensor]:
-        """The direction as matrices, so many together as are orthogonalised at once."""
+        """The direction as matrices [count, rows, columns] that are orthogonalised together."""
         matrices = self.direction.view(-1, *self.spec.shape[-2:])
         return list(torch.split(matrices, _experts_at_once(self.spec.shape)))
 
@@ -263,10 +267,8 @@ class _Update:
         return [lambda part=part: self._apply(part) for part in self.pieces]  # type: ignore[misc]
 
     def _apply(self, part: slice) -> None:
-        weight, remainder = (
-            self.weight[part],
-            self.remainder[part] if self.remainder is not None else None,
-        )
+        weight = self.weight[part]
+        remainder = self.remainder[part] if self.remainder is not None else None
         if self.on_host:
             from megatrain.optim import muon_kernels as kernels
 
@@ -276,6 +278,5 @@ class _Update:
             kernels.apply(self.split)(*arrays, *scalars)
             return
         master = read_master(weight, remainder).mul_(self.decay)
-        write_master(
-            master.add_(self.direction[part].float(), alpha=self.minus_step_size), weight, remainder
-        )
+        master.add_(self.direction[part].float(), alpha=self.minus_step_size)
+        write_master(master, weight, remainder)

@@ -1,4 +1,4 @@
-"""The fp32 master weight as two halves: the bf16 weight that the GPU computes with, and an int16 remainder.
+"""The fp32 master weight as two halves: the bf16 weight of the GPU and an int16 remainder.
 
 With `u` the 32 bits of the master, all arithmetic modulo 2^32 (modulo 2^16 for the weight):
 
@@ -6,9 +6,10 @@ With `u` the 32 bits of the master, all arithmetic modulo 2^32 (modulo 2^16 for 
     remainder = int16(u & 0xFFFF)         the low half, read as signed
     u         = (weight << 16) + sign_extend(remainder)
 
-Every pattern comes back, NaN and infinities included. Rounding ties to even, as `.to(torch.bfloat16)` does, would lose
-the direction of a tie. One consequence: a finite master within half a bf16 step of overflow has an infinite weight.
-The same arithmetic, fused with the update, is in kernels.py.
+Every pattern comes back, NaN and infinities included. Rounding ties to even, as
+`.to(torch.bfloat16)` does, would lose the direction of a tie. One consequence: a finite master
+within half a bf16 step of overflow has an infinite weight. The same arithmetic, fused with the
+update, is in kernels.py.
 """
 
 from __future__ import annotations
@@ -20,32 +21,26 @@ CHUNK = 1 << 23  # elements: temporaries stay at 32 MiB however large the tensor
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """(weight, remainder) of an fp32 CPU or device tensor of any shape: bfloat16 and int16, of the same shape.
+    """(weight, remainder), bfloat16 and int16, of an fp32 tensor of any shape on any device.
 
-    `out` gives the two tensors to write, contiguous and of `master.numel()` elements (views into a store, say); they are returned.
+    out: the two contiguous tensors of `master.numel()` elements to write and return.
     """
     assert master.dtype == torch.float32, master.dtype
     if out is None:
         weight = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
         out = (weight, torch.empty_like(weight, dtype=torch.int16))
     weight, remainder = out
-    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16), (
-        weight.dtype,
-        remainder.dtype,
-    )
+    dtypes = (weight.dtype, remainder.dtype)
+    assert dtypes == (torch.bfloat16, torch.int16), dtypes
     bits = master.detach().contiguous().view(torch.int32).view(-1)
     high, low = weight.view(torch.int16).view(-1), remainder.view(-1)
-    assert high.numel() == low.numel() == bits.numel(), (
-        weight.shape,
-        remainder.shape,
-        master.shape,
-    )
+    shapes = (weight.shape, remainder.shape, master.shape)
+    assert high.numel() == low.numel() == bits.numel(), shapes
     for start in range(0, bits.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         low[part].copy_(bits[part])  # int32 to int16 keeps the low half
-        high[part].copy_(
-            (bits[part] + 0x8000).bitwise_right_shift_(16)
-        )  # the sum wraps; so does the narrowing
+        # the sum wraps, and so does the narrowing
+        high[part].copy_((bits[part] + 0x8000).bitwise_right_shift_(16))
     return out
 
 
@@ -58,11 +53,8 @@ def join_master(weight: Tensor, remainder: Tensor, out: Tensor | None = None) ->
         out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     dtypes = (weight.dtype, remainder.dtype, out.dtype)
     assert dtypes == (torch.bfloat16, torch.int16, torch.float32), dtypes
-    assert out.numel() == weight.numel() == remainder.numel(), (
-        out.shape,
-        weight.shape,
-        remainder.shape,
-    )
+    shapes = (out.shape, weight.shape, remainder.shape)
+    assert out.numel() == weight.numel() == remainder.numel(), shapes
     low = remainder.contiguous().view(-1)
     bits = out.view(torch.int32).view(-1)
     bits.copy_(weight.detach().contiguous().view(torch.int16).view(-1))
