@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import config_reference, what_fits, write_page
 from megatrain.config import config_schema, load_config
+from tests.test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
 DECISIONS = ROOT / "docs" / "decisions"
@@ -19,6 +21,8 @@ PAGES = [
 ]
 OF_THE_DAY = ROOT / "docs" / "log"  # entries name the files of their day
 WIDTH = 120
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+NAMED_CODE = re.compile(r"`(?!megatrain/|tests/|benchmarks/)([\w/]+\.py)(?:: ([\w.]+))?`")
 NAMED_FILE = re.compile(
     r"`((?:megatrain|tests|benchmarks|docs|examples)/[\w./-]+\.(?:py|md|json))`"
 )
@@ -56,6 +60,44 @@ def broken_links(page: Path) -> list[str]:
 def missing_files(page: Path) -> list[str]:
     """Files of the repository that a page names in backticks and that do not exist."""
     return [name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+
+
+def missing_code(text: str) -> list[str]:
+    """Modules, classes, functions and methods of megatrain that `text` names as `file.py: name`."""
+    return [
+        f"{path}: {name}" for path, name in NAMED_CODE.findall(text) if name not in defined_in(path)
+    ]
+
+
+def defined_in(path: str) -> set[str]:
+    """Names of a file's functions, classes, methods and constants; "" for the file itself."""
+    file = ROOT / "megatrain" / path
+    if not file.is_file():
+        return set()
+    names = {""}
+    for node in ast.parse(file.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (part for part in node.body if isinstance(part, ast.FunctionDef))
+            names |= {f"{node.name}.{part.name}" for part in inner}
+    return names
+
+
+def test_code_that_the_page_of_the_architecture_names_exists():
+    text = ARCHITECTURE.read_text()
+    assert text.count("`") == 2 * len(re.findall(r"`[^`\n]+`", text)), (
+        "a name goes over a line's end"
+    )
+    assert len(NAMED_CODE.findall(text)) > 50
+    assert missing_code(text) == []
+    assert missing_code("`cli.py` `schedule.py: uploads` `engine/engine.py: Engine.step`") == []
+    wrong = "`none.py: a` `schedule.py: none` `engine/engine.py: Engine.none`"
+    assert len(missing_code(wrong)) == 3
+    for room in (part for rooms in FLOORS for part in rooms):
+        assert f"`{room}`" in text or f"`{room}/`" in text, room
 
 
 def test_links_lead_somewhere():
