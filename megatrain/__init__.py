@@ -42,6 +42,10 @@ _MODULES = ("errors", "losses")
 __all__ = [*_HOMES, *_MODULES]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"megatrain.{name}")

@@ -26,6 +26,7 @@ def test_every_name_is_there_and_listed_once():
     assert sorted(mt.__all__) == sorted(set(mt.__all__))
     for name in mt.__all__:
         assert getattr(mt, name) is not None
+    assert {name for name in dir(mt) if not name.startswith("_")} == {*mt.__all__}
     wanted = "AdamW Config Engine Lion Muon Settings StepResult errors evaluate export load_config losses"
     assert {*wanted.split(), "plan", "resume", "train"} <= {*mt.__all__}
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

@@ -64,7 +64,7 @@ def resolve_source(
         return ModelSource("gguf", path.parent, path.name)
     name = str(source)
     if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
-        raise ModelError(f"{name}: no such file or folder{_nearest(path)}")
+        raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
     return ModelSource("folder", _download(name, revision, path, files))
 
@@ -89,9 +89,9 @@ def _nearest(path: Path) -> str:
     """A hint at what the user may have meant by a path that does not exist."""
     parent = path.parent
     if not parent.is_dir():
-        return f" (nor is there a folder {parent}); check the path"
+        return f" (nor is there a folder {parent})"
     close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
-    return f"; did you mean {parent / close[0]}?" if close else "; check the path"
+    return f" (did you mean {parent / close[0]}?)" if close else ""
 
 
 def _download(name: str, revision: str | None, path: Path, files: list[str]) -> Path:
@@ -103,9 +103,9 @@ def _download(name: str, revision: str | None, path: Path, files: list[str]) -> 
         at = f" at revision {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{name}{at}: is not a local folder{_nearest(path)} The hub did not deliver a model "
-            f"of that name either ({reason}); check the name, or download the model where the hub "
-            "can be reached and name its folder"
+            f"{name}{at}: is no local folder{_nearest(path)}, and the hub did not deliver a model "
+            f"of that name ({reason}); check the name, or download the model where the hub can be "
+            "reached and name its folder"
         ) from error
 
 

@@ -67,7 +67,9 @@ def test_a_gguf_file_is_found_by_itself_or_by_its_folder(tmp_path: Path) -> None
 
 
 def test_a_typo_in_a_path_is_answered_with_the_nearest_name(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"modle: no such file or folder; did you mean .*/model\?"):
+    with pytest.raises(
+        ModelError, match=r"modle: no such file or folder \(did you mean .*/model\?\)"
+    ):
         resolve_source(folder.with_name("modle"))
 
 
@@ -79,7 +81,7 @@ def test_a_missing_parent_is_named(tmp_path: Path) -> None:
 def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
     with pytest.raises(
         ModelError,
-        match=r"^nobody/nothing at revision v1: is not a local folder.* hub did not deliver",
+        match=r"^nobody/nothing at revision v1: is no local folder.* hub did not deliver",
     ):
         resolve_source("nobody/nothing", revision="v1")
 
