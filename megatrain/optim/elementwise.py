@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
-from megatrain.optim.optimizer import StateArray, UpdateRange
+from megatrain.optim.optimizer import StateArray, UpdateOptions, UpdateRange
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,7 @@ class Elementwise(ABC):
             self.kernel(split)
 
     def update(
-        self,
-        views: dict[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        grad_scale: float,
-        first: int = 0,
+        self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> None:
         """One update of a flat range, in place; the contract is `RangeOptimizer.update`'s.
 
@@ -103,13 +96,9 @@ class Elementwise(ABC):
         the state's arrays. A float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
         if views["weight"].is_cuda:
-            scalars = self.scalars(lr, weight_decay, step, grad_scale)
-            self._update_on_gpu(views, step, first, scalars)
-            return
-        update = self.updating(
-            views, lr=lr, weight_decay=weight_decay, step=step, grad_scale=grad_scale, first=first
-        )
-        update(0, views["weight"].numel())
+            self._update_on_gpu(views, options["step"], first, self.scalars(**options))
+        else:
+            self.updating(views, first=first, **options)(0, views["weight"].numel())
 
     def _update_on_gpu(
         self, views: dict[str, Tensor], step: int, first: int, scalars: Sequence[np.float32]
@@ -130,14 +119,7 @@ class Elementwise(ABC):
         return [*weights, *self.state_arrays, StateArray("grad", weight)]
 
     def updating(
-        self,
-        arrays: dict[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        grad_scale: float,
-        first: int = 0,
+        self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> UpdateRange:
         """Updates of ranges of CPU `arrays`; the contract is `RangeOptimizer.updating`'s."""
         from megatrain.optim import kernels
@@ -151,7 +133,7 @@ class Elementwise(ABC):
         assert {len(array) for array in others} == {len(weight)}, "slices of unequal length"
         ordered = [weight, *others] if split else [weight, None, *others]  # None: no remainder
         kernel, unit = self.kernel(split), GROUP if scaled else 1
-        seed, scalars = kernels.seed_of(step), self.scalars(lr, weight_decay, step, grad_scale)
+        seed, scalars = kernels.seed_of(options["step"]), self.scalars(**options)
 
         def update(start: int, stop: int) -> None:
             assert start % unit == stop % unit == 0, (start, stop)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from torch import Tensor
 
-from megatrain.optim.optimizer import StateArray
+from megatrain.optim.optimizer import StateArray, UpdateOptions
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,6 @@ class Frozen:
         """Nothing to prepare."""
 
     def update(
-        self,
-        views: dict[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        grad_scale: float,
-        first: int = 0,
+        self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> None:
         raise AssertionError("an engine made for reading was asked to train")

@@ -23,7 +23,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout, TensorSpec
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.elementwise import check_range
-from megatrain.optim.optimizer import StateArray
+from megatrain.optim.optimizer import StateArray, UpdateOptions
 from megatrain.optim.whole_tensors import (
     DEVICE_PIECE,
     DEVICE_TEMPORARIES,
@@ -169,11 +169,10 @@ class Muon(WholeTensors):
         yield [piece for update in hidden for piece in update.apply()]
 
     def _adamw(self, tensor: TensorState, lr: float, step: int, grad_scale: float) -> Stage:
-        """Of a tensor with its padding, which stays zero."""
+        """AdamW's update of a tensor with its padding, which stays zero."""
         adamw, flats = self.adamw, tensor.flats
-        options: dict[str, Any] = {
-            "lr": lr, "weight_decay": self.weight_decay if tensor.spec.decay else 0.0, "step": step, "grad_scale": grad_scale,
-        }  # fmt: skip
+        decay = self.weight_decay if tensor.spec.decay else 0.0
+        options = UpdateOptions(lr=lr, weight_decay=decay, step=step, grad_scale=grad_scale)
         if flats["weight"].is_cuda:
             return [lambda: adamw.update(flats, **options)]
         update, numel = adamw.updating(flats, **options), flats["weight"].numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ class StateArray:
 
 
 UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for
+
+
+class UpdateOptions(TypedDict):
+    """What all elements of an update have in common.
+
+    step: number of the update, from 1.
+    grad_scale: multiplies the gradient first (the clip factor).
+    """
+
+    lr: float
+    weight_decay: float
+    step: int
+    grad_scale: float
 
 
 @runtime_checkable
@@ -54,14 +67,7 @@ class RangeOptimizer(Optimizer, Protocol):
     """Updates any range of a block, element by element; others whole tensors (whole_tensors.py)."""
 
     def update(
-        self,
-        views: dict[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        grad_scale: float,
-        first: int = 0,
+        self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> None:
         """Update one flat range in place.
 
@@ -71,20 +77,11 @@ class RangeOptimizer(Optimizer, Protocol):
         Args:
             views: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision
                 only), "grad" and every array of `state_arrays`.
-            step: number of the update, from 1.
-            grad_scale: multiplies the gradient first (the clip factor).
             first: number of the range's first element in the whole model.
         """
 
     def updating(
-        self,
-        arrays: dict[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        grad_scale: float,
-        first: int = 0,
+        self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> UpdateRange:
         """`update` of any range of CPU `arrays`, to be called from many threads at once.
 
