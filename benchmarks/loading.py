@@ -62,11 +62,11 @@ def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) 
     write, read = disk_rates(folder)
     config = bench_config(model, overrides)
     parts = prepare_shape(config, layers)
-    plan = make_run_plan(config, parts, checkpoints_written=0)
+    plan = make_run_plan(parts, checkpoints_written=0)
     plan.check()
     run, exported = folder / "run", folder / "exported"
     try:
-        with make_engine(config, parts, plan) as engine:
+        with make_engine(parts, plan) as engine:
             weights = (
                 sum(block.layout.parameters for block in engine.anatomy.blocks)
                 * engine.store.arrays["weight"].dtype.itemsize

@@ -59,12 +59,12 @@ def measure(
     write, read = disk_rates(folder)
     config = bench_config(model, [f"memory.nvme={folder}", *overrides])
     parts = prepare_shape(config, layers)
-    plan = make_run_plan(config, parts, checkpoints_written=0)
+    plan = make_run_plan(parts, checkpoints_written=0)
     plan.check()
     bytes_read, bytes_written = Layout.of(
-        plan.choices, plan.job, parts.shape, parts.machine.hardware
+        plan.choices, plan.job, parts.resolved.shape, parts.machine.hardware
     ).nvme_traffic
-    with make_engine(config, parts, plan) as engine:
+    with make_engine(parts, plan) as engine:
         batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
         engine.train_step(
             batches, next_token, config.train.learning_rate

@@ -58,10 +58,10 @@ def measure(model: str, layers: int | None, overrides: list[str], steps: int) ->
     quiet_libraries()
     config = bench_config(model, overrides)
     parts = prepare_shape(config, layers)
-    plan = make_run_plan(config, parts, checkpoints_written=0)
+    plan = make_run_plan(parts, checkpoints_written=0)
     plan.check()
     peaks = []
-    with make_engine(config, parts, plan) as engine:
+    with make_engine(parts, plan) as engine:
         batches = random_batches(config, plan, engine.anatomy.vocab_size, 0)
         for number in range(steps):
             torch.cuda.synchronize()

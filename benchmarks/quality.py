@@ -26,7 +26,7 @@ import transformers
 
 import megatrain
 from megatrain.config import Config, load_config
-from megatrain.data import held_out_batches
+from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
 from megatrain.engine.activations.codecs import CODECS, Codec
 from megatrain.engine.engine import Engine
@@ -110,8 +110,8 @@ def arguments() -> argparse.Namespace:
 def make_engine(
     config: Config, model: setup.Model, variant: Variant, compile_layers: bool
 ) -> Engine:
-    machine, policy = setup.find_machine(config), variant.policy
-    skeleton = setup.make_skeleton(config, model, machine)
+    resolved, policy = setup.prepare(config, model).resolved, variant.policy
+    machine, skeleton = resolved.machine, resolved.skeleton
     if policy is not None:
         count = len(skeleton.layers)
         taken = sum(
@@ -132,6 +132,19 @@ def make_engine(
     )
     setup.fill(engine, config)
     return engine
+
+
+def make_loader(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows) -> Loader:
+    return Loader(
+        rows,
+        micro_batch_tokens=args.micro_batch_tokens,
+        pad_id=model.pad_id,
+        seed=config.train.seed,
+        tokens_per_step=config.train.tokens_per_step,
+        rows_per_step=config.train.rows_per_step,
+        epochs=config.train.epochs,
+        max_steps=config.train.max_steps,
+    )
 
 
 def train(
@@ -160,9 +173,7 @@ def train(
             ).loss
 
         before = evaluate()
-        for step, batch in enumerate(
-            rows_of.make_loader(config, model, rows, args.micro_batch_tokens)
-        ):
+        for step, batch in enumerate(make_loader(args, config, model, rows)):
             started = time.perf_counter()
             rate = SCHEDULES[config.train.schedule](
                 step, base=config.train.learning_rate, total_steps=steps, warmup_steps=warmup

@@ -86,20 +86,17 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     rows = rows_of(
         args.tokens * (args.warmup + args.steps + 1),
         args.seq_len,
-        parts.skeleton.anatomy.vocab_size,
+        parts.resolved.skeleton.anatomy.vocab_size,
     )
     packed = parts.resolved.packed_to
     loader_of = partial(
         Loader, rows, pad_id=0, pack_to=packed, seed=0, tokens_per_step=args.tokens, epochs=1
     )
-    plan = make_run_plan(
-        config,
-        knowing_rows(config, parts, loader_of(micro_batch_tokens=args.seq_len)),
-        checkpoints_written=0,
-    )
+    known = knowing_rows(parts, loader_of(micro_batch_tokens=args.seq_len))
+    plan = make_run_plan(known, checkpoints_written=0)
     plan.check()
     steps, computed = [], []
-    with make_engine(config, parts, plan) as engine, GpuMeter(engine.device) as meter:
+    with make_engine(parts, plan) as engine, GpuMeter(engine.device) as meter:
         for number, batch in enumerate(
             loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
         ):
@@ -131,7 +128,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
     return {
         **figures,
-        "choices": choices_in_words(plan, parts),
+        "choices": choices_in_words(plan),
         "plan": plan.to_dict(),
         "steps": steps,
         **memory,

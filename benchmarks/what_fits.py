@@ -16,7 +16,7 @@ from benchmarks.write_page import filled
 from megatrain.errors import PlanError
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.optimizers import make_optimizer
-from megatrain.recipes.setup import assemble, make_run_plan, quiet_libraries
+from megatrain.recipes.setup import make_run_plan, prepare, quiet_libraries
 from megatrain.recipes.shapes import bench_config, shape_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
@@ -52,7 +52,7 @@ def table(gpu: str) -> Iterator[str]:
 def row(model: str, gpu: str) -> Sequence[str]:
     """Cells for one model and GPU, one for each size of RAM."""
     first = bench_config(model, STEP)
-    parts = assemble(first, shape_model(first), another_machine(first, gpu, RAM[0]))
+    parts = prepare(first, shape_model(first), another_machine(first, gpu, RAM[0]))
     cells = []
     for ram in RAM:
         for moments, words in MOMENTS.items():
@@ -60,7 +60,7 @@ def row(model: str, gpu: str) -> Sequence[str]:
             machine = another_machine(config, gpu, ram)
             changed = {"machine": machine, "optimizer": make_optimizer(config)}
             resolved = replace(parts.resolved, **changed)
-            plan = make_run_plan(config, replace(parts, resolved=resolved))
+            plan = make_run_plan(replace(parts, config=config, resolved=resolved))
             try:
                 plan.check()
             except PlanError:

@@ -1,31 +1,29 @@
-"""The command line: parses arguments, calls one function, prints its result. torch is imported only by what a command calls.
+"""The command line: parses arguments, calls one function, prints its result.
 
-Results go to stdout, logs to stderr. Exit codes: 0 ok, 1 unexpected, 2 usage or config, 3 data, 4 does not fit, 5 out of memory,
-6 diverged, 7 storage, 8 verification, 75 stopped by a signal with a checkpoint, 130 Ctrl-C.
+torch is imported only by what a command calls. Results go to stdout, logs to stderr. Exit codes: 0
+ok, 1 unexpected, 2 usage or config, 3 data, 4 does not fit, 5 out of memory, 6 diverged, 7 storage,
+8 verification, 75 stopped by a signal with a checkpoint, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatrain.errors import ConfigError, MegaTrainError, OutOfMemory, StorageError
+from megatrain.errors import ConfigError, exit_code_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNEXPECTED = 1
 INTERRUPTED = 130
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
-STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 app = typer.Typer(
     name="megatrain",
@@ -42,9 +40,7 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Keys set over the file, such as train.learning_rate=2e-5."
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Keys set over the file: train.learning_rate=2e-5."),
 ]
 ConfigOrModel = Annotated[
     list[str] | None,
@@ -56,10 +52,7 @@ ConfigOrModel = Annotated[
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
 Timeline = Annotated[
     Path | None,
-    typer.Option(
-        "--profile",
-        help="File for the timeline of one steady step, .json or .json.gz; Perfetto opens it.",
-    ),
+    typer.Option(help="File for the timeline of a steady step, .json or .json.gz, for Perfetto."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -98,12 +91,10 @@ def plan(
     ] = None,
     ram: Annotated[str | None, typer.Option(help="RAM of that machine, such as 128GiB.")] = None,
     cores: Annotated[
-        int | None,
-        typer.Option(min=1, help="Its physical cores; default: typical for the GPU."),
+        int | None, typer.Option(min=1, help="Its physical cores; default: typical for the GPU.")
     ] = None,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a GPU that plan does not know by name, such as 12GiB."),
+        str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
     ] = None,
     gpu_tflops: Annotated[
         float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
@@ -117,16 +108,11 @@ def plan(
 
     Loads no weights. Exits 4 when the run does not fit.
     """
-    target, given = _target_of(arguments, "plan")
-    elsewhere = any(value is not None for value in (gpu, gpu_memory, gpu_tflops, pcie))
-    if elsewhere != (ram is not None):
-        raise ConfigError("command line: --gpu and --ram belong together")
-    if cores is not None and not elsewhere:
-        raise ConfigError(
-            "command line: --cores belongs to --gpu and --ram; leave it out for this machine"
-        )
+    described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
+    described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     from megatrain.config import load_config, names_config
 
+    target, given = _target_of(arguments, "plan")
     shape_alone = not names_config(target)
     if shape_alone:
         from megatrain.recipes.shapes import bench_config
@@ -141,14 +127,7 @@ def plan(
     from megatrain.reporting.progress import logging_on
 
     with logging_on(Console(stderr=True)):
-        machine = None
-        if ram is not None:
-            from megatrain.recipes.another_machine import another_machine
-
-            machine = another_machine(
-                settings, gpu, ram, cores, gpu_memory=gpu_memory, gpu_tflops=gpu_tflops, pcie=pcie
-            )
-        found = run.plan(settings, machine, shape_alone)
+        found = run.plan(settings, shape_alone, described)
     if as_json:
         _print_json(found.to_dict())
     else:
@@ -159,22 +138,17 @@ def plan(
 @app.command()
 def bench(
     arguments: ConfigOrModel = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model, if it is not the first argument.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, if not the first argument.")] = None,
     tokens_per_step: Annotated[
         int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Short for train.seq_len=N.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Another depth than the model's own.")
-    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Depth, if not the model's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     as_json: AsJson = False,
     same_batch: Annotated[
-        bool,
-        typer.Option("--same-batch", help="The same tokens in every step: the loss must fall."),
+        bool, typer.Option("--same-batch", help="The same tokens every step: the loss must fall.")
     ] = False,
     profile: Timeline = None,
 ) -> None:
@@ -184,20 +158,16 @@ def bench(
     """
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
+    shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
     from megatrain.recipes.shapes import bench_config
 
-    settings = bench_config(
-        target, [*(f"{key}={value}" for key, value in short.items() if value is not None), *given]
-    )
+    settings = bench_config(target, [*shorts, *given])
     from megatrain.recipes.bench import bench as time_steps
 
-    result = time_steps(
+    found = time_steps(
         settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
     )
-    if as_json:
-        _print_json(result.to_dict())
-    else:
-        result.render(_console())
+    _show(found, as_json)
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:
@@ -205,7 +175,8 @@ def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str
     given = list(arguments or [])
     if not given or "=" in given[0]:
         raise ConfigError(
-            f"command line: name a config file, a model folder, a hub id or a shape, such as `megatrain {command} qwen2.5-7b`"
+            "command line: name a config file, a model folder, a hub id or a shape, such as "
+            f"`megatrain {command} qwen2.5-7b`"
         )
     return given[0], given[1:]
 
@@ -232,7 +203,7 @@ def show_data(
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder or checkpoint.")],
     data: Annotated[
-        str | None, typer.Option(help="Rows to evaluate on; the run's held-out rows unless given.")
+        str | None, typer.Option(help="Rows to evaluate on; default: those the run holds out.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -243,8 +214,9 @@ def evaluate(
     result = inspect.evaluate(folder, data)
     if as_json:
         _print_json(result)
-    else:
-        _print_pairs(result)
+        return
+    for name, value in result.items():
+        typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
 
 
 @app.command()
@@ -254,7 +226,7 @@ def export(
         Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32; the checkpoint's own unless given.")
+        str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="final, best, last or checkpoint-N.")
@@ -262,8 +234,6 @@ def export(
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     _need_folder(run_dir)
-    if dtype not in (None, "bfloat16", "float32"):
-        raise ConfigError(f"command line: --dtype must be bfloat16 or float32, not {dtype!r}")
     from megatrain.storage.export import export as export_model
 
     typer.echo(export_model(run_dir, out, dtype, checkpoint))
@@ -272,14 +242,10 @@ def export(
 @app.command()
 def generate(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="Run folder, checkpoint, any model folder or GGUF file."
-        ),
+        Path, typer.Argument(metavar="FOLDER", help="Run, checkpoint, model folder or GGUF file.")
     ],
     prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="What to answer; read from stdin unless given."),
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer; default: read stdin.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
     as_json: AsJson = False,
@@ -288,9 +254,8 @@ def generate(
     if not folder.is_file():
         _need_folder(folder)
     if prompt is None and sys.stdin.isatty():
-        raise ConfigError(
-            "command line: PROMPT is missing; write it after the folder, or pipe it in"
-        )
+        missing = "PROMPT is missing; write it after the folder, or pipe it in"
+        raise ConfigError(f"command line: {missing}")
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
@@ -306,36 +271,31 @@ def generate(
 @app.command()
 def doctor(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out what plans can do without.")
+        bool, typer.Option("--quick", help="Only the measurements that the planner needs.")
     ] = False,
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")
     ] = Path(),
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder for memory.nvme, whose drive is measured, too; may be repeated.",
-        ),
+        typer.Option(metavar="FOLDER", help="Folder for memory.nvme, to measure its drive, too."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
     from megatrain.recipes import doctor as recipe
 
-    found = recipe.examine(
-        output, quick, lambda what: typer.echo(f"measuring {what}", err=True), nvme or ()
-    )
-    if as_json:
-        _print_json(found.to_dict())
-    else:
-        found.render(_console())
+    def note(what: str) -> None:
+        typer.echo(f"measuring {what}", err=True)
+
+    found = recipe.examine(output, quick, note, nvme or ())
+    _show(found, as_json)
 
 
 @app.command()
 def init(
     path: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File to write; stdout unless given.")
+        Path | None, typer.Argument(metavar="FILE", help="File to write; default: stdout.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
@@ -352,9 +312,8 @@ def init(
         raise ConfigError(f"{path}: exists already; choose another name or add --force") from None
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    typer.echo(
-        f"wrote {path}; name your model and data in it, then `megatrain plan {path}`", err=True
-    )
+    then = f"name your model and data in it, then `megatrain plan {path}`"
+    typer.echo(f"wrote {path}; {then}", err=True)
 
 
 @app.command()
@@ -385,11 +344,15 @@ def options(
 
 def _finish(summary: Any, as_json: bool) -> None:
     """Print a run's summary and leave with its exit code."""
-    if as_json:
-        _print_json(summary.to_dict())
-    else:
-        summary.render(_console())
+    _show(summary, as_json)
     raise typer.Exit(summary.exit_code)
+
+
+def _show(result: Any, as_json: bool) -> None:
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        result.render(_console())
 
 
 def _console() -> Console:
@@ -402,11 +365,6 @@ def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def _print_pairs(result: Mapping[str, object]) -> None:
-    for name, value in result.items():
-        typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
-
-
 def _need_folder(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(
@@ -414,42 +372,20 @@ def _need_folder(path: Path) -> None:
         )
 
 
-def exit_code_of(error: Exception) -> tuple[int, str]:
-    """The exit code and the sentence for an error that ended a command."""
-    if isinstance(error, MegaTrainError):
-        return error.exit_code, str(error)
-    if isinstance(error, MemoryError):
-        return (
-            OutOfMemory.exit_code,
-            "out of host memory; set memory.host, or a smaller train.micro_batch_tokens",
-        )
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        return (
-            StorageError.exit_code,
-            f"{error.filename or 'storage'}: {error.strerror}; free some space or choose another folder",
-        )
-    text = " ".join(str(error).split())
-    return (
-        UNEXPECTED,
-        f"unexpected {type(error).__name__}{': ' + text if text else ''}; run again with --debug for the traceback",
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `--debug` may stand anywhere and prints the traceback of an error."""
+    """Run one command and return its exit code. `--debug` anywhere prints an error's traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if not sys.stderr.isatty():
-        os.environ.setdefault(
-            "TQDM_DISABLE", "1"
-        )  # libraries draw progress bars into pipes and logs, too; read when tqdm is imported
+        # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app(args=[argument for argument in given if argument != "--debug"], prog_name="megatrain")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001  the last resort: every error becomes a sentence and a code
+    except Exception as error:  # noqa: BLE001  every error becomes a sentence and a code
         code, sentence = exit_code_of(error)
         if debug:
             traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""CUDA kernels of our own. NVRTC, which PyTorch carries, compiles their source when it is first used: no compiler is needed."""
+"""CUDA kernels of our own, compiled on first use by NVRTC, which PyTorch carries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREADS = 256
 
 @cache
 def _driver() -> Any:
-    """The driver's functions. PyTorch would load its library at every launch of a kernel of ours, which takes longer than the launch."""
+    """The driver's functions; PyTorch would load its library at every launch, which is slower."""
     from torch.cuda._utils import _get_gpu_runtime_library
 
     return _get_gpu_runtime_library()
@@ -25,9 +25,8 @@ def _driver() -> Any:
 @cache
 def _compiled(source: str, name: str, device: int) -> Any:
     """The kernel, for the device that is current."""
-    return torch.cuda._compile_kernel(
-        source, name
-    )  # private in PyTorch, and the one way to NVRTC that it offers
+    # private in PyTorch, and its one way to NVRTC
+    return torch.cuda._compile_kernel(source, name)
 
 
 def launch(
@@ -38,16 +37,12 @@ def launch(
     Its parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`.
     """
     device = tensors[0].device
-    values = [
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
-        *map(ctypes.c_int, numbers),
-    ]
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    values = [*pointers, *map(ctypes.c_int, numbers)]
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     with torch.cuda.device(device):
-        kernel, stream = (
-            _compiled(source, name, device.index),
-            ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index)),
-        )
+        kernel = _compiled(source, name, device.index)
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
         shape = (-(-threads // THREADS), 1, 1, THREADS, 1, 1)  # blocks, threads of each
         error = _driver().cuLaunchKernel(kernel.func, *shape, 0, stream, places, None)
     if error:
@@ -55,7 +50,7 @@ def launch(
 
 
 def float_bits(value: Any) -> int:
-    """The bits of `value` as float32: the form in which a scalar passes through any launcher unchanged."""
+    """The bits of `value` as float32, which any launcher passes on unchanged."""
     bits: int = struct.unpack("i", struct.pack("f", value))[0]
     return bits
 
@@ -67,7 +62,10 @@ def signed(number: int) -> int:
 
 
 def vectors(tensors: Sequence[Tensor], elements: int) -> int | None:
-    """How many vectors of `elements` the equally long contiguous tensors hold; None if they are not aligned to whole vectors."""
+    """Number of vectors of `elements` that each of these tensors holds.
+
+    None if they are not contiguous, of one length and aligned to whole vectors.
+    """
     numel = tensors[0].numel()
     aligned = all(tensor.data_ptr() % (elements * tensor.element_size()) == 0 for tensor in tensors)
     fit = all(tensor.numel() == numel and tensor.is_contiguous() for tensor in tensors)

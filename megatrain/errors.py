@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+
+UNEXPECTED = 1
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
 
 class MegaTrainError(Exception):
-    """Base of every error a user can cause or must act on. `exit_code` is what the command line returns."""
+    """Base of every error that a user can cause or must act on."""
 
-    exit_code = 1
+    exit_code = UNEXPECTED
 
 
 class ConfigError(MegaTrainError):
@@ -59,3 +64,17 @@ class VerificationError(MegaTrainError):
     """A result does not agree with its plain PyTorch reference."""
 
     exit_code = 8
+
+
+def exit_code_of(error: Exception) -> tuple[int, str]:
+    """The exit code and the sentence for any error that ended a command."""
+    if isinstance(error, MegaTrainError):
+        return error.exit_code, str(error)
+    if isinstance(error, MemoryError):
+        advice = "set memory.host, or a smaller train.micro_batch_tokens"
+        return OutOfMemory.exit_code, f"out of host memory; {advice}"
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        what = f"{error.filename or 'storage'}: {error.strerror}"
+        return StorageError.exit_code, f"{what}; free some space or choose another folder"
+    text = ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
+    return UNEXPECTED, f"unexpected {text}; run again with --debug for the traceback"

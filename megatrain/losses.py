@@ -1,4 +1,4 @@
-"""Losses over target positions. A loss never sees whole logits: it declares what it needs of the chunked head, and gets just that."""
+"""Losses over target positions, computed from log-probabilities: logits never exist whole."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ IGNORE = -100  # a label that is no target, as in transformers
 
 @dataclass(frozen=True)
 class Targets:
-    """Positions of a micro-batch that have a target, in order. `index` counts into the flattened [batch x tokens] hidden states of the
-    positions that predict; `labels` are the tokens they should predict; both int64 [n]."""
+    """Positions of a micro-batch that have a target, in order; both fields int64 [n].
+
+    Attributes:
+        index: of the positions that predict, in the flattened [batch x tokens] hidden states.
+        labels: the tokens that they should predict.
+    """
 
     index: torch.Tensor
     labels: torch.Tensor
@@ -23,39 +27,35 @@ class Targets:
         return self.labels.numel()
 
     def chunks(self, size: int) -> list[Targets]:
-        return [
-            Targets(self.index[i : i + size], self.labels[i : i + size])
-            for i in range(0, len(self), size)
-        ]
+        pairs = zip(torch.split(self.index, size), torch.split(self.labels, size), strict=True)
+        return [Targets(index, labels) for index, labels in pairs if len(labels)]
 
     def to(self, device: torch.device) -> Targets:
-        return Targets(
-            self.index.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
-        )
+        index = self.index.to(device, non_blocking=True)
+        return Targets(index, self.labels.to(device, non_blocking=True))
 
 
 def find_targets(labels: torch.Tensor) -> Targets:
-    """The targets of labels [batch, tokens], shifted as transformers shifts: position t predicts token t + 1 of its row."""
+    """The targets of labels [batch, tokens]: position t predicts token t + 1 of its sequence."""
     following = torch.full_like(labels, IGNORE)
     following[:, :-1] = labels[:, 1:]
     flat = following.reshape(-1)
     index = (flat != IGNORE).nonzero().squeeze(1)
-    return Targets(
-        index, flat.index_select(0, index)
-    )  # not flat[index], which wakes all of torch's threads for a few numbers
+    # not flat[index], which wakes all of torch's threads for a few numbers
+    return Targets(index, flat.index_select(0, index))
 
 
 class Loss(Protocol):
-    """A token-wise loss: one pass over the head, because each target's gradient needs nothing of the others."""
+    """A token-wise loss: no target's gradient depends on the others, so one pass suffices."""
 
     def denominator(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """This micro-batch's share of the step's denominator, from its inputs alone; shares add up over the whole step."""
+        """The micro-batch's share of the step's denominator, which is the sum of all shares."""
         ...
 
     def __call__(
         self, logprobs: torch.Tensor, targets: Targets
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(sum over targets, sums of further metrics) from the targets' log-probabilities, fp32 [n]."""
+        """(sum over targets, sums of further metrics) from the targets' log-probabilities [n]."""
         ...
 
 

@@ -123,8 +123,8 @@ Where = Literal["device", "host", "nowhere"]
 
 
 def rings(micro_batches: float, layers_on_host: int) -> tuple[int, int]:
-    """(leaving, coming): sizes of the rings of a group of `micro_batches`, of which `layers_on_host`
-    layers send saved activations. A lone checkpoint leaves while a whole layer computes."""
+    """(leaving, coming): sizes of a group's rings. `layers_on_host` of its layers send saved
+    activations. A lone checkpoint leaves while a whole layer computes."""
     return (1 if micro_batches <= 1 and not layers_on_host else LEAVING), COMING
 
 

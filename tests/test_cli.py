@@ -176,14 +176,6 @@ def test_export_prints_the_folder(recipes, capsys):
     assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best")]
 
 
-def test_export_knows_two_types(recipes, capsys):
-    assert cli.main(["export", "run", "out", "--dtype", "int4"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: command line: --dtype must be bfloat16 or float32, not 'int4'\n"
-    )
-
-
 def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"

@@ -81,8 +81,8 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def read_yaml(text: str, name: str, numbered: bool = True) -> Located:
-    """Parse one YAML document. Places are `name:line`, or `name` alone if not numbered.
+def read_yaml(text: str, name: str) -> Located:
+    """Parse one YAML document. Places are `name:line`; the command line has no lines.
 
     Raises ConfigError naming the line.
     """
@@ -91,7 +91,7 @@ def read_yaml(text: str, name: str, numbered: bool = True) -> Located:
     from ruamel.yaml.reader import ReaderError
 
     yaml = _yaml()
-    reader = _Reader(name, numbered, yaml.constructor)
+    reader = _Reader(name, yaml.constructor)
     try:
         node = yaml.compose(text)
     except MaxDepthExceededError as error:
@@ -135,11 +135,10 @@ class _Reader:
     """Turns YAML nodes into values."""
 
     name: str
-    numbered: bool
     constructor: SafeConstructor
 
     def place(self, mark: StreamMark | None) -> str:
-        return f"{self.name}:{mark.line + 1}" if self.numbered and mark else self.name
+        return f"{self.name}:{mark.line + 1}" if mark and self.name != COMMAND_LINE else self.name
 
     def wrong(self, mark: StreamMark | None, reason: str) -> ConfigError:
         return ConfigError(f"{self.place(mark)}: {reason}")

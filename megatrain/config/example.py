@@ -1,4 +1,4 @@
-"""What `megatrain init` writes and `megatrain schema` prints."""
+"""The example that `megatrain init` writes, and the schema that `megatrain schema` prints."""
 
 from __future__ import annotations
 

@@ -34,28 +34,26 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _key(default: object, words: str) -> Any:
+def key(default: object, words: str) -> Any:
     """A key with its default and its meaning, as the schema gives it."""
     return Field(default=default, description=words)
 
 
-def _option(field: str) -> Any:
+def option(field: str) -> Any:
     """A key that leaves an option to the planner unless it is set."""
-    return _key("auto", OPTION[field].words)
+    return key("auto", OPTION[field].words)
 
 
 class ModelOptions(Options):
     """Which model, and where its weights start from. A bare text is short for `{path: text}`."""
 
-    path: v.SourceOrNull = _key(None, "Hub id, local folder or GGUF file that holds the weights.")
-    config: v.SourceOrNull = _key(
+    path: v.SourceOrNull = key(None, "Hub id, local folder or GGUF file that holds the weights.")
+    config: v.SourceOrNull = key(
         None, "Folder with the shape (config.json) and the tokenizer; the weights are random."
     )
-    init: c.Init = _key(
-        "pretrained", "pretrained reads the weights; random draws them from the seed."
-    )
-    revision: v.TextOrNull = _key(None, "Branch, tag or commit on the hub.")
-    trust_remote_code: v.Flag = _key(
+    init: c.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
+    revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
+    trust_remote_code: v.Flag = key(
         False, "Run code that comes with the weights; no file of the model can ask for it."
     )
 
@@ -94,71 +92,61 @@ class ModelOptions(Options):
 
 
 class DataOptions(Options):
-    """What is trained on, and what is held out."""
+    """Rows to train on, and rows to hold out."""
 
     train: v.Source = Field(
         description="File (json, jsonl, txt, csv, parquet, arrow), folder of such files, "
         "folder of save_to_disk, or hub id; a split may follow a colon."
     )
-    eval: v.HeldOut = _key(
+    eval: v.HeldOut = key(
         0.02, "Share of the rows, number of rows, or a source of its own; null holds nothing out."
     )
-    format: c.Format = _key("auto", "Row format; auto finds it from the columns.")
-    train_on: c.TrainOn = _key("assistant", "Loss on the assistant's turns, or on everything.")
-    packing: v.FlagOrAuto = _key(
+    format: c.Format = key("auto", "Row format; auto finds it from the columns.")
+    train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
+    packing: v.FlagOrAuto = key(
         "auto",
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
-    on_bad_row: c.BadRow = _key("refuse", "Stop at a broken row, or skip and count it.")
-    split: v.TextOrNull = _key(None, "Split of a data set or folder, such as train.")
-    text_field: v.TextOrNull = _key(None, "Column that holds plain text; null finds it.")
+    on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
+    split: v.TextOrNull = key(None, "Split of a data set or folder, such as train.")
+    text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
 
 
 class TrainOptions(Options):
     """Size, number, learning rate and evaluation of the steps."""
 
-    tokens_per_step: v.CountOrNull = _key(
+    tokens_per_step: v.CountOrNull = key(
         DEFAULT_TOKENS_PER_STEP,
         "Tokens of one optimizer step, without padding. Excludes rows_per_step.",
     )
-    rows_per_step: v.CountOrNull = _key(
-        None, "Rows of one optimizer step. Excludes tokens_per_step."
-    )
-    micro_batch_tokens: v.CountOrAuto = _option("micro_batch_tokens")
-    groups: v.CountOrAuto = _option("groups")
-    head_chunk_tokens: v.CountOrAuto = _option("head_chunk_tokens")
-    layer_chunk_tokens: v.CountAutoOrNull = _option("layer_chunk_tokens")
-    retained: v.NumberOrAuto = _option("retained")
-    cheap_retention: v.FlagOrAuto = _option("cheap_retention")
-    seq_len: v.SequenceLength = _key(
-        4096, "Longest row in tokens; longer ones are cut, and counted."
-    )
-    epochs: v.PositiveOrNull = _key(
-        1.0, "Passes over the data; null if max_steps alone ends the run."
-    )
-    max_steps: v.CountOrNull = _key(
-        None, "Optimizer steps. With epochs as well, whichever ends first."
-    )
-    learning_rate: v.Positive = _key(1e-5, "Peak learning rate.")
-    schedule: c.Schedule = _key("cosine", "Shape of the learning rate's decay after warm-up.")
-    warmup: v.NotNegative = _key(0.03, "Below 1 a share of all steps, else steps.")
-    min_lr_ratio: v.Fraction = _key(0.0, "Final learning rate divided by the peak.")
-    decay: v.FractionOrNull = _key(
+    rows_per_step: v.CountOrNull = key(None, "Rows of one step. Excludes tokens_per_step.")
+    micro_batch_tokens: v.CountOrAuto = option("micro_batch_tokens")
+    groups: v.CountOrAuto = option("groups")
+    head_chunk_tokens: v.CountOrAuto = option("head_chunk_tokens")
+    layer_chunk_tokens: v.CountAutoOrNull = option("layer_chunk_tokens")
+    retained: v.NumberOrAuto = option("retained")
+    cheap_retention: v.FlagOrAuto = option("cheap_retention")
+    seq_len: v.SequenceLength = key(4096, "Longest row in tokens; longer ones are cut and counted.")
+    epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
+    max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
+    learning_rate: v.Positive = key(1e-5, "Peak learning rate.")
+    schedule: c.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
+    warmup: v.NotNegative = key(0.03, "Below 1 a share of all steps, else steps.")
+    min_lr_ratio: v.Fraction = key(0.0, "Final learning rate divided by the peak.")
+    decay: v.FractionOrNull = key(
         None, "wsd only: share of all steps in which the rate falls; 0.2 by default."
     )
-    max_grad_norm: v.ClipNorm = _key(
+    max_grad_norm: v.ClipNorm = key(
         1.0, "Global gradient norm to clip to; null does not clip and saves 2 bytes per parameter."
     )
-    eval_every: v.CountOrNull = _key(
+    eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )
-    eval_rows: v.CountOrNull = _key(None, "Largest number of held-out rows per evaluation.")
-    log_every: v.Count = _key(
-        1, "Steps between lines on the terminal; metrics.jsonl has every step."
-    )
-    seed: v.Seed = _key(0, "Seed of shuffling, dropout and random weights.")
-    deterministic: v.Flag = _key(False, "Bit-identical repeats on CUDA, but slower.")
+    eval_rows: v.CountOrNull = key(None, "Largest number of held-out rows per evaluation.")
+    log_every: v.Count = key(1, "Steps between terminal lines; metrics.jsonl has every step.")
+    seed: v.Seed = key(0, "Seed of shuffling, dropout and random weights.")
+    deterministic: v.Flag = key(False, "Bit-identical repeats on CUDA, but slower.")
 
     @model_validator(mode="before")
     @classmethod
@@ -200,38 +188,36 @@ class TrainOptions(Options):
 class CheckpointOptions(Options):
     """When the run is saved."""
 
-    every: v.CountOrNull = _key(
+    every: v.CountOrNull = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
-    keep: v.Count = _key(2, "Newest checkpoints that stay on disk, besides the best.")
+    keep: v.Count = key(2, "Newest checkpoints that stay on disk, besides the best.")
 
 
 class OptimizerOptions(Options):
     """How gradients become updates."""
 
-    name: c.OptimizerName = _key("adamw", "Optimizer.")
-    moments: c.Moments = _key(
+    name: c.OptimizerName = key("adamw", "Optimizer.")
+    moments: c.Moments = key(
         "auto",
         "adamw, lion: type of the moments, which take 4, 2 or 1 bytes each per parameter; bfloat16 "
         "and int8 use stochastic rounding; auto: float32.",
     )
-    betas: v.BetasOrAuto = _key(
+    betas: v.BetasOrAuto = key(
         "auto",
         "Decay rates of the moments; auto: adamw and muon's AdamW [0.9, 0.999], lion [0.9, 0.99].",
     )
-    eps: v.PositiveOrAuto = _key(
-        "auto", "Added to the root of the second moment; auto: adamw 1e-8."
-    )
-    weight_decay: v.NotNegative = _key(0.0, "Decoupled; not applied to norms and biases.")
-    momentum: v.BetaOrAuto = _key("auto", "muon: decay rate of the momentum; auto: 0.95.")
-    nesterov: v.FlagOrAuto = _key("auto", "muon: Nesterov's momentum; auto: true.")
-    ns_steps: v.CountOrAuto = _key("auto", "muon: Newton-Schulz iterations; auto: 5.")
-    adjust_lr_fn: c.AdjustLr = _key(
+    eps: v.PositiveOrAuto = key("auto", "Added to the root of the second moment; auto: adamw 1e-8.")
+    weight_decay: v.NotNegative = key(0.0, "Decoupled; not applied to norms and biases.")
+    momentum: v.BetaOrAuto = key("auto", "muon: decay rate of the momentum; auto: 0.95.")
+    nesterov: v.FlagOrAuto = key("auto", "muon: Nesterov's momentum; auto: true.")
+    ns_steps: v.CountOrAuto = key("auto", "muon: Newton-Schulz iterations; auto: 5.")
+    adjust_lr_fn: c.AdjustLr = key(
         "auto",
         "muon: how a matrix's shape scales its learning rate; auto: match_rms_adamw, for which "
         "AdamW's rates are right.",
     )
-    adamw_lr: v.PositiveOrAuto = _key(
+    adamw_lr: v.PositiveOrAuto = key(
         "auto",
         "muon: peak rate of embedding, head, norms and biases, which AdamW updates; auto: "
         "train.learning_rate.",
@@ -241,43 +227,43 @@ class OptimizerOptions(Options):
 class MemoryOptions(Options):
     """Budgets of the memory tiers, and what is placed on which."""
 
-    gpu: v.SizeOrAuto = _key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
-    host: v.SizeOrAuto = _key(
+    gpu: v.SizeOrAuto = key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
+    host: v.SizeOrAuto = key(
         "auto", "Host RAM to use, such as 120GiB; auto: what the machine or its container has."
     )
-    resident: v.NumberOrAuto = _option("resident")
-    offload_activations: v.FlagOrAuto = _option("offload_activations")
-    retained_on_host: v.NumberOrAuto = _option("retained_on_host")
-    second_backward: v.FlagOrAuto = _option("second_backward")
-    activations: c.Activations = _key(
+    resident: v.NumberOrAuto = option("resident")
+    offload_activations: v.FlagOrAuto = option("offload_activations")
+    retained_on_host: v.NumberOrAuto = option("retained_on_host")
+    second_backward: v.FlagOrAuto = option("second_backward")
+    activations: c.Activations = key(
         "none",
         "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "
         "39%, int4 28%. The loss stays exact, gradients are near; with none they are exact.",
     )
-    nvme: v.FoldersOrNull = _key(
+    nvme: v.FoldersOrNull = key(
         None,
         "Folder on NVMe, or folders on several drives, for what host RAM lacks room for; or null.",
     )
-    nvme_size: v.SizeOrAuto = _key("auto", "Space to use there, such as 800GiB; auto: all free.")
-    nvme_blocks: v.NumberOrAuto = _option("nvme_blocks")
-    nvme_arrays: c.NvmeArrays = _option("nvme_arrays")
+    nvme_size: v.SizeOrAuto = key(
+        "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
+    )
+    nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
+    nvme_arrays: c.NvmeArrays = option("nvme_arrays")
 
 
 class EconomyOptions(Options):
     """Prices and power, for the costs that a plan and a run show. No price is assumed."""
 
-    price_per_hour: v.PositiveOrNull = _key(
+    price_per_hour: v.PositiveOrNull = key(
         None, "Price of the whole machine for an hour; null shows no cost."
     )
-    price_per_kwh: v.PositiveOrNull = _key(
-        None, "Price of electricity, if it is paid on top of that."
-    )
-    currency: v.Text = _key("USD", "Currency of the prices; only shown.")
-    gpu_power_w: v.PositiveOrNull = _key(
+    price_per_kwh: v.PositiveOrNull = key(None, "Price of electricity, if paid on top of that.")
+    currency: v.Text = key("USD", "Currency of the prices; only shown.")
+    gpu_power_w: v.PositiveOrNull = key(
         None,
         "Watts that the GPU draws; null: measured in a run, a share of the data sheet's in a plan.",
     )
-    host_power_w: v.PositiveOrNull = _key(
+    host_power_w: v.PositiveOrNull = key(
         None,
         "Watts of everything but the GPU; null: what the processors' counters show, if readable.",
     )
@@ -296,28 +282,28 @@ class Config(Options):
     model: ModelOptions = Field(
         description="Hub id or local folder; or {config: folder, init: random} for pre-training."
     )
-    method: c.Method = _key("sft", "Instruction tuning, or next-token pre-training.")
+    method: c.Method = key("sft", "Instruction tuning, or next-token pre-training.")
     data: DataOptions
     train: TrainOptions = TrainOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     memory: MemoryOptions = MemoryOptions()
     economy: EconomyOptions = EconomyOptions()
-    precision: c.Precision = _key(
+    precision: c.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
         "matmuls in fp8; float32 in fp32; auto: by the hardware, never fp8.",
     )
-    attention: c.Attention = _key("auto", "auto: the fastest that is correct for the model family.")
-    compile: v.FlagOrAuto = _key(
+    attention: c.Attention = key("auto", "auto: the fastest that is correct for the model family.")
+    compile: v.FlagOrAuto = key(
         "auto",
         "torch.compile the layers (needs a C compiler); auto: on CUDA, where all rows have one "
         "length, as in pretrain.",
     )
-    threads: v.CountOrAuto = _option("update_threads")
-    device: c.Device = _key("auto", "auto: CUDA where there is a GPU.")
-    output: v.FolderPath = _key(Path("runs/my-first"), "Run folder.")
-    sample_prompt: v.TextOrNull = _key(
+    threads: v.CountOrAuto = option("update_threads")
+    device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
+    sample_prompt: v.TextOrNull = key(
         None, "Prompt that the summary at the end answers; null takes a held-out row."
     )
 

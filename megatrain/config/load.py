@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatrain.config import names as n
 from megatrain.config.document import (
     COMMAND_LINE,
     IN_PYTHON,
@@ -19,19 +20,7 @@ from megatrain.config.document import (
     read_yaml,
 )
 from megatrain.config.fields import Config
-from megatrain.config.names import (
-    ACCUMULATION,
-    ADAM_BETAS,
-    ALIASES,
-    BETA1,
-    BETA2,
-    RIVALS,
-    ROWS_PER_DEVICE,
-    Alias,
-    Key,
-    is_harmless,
-    refusal_of,
-)
+from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
 from megatrain.errors import ConfigError
 
@@ -43,18 +32,12 @@ _HINTS = {
     ("data",): "name what to train on: data: {train: rows.jsonl}",
     ("data", "train"): "name a file, a folder or a hub id",
 }
-
-
-def _sections() -> dict[str, tuple[str, ...]]:
-    """Keys of every section; `TOP` holds the top level."""
-    keys: dict[str, tuple[str, ...]] = {TOP: tuple(Config.model_fields)}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys[name] = tuple(field.annotation.model_fields)
-    return keys
-
-
-SECTIONS = _sections()
+# Keys of the top level and of every section.
+SECTIONS = {TOP: tuple(Config.model_fields)} | {
+    name: tuple(field.annotation.model_fields)
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
 
 
 @dataclass(frozen=True)
@@ -84,8 +67,8 @@ def load_config(
 ) -> Config:
     """Read a config from a file or a mapping, then set keys over it.
 
-    overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, dotted or nested,
-        to values.
+    overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, which may be
+        dotted or nested, to values.
 
     Raises ConfigError with a line per fault: `cfg.yaml:7: train.learning_rte: did you mean
     learning_rate?`
@@ -131,7 +114,7 @@ def _parse_override(override: str) -> dict[str, Located]:
             f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5"
         )
     try:
-        tree = read_yaml(text, COMMAND_LINE, numbered=False)
+        tree = read_yaml(text, COMMAND_LINE)
     except ConfigError as error:
         reason = str(error).removeprefix(COMMAND_LINE)
         raise ConfigError(f"{COMMAND_LINE}: {dotted}{reason}") from None
@@ -167,8 +150,8 @@ class _Collector:
             self._add(leaf)
         elif section in _ALIAS_SECTIONS and name in ALIASES:
             self._alias(ALIASES[name], leaf)
-        elif refusal := refusal_of(name):
-            if not is_harmless(refusal, leaf.value):
+        elif refusal := n.refusal_of(name):
+            if not n.is_harmless(refusal, leaf.value):
                 self.problems.append(leaf.problem(refusal.reason))
         else:
             self.problems.append(leaf.problem(_unknown(section, name)))
@@ -194,7 +177,7 @@ class _Collector:
     def _add(self, leaf: Leaf) -> None:
         pair = isinstance(leaf.value, list) and len(leaf.value) == 2
         if leaf.key == BETAS and pair:
-            for key, beta in zip((BETA1, BETA2), leaf.value, strict=True):
+            for key, beta in zip((n.BETA1, n.BETA2), leaf.value, strict=True):
                 self._add(Leaf(key, beta, leaf.place, leaf.typed))
             return
         first = self.leaves.get(leaf.key)
@@ -250,33 +233,30 @@ def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
 
 def _combine_halves(leaves: Leaves) -> Leaves:
     """Join keys that are halves of one: rows per device with accumulation, beta1 with beta2."""
-    halves = (ROWS_PER_DEVICE, ACCUMULATION, BETA1, BETA2)
+    halves = (n.ROWS_PER_DEVICE, n.ACCUMULATION, n.BETA1, n.BETA2)
     whole = {key: leaf for key, leaf in leaves.items() if key not in halves}
-    rows, times = leaves.get(ROWS_PER_DEVICE), leaves.get(ACCUMULATION)
+    rows, times = leaves.get(n.ROWS_PER_DEVICE), leaves.get(n.ACCUMULATION)
     if rows is None and times is not None:
         reason = "needs per_device_train_batch_size beside it: their product is the rows of a step"
         raise ConfigError(times.problem(reason))
     if rows is not None:
         key = ("train", "rows_per_step")
         whole[key] = Leaf(key, rows.value * (times.value if times else 1), rows.place, rows.typed)
-    betas = [leaves.get(BETA1), leaves.get(BETA2)]
+    betas = [leaves.get(n.BETA1), leaves.get(n.BETA2)]
     given = next((beta for beta in betas if beta), None)
     # a whole `betas` that is no pair is refused as it stands
     if given is not None and BETAS not in whole:
-        pair = [
-            beta.value if beta else default for beta, default in zip(betas, ADAM_BETAS, strict=True)
-        ]
-        whole[BETAS] = Leaf(BETAS, pair, given.place, given.typed)
+        pairs = zip(betas, n.ADAM_BETAS, strict=True)
+        values = [beta.value if beta else default for beta, default in pairs]
+        whole[BETAS] = Leaf(BETAS, values, given.place, given.typed)
     return whole
 
 
 def _validate(leaves: Leaves, source: str) -> Config:
     tree: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        target = tree
-        for section in key[:-1]:
-            target = target.setdefault(section, {})
-        target[key[-1]] = leaf.value
+    for (*sections, name), leaf in leaves.items():
+        target = tree.setdefault(sections[0], {}) if sections else tree
+        target[name] = leaf.value
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:

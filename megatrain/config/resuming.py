@@ -83,49 +83,35 @@ def resumed_configs(
             kept[other] = rule.needs
         elif given[other] is False and key in kept:
             kept[key] = type(kept[key])()  # 0 or false
-    return load_config(path).with_values(kept), unless_set(asked, kept)
-
-
-def unless_set(config: Config, values: dict[str, object]) -> Config:
-    """The config with these values, but for keys that were set on the command line."""
-    return config.with_values(
-        {
-            key: value
-            for key, value in values.items()
-            if not config.where(key).startswith(COMMAND_LINE)
-        }
-    )
+    not_set = [key for key in kept if not asked.where(key).startswith(COMMAND_LINE)]
+    after = asked.with_values({key: kept[key] for key in not_set})
+    return load_config(path).with_values(kept), after
 
 
 def check_changes(before: Config, after: Config) -> list[str]:
     """Warnings for changes that alter the run. Raises ConfigError for a key that cannot change."""
     old, new = flatten(before.model_dump(mode="json")), flatten(after.model_dump(mode="json"))
     warnings = []
-    for key in old:
-        if old[key] == new[key]:
-            continue
-        for listed, reason in REFUSED.items():
-            if belongs(key, listed):
-                raise ConfigError(
-                    f"{after.where(key)}: cannot change from {old[key]!r} to {new[key]!r} in a "
-                    f"resumed run, since {reason}"
-                )
-        for listed, reason in FLAGGED.items():
-            if belongs(key, listed):
-                warnings.append(f"{key} changed from {old[key]!r} to {new[key]!r}: {reason}")
-                break
+    for key in (key for key in old if old[key] != new[key]):
+        change = f"from {old[key]!r} to {new[key]!r}"
+        if reason := _reason(key, REFUSED):
+            cannot = f"cannot change {change} in a resumed run"
+            raise ConfigError(f"{after.where(key)}: {cannot}, since {reason}")
+        if reason := _reason(key, FLAGGED):
+            warnings.append(f"{key} changed {change}: {reason}")
     return warnings
 
 
-def belongs(key: str, listed: str) -> bool:
-    return key == listed or key.startswith(listed + ".")
+def _reason(key: str, table: Mapping[str, str]) -> str | None:
+    """The first row of the key or of its section."""
+    rows = (row for row in table if f"{key}.".startswith(f"{row}."))
+    return table.get(next(rows, ""))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys of a nested dict."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        inside = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if inside else {prefix + key: value}
     return flat

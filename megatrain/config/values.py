@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import (
-    BeforeValidator,
     Field,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
 from megatrain.machine.sizes import parse_size
 
@@ -49,6 +51,12 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """The end of a refusal that names the text like `value`, or nothing when none is close."""
+    near = nearest(value, names) if isinstance(value, str) else None
+    return f"; did you mean {near}?" if near else ""
+
+
 def _whole(value: object) -> object:  # 1e6 tokens is a whole number
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -71,11 +79,9 @@ def _as_folders(value: object) -> object:
     return tuple(_as_path(folder) for folder in many) if isinstance(many, list | tuple) else many
 
 
-def _same(value: object) -> object:
-    return value
-
-
-def wanted(description: str, ready: Callable[[object], object] = _same) -> WrapValidator:
+def wanted(
+    description: str, ready: Callable[[object], object] = lambda value: value
+) -> WrapValidator:
     """Validate `ready(value)`; a refusal says what the key wants, not which part of it objected."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -87,21 +93,23 @@ def wanted(description: str, ready: Callable[[object], object] = _same) -> WrapV
     return WrapValidator(check)
 
 
-def choice(literal: object, refused: Mapping[str, str] | None = None) -> BeforeValidator:
-    """One of the texts of a Literal. refused: reasons for others that users know."""
-    names = get_args(literal)
-    reasons = refused or {}
+@dataclass(frozen=True)
+class Choice:
+    """One of the texts of the Literal that it annotates. refused: why others are not offered."""
 
-    def check(value: object) -> object:
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __get_pydantic_core_schema__(self, literal: object, handler: GetCoreSchemaHandler) -> Any:
+        check = partial(self._check, get_args(literal))
+        return core_schema.no_info_before_validator_function(check, handler(literal))
+
+    def _check(self, names: tuple[str, ...], value: object) -> object:
         if isinstance(value, str) and value in names:
             return value
-        if isinstance(value, str) and value.lower() in reasons:
-            raise wrong(f"{value} is {reasons[value.lower()]}; choose from {', '.join(names)}")
-        near = nearest(value, names) if isinstance(value, str) else None
-        hint = f"; did you mean {near}?" if near else ""
-        raise wrong(f"must be one of {', '.join(names)}, not {shown(value)}{hint}")
-
-    return BeforeValidator(check)
+        known = ", ".join(names)
+        if isinstance(value, str) and (reason := self.refused.get(value.lower())):
+            raise wrong(f"{value} is {reason}; choose from {known}")
+        raise wrong(f"must be one of {known}, not {shown(value)}{did_you_mean(value, names)}")
 
 
 _Count = Annotated[int, Field(ge=1)]

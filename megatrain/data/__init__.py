@@ -1,4 +1,4 @@
-"""From rows in files to batches of tokens. The recipe calls `load_data` and iterates over a `Loader`."""
+"""From rows in files to batches of tokens: call `load_data`, and iterate over a `Loader`."""
 
 from megatrain.data.build import DataOptions, load_data
 from megatrain.data.loader import Loader, held_out_batches

@@ -1,4 +1,4 @@
-"""From a source to tokenised rows: read, convert, tokenise, cut, count, keep; then hold some of them out."""
+"""From a source to tokenised rows: read, convert, tokenise, cut, count; then hold some out."""
 
 from __future__ import annotations
 
@@ -12,30 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.dataset import (
-    Counts,
-    Rows,
-    RowWriter,
-    TokenRows,
-    default_cache,
-    load_cached_set,
-    new_cached_set,
-)
-from megatrain.data.formats import (
-    FORMATS,
-    Document,
-    RowError,
-    RowFormat,
-    Sample,
-    convert_row,
-    detect_format,
-    unknown_format,
-)
+from megatrain.data import dataset, formats
+from megatrain.data.chat import Marked
+from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
+from megatrain.data.formats import FORMATS, Document, RowError, RowFormat, Sample
 from megatrain.data.hashing import mix64
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
 from megatrain.data.sources import Source, open_source
-from megatrain.data.tokenize import Encoder, Marked
+from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,12 +30,19 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 CACHE_VERSION = 1  # raise it when the same input gives other tokens
+CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field")  # of DataOptions
 ON_BAD_ROW = ("refuse", "skip")
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How rows are read and cut. `seq_len` None keeps whole documents (for packing); `text_field` names the column of a text format."""
+    """How rows are read and cut.
+
+    Attributes:
+        seq_len: longest row in tokens; None keeps whole documents, for packing.
+        text_field: the column of plain text; None finds it.
+        vocab_size: token ids from here on are refused; None allows all.
+    """
 
     seq_len: int | None
     train_on: str = "assistant"
@@ -61,14 +53,10 @@ class DataOptions:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.format != "auto" and self.format not in FORMATS:
-            raise DataError(
-                f"data.format: {self.format!r} is unknown; use auto, {', '.join(FORMATS)}"
-            )
-        if self.on_bad_row not in ON_BAD_ROW:
-            raise DataError(
-                f"data.on_bad_row: {self.on_bad_row!r} is unknown; use {' or '.join(ON_BAD_ROW)}"
-            )
+        for key, known in {"format": ("auto", *FORMATS), "on_bad_row": ON_BAD_ROW}.items():
+            value = getattr(self, key)
+            if value not in known:
+                raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(known)}")
 
 
 def load_data(
@@ -82,12 +70,16 @@ def load_data(
     cache: Path | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Rows, Rows | None]:
-    """Training and held-out rows; `held_out` is a share below 1, a number of rows, another source, or None.
+    """Training and held-out rows.
 
-    A source is a file, folder or hub id, a `datasets.Dataset` or a list of dicts (see `open_source`).
+    Args:
+        train: a file, folder or hub id, a `datasets.Dataset` or a list of dicts: see `open_source`.
+        held_out: a share below 1, a number of rows, another source, or None.
+        pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
+            out are whole documents.
+        on_progress: called with the number of rows read so far.
 
-    With `pack_to`, documents are concatenated and cut into blocks of that many tokens (after holding out whole documents).
-    `on_progress` is called with the number of rows read so far. Raises DataError (see `encode_source`).
+    Raises as `encode_source`.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
@@ -112,38 +104,40 @@ def encode_source(
 ) -> TokenRows:
     """Tokenised rows of a source, from the cache if the same were tokenised before.
 
-    Raises DataError for sources that cannot be read, bad rows under `refuse` (naming the first and how many), sets without any row
-    or any target token, and token ids outside `options.vocab_size`; StorageError when the cache cannot be written.
+    Raises:
+        DataError: the source cannot be read, holds no row or no target token, has bad rows (under
+            `refuse`; names the first), or token ids outside `options.vocab_size`.
+        StorageError: the cache cannot be written.
     """
     source = open_source(given, options.split)
     encoder = Encoder(tokenizer, options.train_on)
-    folder = cache or default_cache()
+    folder = cache or dataset.default_cache()
     key = _fingerprint(source, tokenizer, options)
-    rows = load_cached_set(folder, key)
+    rows = dataset.load_cached_set(folder, key)
     if rows is None:
-        with new_cached_set(folder, key) as writer:
-            counts = _write(
-                source, encoder, options, writer, on_progress or (lambda rows_read: None)
-            )
+        with dataset.new_cached_set(folder, key) as writer:
+            counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts)
-        rows = load_cached_set(folder, key)
+        rows = dataset.load_cached_set(folder, key)
         assert rows is not None, "a set just written is there"
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
     return rows
 
 
 def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
-    """(train, held out): an int holds out that many rows, a float below 1 that share, at least one row.
+    """(train, held out): an int holds out that number of rows, a float below 1 that share of them.
 
-    The choice follows from the rows' content and the seed alone, whatever their order, and equal rows stay on one side: a copy of a
-    held-out row is never trained on. Where copies make the number impossible, fewer are held out.
+    The choice follows from the rows' content and the seed alone, whatever their order. Equal rows
+    stay on one side: a copy of a held-out row is never trained on. Where copies make the number
+    impossible, fewer are held out. Raises DataError if no row would be left on either side.
     """
     total = len(rows)
     wanted = share if isinstance(share, int) else max(1, round(share * total))
     if share <= 0 or wanted >= total:
         raise DataError(
-            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left to train on"
+            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left "
+            "to train on"
         )
     values, group, sizes = np.unique(
         rows.hashes[rows.chosen], return_inverse=True, return_counts=True
@@ -157,7 +151,8 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
             break
     if not taken:
         raise DataError(
-            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; name another source"
+            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; "
+            "name another source"
         )
     chosen = held[group]
     return rows.choose(np.flatnonzero(~chosen)), rows.choose(np.flatnonzero(chosen))
@@ -176,9 +171,8 @@ def _write(
         on_progress(counts.read)
         if counts.bad and options.on_bad_row == "refuse":
             continue  # only count on: nothing of this will be used
-        for (ids, mask), (where, text) in zip(
-            encoder.encode([text for _, text in batch]), batch, strict=True
-        ):
+        encoded = encoder.encode([text for _, text in batch])
+        for (ids, mask), (where, text) in zip(encoded, batch, strict=True):
             if len(ids) and int(ids.max()) > counts.max_token_id:
                 counts.max_token_id, counts.max_token_where = int(ids.max()), where
             if options.seq_len is not None and len(ids) > options.seq_len:
@@ -197,38 +191,35 @@ def _marked(
     source: Source, encoder: Encoder, options: DataOptions, counts: Counts
 ) -> Iterator[tuple[str, Marked]]:
     """(place, marked text) of every good row; bad ones are counted."""
-    formats: dict[str, RowFormat] = {}
+    forms: dict[str, RowFormat] = {}  # by file
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw.where, encoder.mark(_sample(raw, formats, options))
+            yield raw.where, encoder.mark(_sample(raw, forms, options))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 
 
-def _sample(raw: RawRow, formats: dict[str, RowFormat], options: DataOptions) -> Sample:
-    """The row as a sample. A file keeps the format of its first row that has one, so that a later row is told what it lacks."""
+def _sample(raw: RawRow, forms: dict[str, RowFormat], options: DataOptions) -> Sample:
+    """The row as a conversation or text. Raises RowError.
+
+    A file keeps the format of its first row that has one: a later row is told what it lacks.
+    """
     if raw.problem is not None:
         raise RowError(raw.problem)
-    value = raw.value
-    form = (
-        FORMATS.get("text" if options.text_field else options.format)
-        or formats.get(raw.file)
-        or detect_format(value)
-    )
+    value, name = raw.value, "text" if options.text_field else options.format
+    form = FORMATS.get(name) or forms.get(raw.file) or formats.detect_format(value)
     if form is None:
-        raise unknown_format(value)
-    formats[raw.file] = form
+        raise formats.unknown_format(value)
+    forms[raw.file] = form
     if options.text_field and isinstance(value, Mapping):
         if options.text_field not in value:
             raise RowError(f"field {options.text_field!r} is missing")
         value = {"text": value[options.text_field]}
-    sample = convert_row(form, value)
-    return (
-        replace(sample, begins=raw.begins, ends=raw.ends)
-        if isinstance(sample, Document)
-        else sample
-    )
+    sample = formats.convert_row(form, value)
+    if isinstance(sample, Document):
+        return replace(sample, begins=raw.begins, ends=raw.ends)
+    return sample
 
 
 def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) -> None:
@@ -239,16 +230,14 @@ def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) 
     if counts.bad and options.on_bad_row == "refuse":
         rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
         raise DataError(
-            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: skip)"
+            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
+            "skip)"
         )
     if not written:
-        cut = (
-            f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
-            if counts.truncated
-            else ""
-        )
+        cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
         raise DataError(
-            f"{source.name}: no token to train on in {counts.read - counts.bad} rows{cut}; no row has an answer left"
+            f"{source.name}: no token to train on in {counts.read - counts.bad} rows"
+            f"{cut if counts.truncated else ''}; no row has an answer left"
         )
 
 
@@ -258,27 +247,18 @@ def _check_vocabulary(
     if vocab_size is not None and counts.max_token_id >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(counts.max_token_id)
         raise DataError(
-            f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the model knows {vocab_size} tokens; "
-            "use the tokenizer that belongs to the model"
+            f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the "
+            f"model knows {vocab_size} tokens; use the tokenizer that belongs to the model"
         )
 
 
 def _fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
-    state = json.dumps(
-        {
-            "version": CACHE_VERSION,
-            "source": source.identity,
-            "template": tokenizer.chat_template,
-            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            "options": [
-                options.seq_len,
-                options.train_on,
-                options.format,
-                options.on_bad_row,
-                options.text_field,
-            ],
-        },
-        sort_keys=True,
-    )
-    vocabulary: str = tokenizer.backend_tokenizer.to_str()
-    return hashlib.blake2b(state.encode() + vocabulary.encode(), digest_size=16).hexdigest()
+    state = {
+        "version": CACHE_VERSION,
+        "source": source.identity,
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "options": [getattr(options, name) for name in CACHED_BY],
+    }
+    text = json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Tokenised rows in flat arrays, mapped from disk, so that a data set's size costs address space and not RAM."""
+"""Tokenised rows in flat arrays that are mapped from disk: a large data set takes no RAM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +28,15 @@ BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 
 @dataclass
 class Counts:
-    """What became of the rows of a source. Tokens are real tokens; nothing is padded here."""
+    """Counts of a source's rows by what became of them. Tokens are counted without padding."""
 
     read: int = 0
     bad: int = 0
     first_bad: list[str] = field(default_factory=list)
     truncated: int = 0
     truncated_tokens: int = 0  # cut off, not trained on
-    without_target: int = (
-        0  # dropped: nothing to learn from (all of it context, or the answer cut off)
-    )
-    rewritten_turns: int = (
-        0  # answers that the chat template renders otherwise in mid-conversation than at its end
-    )
+    without_target: int = 0  # dropped: all of it is context, or the answer was cut off
+    rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
 
@@ -52,44 +48,39 @@ class Counts:
 
 
 class Rows(Protocol):
-    """What loader, packing and display need of a data set."""
+    """A data set as loader, packing and display see it."""
 
     @property
     def counts(self) -> Counts:
-        """What became of the source's rows, those held out included."""
-        ...
+        """Counts of the source's rows, those held out included."""
 
     def __len__(self) -> int: ...
 
     @property
     def lengths(self) -> IndexArray:
         """Tokens of each row, int64 [rows]."""
-        ...
 
     @property
     def target_counts(self) -> IndexArray:
         """Target tokens of each row, int64 [rows]."""
-        ...
 
     @property
     def digest(self) -> str:
         """A short hash of the rows and their order: the same digest, the same data."""
-        ...
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         """Ids int32 [tokens] and target mask bool [tokens]."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows of flat arrays: row i of the file is [offsets[i], offsets[i + 1]); `chosen` are the rows that this set consists of."""
+    """Rows `chosen` of flat arrays, in which row i is [offsets[i], offsets[i + 1])."""
 
     ids: IdArray
     mask: MaskArray
     offsets: IndexArray
     targets: IndexArray
-    hashes: npt.NDArray[np.uint64]  # of each row's ids and mask: equal rows are found by it
+    hashes: npt.NDArray[np.uint64]  # of each row's ids and mask; equal rows have equal ones
     chosen: IndexArray
     counts: Counts
 
@@ -119,7 +110,7 @@ class TokenRows:
 
 
 def default_cache() -> Path:
-    """Where tokenised data is kept: $MEGATRAIN_CACHE, else megatrain/ in the user's cache folder."""
+    """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder."""
     if "MEGATRAIN_CACHE" in os.environ:
         return Path(os.environ["MEGATRAIN_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megatrain" / "tokens"
@@ -132,11 +123,8 @@ class RowWriter:
         self._folder = folder
         self._ids = (folder / "ids.bin").open("wb")
         self._mask = (folder / "mask.bin").open("wb")
-        self._lengths, self._targets = (
-            array("q"),
-            array("q"),
-        )  # 8 bytes a row, where a list of ints takes 40
-        self._hashes = array("Q")
+        # 8 bytes a row each, where a list of ints takes 40
+        self._lengths, self._targets, self._hashes = array("q"), array("q"), array("Q")
 
     def add(self, ids: IdArray, mask: MaskArray) -> None:
         """Append a row: ids int32 [tokens], mask bool [tokens]."""
@@ -145,9 +133,8 @@ class RowWriter:
         self._mask.write(flags)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
-        self._hashes.append(
-            int.from_bytes(hashlib.blake2b(data + flags, digest_size=8).digest(), "little")
-        )
+        digest = hashlib.blake2b(data + flags, digest_size=8).digest()
+        self._hashes.append(int.from_bytes(digest, "little"))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -155,10 +142,9 @@ class RowWriter:
     def finish(self, counts: Counts) -> None:
         """Write the index and, last, the counts: their file marks the set as complete."""
         self.close()
-        offsets = np.concatenate([[0], np.cumsum(np.asarray(self._lengths, np.int64))])
-        np.save(self._folder / "offsets.npy", offsets.astype(np.int64))
-        np.save(self._folder / "targets.npy", np.asarray(self._targets, np.int64))
-        np.save(self._folder / "hashes.npy", np.asarray(self._hashes, np.uint64))
+        np.save(self._folder / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths)]))
+        np.save(self._folder / "targets.npy", self._targets)
+        np.save(self._folder / "hashes.npy", self._hashes)
         (self._folder / "counts.json").write_text(json.dumps(asdict(counts)))
 
     def close(self) -> None:
@@ -169,7 +155,10 @@ class RowWriter:
 
 @contextmanager
 def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
-    """Write a set under `cache/key`; it appears there whole, or not at all if the block raises. Raises StorageError on a full disk."""
+    """Write a set under `cache/key`, where it appears whole, or not at all if the block raises.
+
+    Raises StorageError on a full disk.
+    """
     folder = cache / f"{key}.tmp-{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True)
@@ -178,44 +167,33 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
             yield writer
         finally:
             writer.close()
-        if (
-            load_cached_set(cache, key) is None
-        ):  # else another process was quicker, and wrote the same
+        # else another process was quicker, and wrote the same
+        if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
-            f"{cache}: cannot keep the tokenised data here ({reason}); set MEGATRAIN_CACHE to another folder"
+            f"{cache}: cannot keep the tokenised data here ({reason}); "
+            "set MEGATRAIN_CACHE to another folder"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_cached_set(cache: Path, key: str) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk, or None if it is not there or not whole."""
+    """The set under `cache/key`, mapped from disk; None if it is missing or not whole."""
     folder = cache / key
-    if not (folder / "counts.json").is_file():
-        return None
     try:
         counts = Counts(**json.loads((folder / "counts.json").read_text()))
         offsets, targets, hashes = (
             np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "hashes")
         )
-        sizes = ((folder / "ids.bin").stat().st_size, (folder / "mask.bin").stat().st_size)
+        ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
+        mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
     except (OSError, ValueError, TypeError, EOFError):
         return None
-    tokens, rows = int(offsets[-1]), len(targets)
-    if sizes != (4 * tokens, tokens) or len(offsets) != rows + 1 or len(hashes) != rows:
+    rows = len(targets)
+    if not len(ids) == len(mask) == offsets[-1] or not len(offsets) - 1 == len(hashes) == rows:
         return None
-    ids = _mapped(folder / "ids.bin", np.dtype(np.int32), tokens)
-    mask = _mapped(folder / "mask.bin", np.dtype(np.bool_), tokens)
-    return TokenRows(
-        cast(IdArray, ids), cast(MaskArray, mask), offsets, targets, hashes, np.arange(rows), counts
-    )
-
-
-def _mapped(path: Path, dtype: np.dtype[np.generic], size: int) -> npt.NDArray[np.generic]:
-    return (
-        np.memmap(path, dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype)
-    )  # nothing cannot be mapped
+    return TokenRows(ids, mask, offsets, targets, hashes, np.arange(rows), counts)

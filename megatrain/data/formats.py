@@ -1,9 +1,12 @@
-"""Row formats: how a row of a data file becomes a conversation or a text. One function and one row of FORMATS per format."""
+"""Row formats: how a row of a data file becomes a conversation or a text.
+
+A format is one function and one row of FORMATS.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from megatrain.errors import DataError
 
@@ -15,32 +18,30 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
-MAY_BE_EMPTY = (
-    "system",
-    "developer",
-    "tool",
-)  # an empty system prompt is a choice; an empty question or answer is a mistake
+# An empty system prompt is a choice, an empty question or answer a mistake.
+MAY_BE_EMPTY = ("system", "developer", "tool")
 TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
 
-# Where no chat template exists: the prompt of the Stanford Alpaca release, which base models are usually given.
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
+# Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. "
     "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+    "### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
-ALPACA_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
+ALPACA_PAIRED = ", paired with an input that provides further context"
 
 
 class RowError(DataError):
-    """One row cannot be trained on. The message says what is wrong; whoever knows the file and line adds them."""
+    """A row cannot be trained on. The message says why; the caller adds file and line."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `trained` is False for assistant turns that are context only; `extra` goes to the chat template as it is."""
+    """One turn.
+
+    `trained` is False for an assistant's turn that is context only; `extra` goes to the chat
+    template as it is.
+    """
 
     role: str
     content: str
@@ -54,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. `plain` is (prompt, completion) for tokenizers without a chat template; None where there is no such form."""
+    """A conversation. `plain` is (prompt, completion) for tokenizers without a chat template."""
 
     messages: tuple[Message, ...]
     plain: tuple[str, str] | None = None
@@ -77,7 +78,6 @@ Row = Mapping[str, object]
 class RowFormat:
     """A row format: found by its `columns`, read by `convert`, which raises RowError."""
 
-    name: str
     columns: tuple[str, ...]
     convert: Callable[[Row], Sample]
 
@@ -91,28 +91,25 @@ def detect_format(row: object) -> RowFormat | None:
 
 
 def convert_row(form: RowFormat, row: object) -> Sample:
-    """A checked conversation or text. Raises RowError for whatever is missing, empty, of the wrong type or unsupported."""
+    """A checked conversation or text.
+
+    Raises RowError for what is missing, empty, of the wrong type or not supported.
+    """
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {_kind(row)}")
-    for name in TOOL_FIELDS:
-        if row.get(name):
-            raise RowError(f"field {name!r}: tool calling is not supported yet")
+    _refuse_tools(row)
     return form.convert(row)
 
 
 def unknown_format(row: object) -> RowError:
-    """What to say about a row that no format fits."""
+    """The error of a row that no format fits."""
     if not isinstance(row, Mapping):
         return RowError(f"expected an object, found {_kind(row)}")
-    wanted = "; ".join(f"{form.name}: {' + '.join(form.columns)}" for form in FORMATS.values())
+    wanted = "; ".join(f"{name}: {' + '.join(form.columns)}" for name, form in FORMATS.items())
     found = ", ".join(str(key) for key in list(row)[:12]) or "none"
     return RowError(
         f"no known row format has the columns found ({found}); known formats are {wanted}"
     )
-
-
-def _from_messages(row: Row) -> Sample:
-    return Chat(tuple(_messages(_filled_list(row, "messages"), "messages")))
 
 
 def _from_prompt_completion(row: Row) -> Sample:
@@ -120,87 +117,80 @@ def _from_prompt_completion(row: Row) -> Sample:
     plain = None
     if isinstance(prompt, str) and isinstance(completion, str):
         plain = (_text(row, "prompt"), _text(row, "completion"))
-    asked = _side(row, "prompt", "user")
-    answered = _side(row, "completion", "assistant")
-    context = [Message(turn.role, turn.content, trained=False, extra=turn.extra) for turn in asked]
-    return Chat((*context, *answered), plain)
+    asked = [replace(turn, trained=False) for turn in _side(row, "prompt", "user")]
+    return Chat((*asked, *_side(row, "completion", "assistant")), plain)
 
 
 def _from_alpaca(row: Row) -> Sample:
     instruction, output = _text(row, "instruction"), _text(row, "output")
     given = _text(row, "input") if row.get("input") else ""
-    system = _optional_system(row)
-    prompt = (ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT).format_map(
-        {"instruction": instruction, "input": given}
-    )
+    parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
+    prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
-    return Chat(
-        (*system, asked, Message("assistant", output)), None if system else (prompt, output)
-    )
+    system = _optional_system(row)
+    plain = None if system else (prompt, output)
+    return Chat((*system, asked, Message("assistant", output)), plain)
 
 
 def _from_sharegpt(row: Row) -> Sample:
     turns = _filled_list(row, "conversations")
-    if (
-        isinstance(turns[0], Mapping) and "role" in turns[0]
-    ):  # many sets name the column so and still use role and content
+    # many sets name the column so and still use role and content
+    if isinstance(turns[0], Mapping) and "role" in turns[0]:
         return Chat((*_optional_system(row), *_messages(turns, "conversations")))
     messages = []
     for place, turn in _numbered(turns, "conversations"):
-        role = SHAREGPT_ROLES.get(_text(turn, "from", place))
-        if role is None:
-            raise RowError(
-                f"{place}.from: unknown role {turn['from']!r}; known are {', '.join(SHAREGPT_ROLES)}"
-            )
-        messages.append(
-            Message(role, _text(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY))
-        )
+        role = _one_of(SHAREGPT_ROLES, turn, "from", place)
+        content = _text(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+        messages.append(Message(SHAREGPT_ROLES[role], content))
     return Chat((*_optional_system(row), *messages))
 
 
-def _from_text(row: Row) -> Sample:
-    return Document(_text(row, "text"))
-
-
 FORMATS = {
-    form.name: form
-    for form in (
-        RowFormat("messages", ("messages",), _from_messages),
-        RowFormat("sharegpt", ("conversations",), _from_sharegpt),
-        RowFormat("prompt_completion", ("prompt", "completion"), _from_prompt_completion),
-        RowFormat("alpaca", ("instruction", "output"), _from_alpaca),
-        RowFormat("text", ("text",), _from_text),
-    )
+    "messages": RowFormat(("messages",), lambda row: Chat(tuple(_turns_of(row, "messages")))),
+    "sharegpt": RowFormat(("conversations",), _from_sharegpt),
+    "prompt_completion": RowFormat(("prompt", "completion"), _from_prompt_completion),
+    "alpaca": RowFormat(("instruction", "output"), _from_alpaca),
+    "text": RowFormat(("text",), lambda row: Document(_text(row, "text"))),
 }
 
 
 def _side(row: Row, name: str, role: str) -> list[Message]:
-    value = row.get(name)
-    if isinstance(value, list):
-        return _messages(_filled_list(row, name), name)
+    if isinstance(row.get(name), list):
+        return _turns_of(row, name)
     return [Message(role, _text(row, name))]
+
+
+def _turns_of(row: Row, name: str) -> list[Message]:
+    return _messages(_filled_list(row, name), name)
 
 
 def _messages(turns: list[object], name: str) -> list[Message]:
     messages = []
     for place, turn in _numbered(turns, name):
-        for tool_field in TOOL_FIELDS:
-            if turn.get(tool_field):
-                raise RowError(f"{place}.{tool_field}: tool calling is not supported yet")
-        role = _text(turn, "role", place)
-        if role not in ROLES:
-            raise RowError(f"{place}.role: unknown role {role!r}; known are {', '.join(ROLES)}")
-        # strings such as `name` or `reasoning_content` are for the template to use; other metadata is not text
-        strings = {
-            key: value
+        _refuse_tools(turn, place)
+        role = _one_of(ROLES, turn, "role", place)
+        content = _content(turn, place, role in MAY_BE_EMPTY)
+        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
+        extra = {
+            key: _text(turn, key, place, may_be_empty=True)
             for key, value in turn.items()
             if key not in ("role", "content") and isinstance(value, str)
         }
-        extra = {key: _checked(value, f"{place}.{key}") for key, value in strings.items()}
-        messages.append(
-            Message(role, _content(turn, place, role in MAY_BE_EMPTY), _weight(turn, place), extra)
-        )
+        messages.append(Message(role, content, _weight(turn, place), extra))
     return messages
+
+
+def _refuse_tools(row: Row, place: str = "") -> None:
+    for name in TOOL_FIELDS:
+        if row.get(name):
+            raise RowError(f"{_label(name, place)}: tool calling is not supported yet")
+
+
+def _one_of(roles: Collection[str], turn: Row, name: str, place: str) -> str:
+    role = _text(turn, name, place)
+    if role not in roles:
+        raise RowError(f"{place}.{name}: unknown role {role!r}; known are {', '.join(roles)}")
+    return role
 
 
 def _content(turn: Row, place: str, may_be_empty: bool) -> str:
@@ -210,10 +200,8 @@ def _content(turn: Row, place: str, may_be_empty: bool) -> str:
         return _text(turn, "content", place, may_be_empty)
     texts = []
     for part_place, part in _numbered(parts, f"{place}.content"):
-        if part.get("type") != "text":
-            raise RowError(
-                f"{part_place}.type: only text parts can be trained on, found {part.get('type')!r}"
-            )
+        if (kind := part.get("type")) != "text":
+            raise RowError(f"{part_place}.type: only text parts can be trained on, found {kind!r}")
         texts.append(_text(part, "text", part_place, may_be_empty))
     return _text({"content": "".join(texts)}, "content", place, may_be_empty)
 
@@ -251,36 +239,35 @@ def _numbered(turns: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
         yield place, turn
 
 
+def _label(name: str, place: str) -> str:
+    return f"{place}.{name}" if place else f"field {name!r}"
+
+
 def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
-    label = f"{place}.{name}" if place else f"field {name!r}"
-    value = row.get(name)
+    label, value = _label(name, place), row.get(name)
     if value is None:
         raise RowError(f"{label} is missing")
     if not isinstance(value, str):
         raise RowError(f"{label}: expected text, found {_kind(value)}")
     if not may_be_empty and not value.strip():
         raise RowError(f"{label} is empty")
-    return _checked(value, label)
-
-
-def _checked(value: str, label: str) -> str:
     try:
         value.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # JSON can spell half of a surrogate pair; no tokenizer can take it
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise RowError(f"{label}: character {error.start} is half of a surrogate pair") from None
     return value
 
 
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
 def _kind(value: object) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        type(None): "null",
-    }
-    return names.get(type(value), type(value).__name__)
+    return KINDS.get(type(value), type(value).__name__)

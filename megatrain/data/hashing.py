@@ -1,4 +1,4 @@
-"""A seeded hash of 64-bit numbers, for shuffles that every numpy release and machine repeats bit for bit."""
+"""A seeded hash of 64-bit numbers, for shuffles that are the same on every machine and release."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import numpy.typing as npt
 
 
 def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Scrambled values, uint64 of the same shape, one to one for a given seed (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """Scrambled values, uint64 of the same shape, one to one for a given seed.
+
+    The finaliser of SplitMix64 (Steele et al. 2014).
+    """
     golden = 0x9E3779B97F4A7C15
     start = np.uint64((seed + 1) * golden % 2**64)
     mixed = values.astype(np.uint64) * np.uint64(golden) + start

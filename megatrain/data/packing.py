@@ -1,4 +1,4 @@
-"""Several in one sequence: for pre-training documents end to end, cut into blocks of equal length; for fine-tuning whole rows."""
+"""Sequence packing: whole rows for fine-tuning, documents in blocks for pre-training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatrain.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Blocks of `seq_len` tokens over concatenated documents; the last block holds the remainder, if that is two tokens or more.
+    """Blocks of `seq_len` tokens over concatenated documents.
 
-    Every token but a block's first is a target, document starts included. Attention is not cut at document borders; each document
-    ends with the end-of-sequence token. Blocks are gathered when asked for; nothing is copied ahead.
+    The last block holds the rest, if that is two tokens or more. Every token but a block's first is
+    a target, document starts included. Attention is not cut at document borders; each document ends
+    with the end-of-sequence token. Blocks are gathered when asked for; nothing is copied ahead.
     """
 
     documents: TokenRows
@@ -54,9 +55,8 @@ class PackedRows:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.blake2b(
-            f"{self.documents.digest} {self.seq_len}".encode(), digest_size=8
-        ).hexdigest()
+        made_of = f"{self.documents.digest} {self.seq_len}"
+        return hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         start = index * self.seq_len
@@ -74,7 +74,7 @@ class PackedRows:
 
 
 def pack(documents: TokenRows, seq_len: int) -> PackedRows:
-    """Blocks of `seq_len` tokens. Raises DataError when the documents hold fewer than two tokens."""
+    """Blocks of `seq_len` tokens. Raises DataError if the documents hold fewer than two tokens."""
     assert seq_len >= 2, "a block of one token has nothing to predict"
     packed = PackedRows(documents, seq_len)
     if not len(documents) or not len(packed):
@@ -83,9 +83,9 @@ def pack(documents: TokenRows, seq_len: int) -> PackedRows:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of rows that share a sequence of `capacity` tokens: each row goes where it leaves the least room (best fit).
+    """Numbers of the rows packed into each sequence of `capacity` tokens; none may be longer.
 
-    Rows that come longest first fill sequences best. No row may be longer than a sequence.
+    Each row goes where it leaves the least room, which works best with the longest rows first.
     """
     sequences: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, number of the sequence), ascending

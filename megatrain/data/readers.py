@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
 TABLE_ROWS = 1024  # rows in memory at a time
+# not only broken texts: numbers of thousands of digits, thousands of nested brackets
+UNREADABLE_JSON = (ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -43,35 +45,36 @@ def read_jsonl(path: Path) -> Iterator[RawRow]:
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield _parsed(line, f"{path}:{number}", str(path))
+            if not line.strip():
+                continue
+            row = RawRow(f"{path}:{number}", str(path))
+            try:
+                yield replace(row, value=json.loads(line.decode()))
+            except UNREADABLE_JSON as error:
+                yield replace(row, problem=_problem_of(error))
 
 
-def _parsed(line: bytes, where: str, file: str) -> RawRow:
-    try:
-        return RawRow(where, file, json.loads(line.decode()))
-    except UnicodeDecodeError as error:
-        return RawRow(where, file, problem=f"not UTF-8 at byte {error.start}")
-    except json.JSONDecodeError as error:
-        return RawRow(where, file, problem=f"broken JSON at column {error.colno}: {error.msg}")
-    except (ValueError, RecursionError) as error:  # thousands of digits, of nested brackets
-        return RawRow(where, file, problem=f"unreadable JSON: {error}")
+def _problem_of(error: ValueError | RecursionError) -> str:
+    """Why JSON cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON at column {error.colno}: {error.msg}"
+    return f"unreadable JSON: {error}"
 
 
 def read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            place = f"{path}:{error.lineno}: broken JSON at column {error.colno}"
-            raise DataError(f"{place}: {error.msg}") from error
-        yield from read_jsonl(path)
-        return
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: unreadable JSON: {error}") from error
+    except UNREADABLE_JSON as error:
+        line = ""
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data":
+                yield from read_jsonl(path)
+                return
+            line = f":{error.lineno}"
+        raise DataError(f"{path}{line}: {_problem_of(error)}") from error
     if isinstance(value, dict):
         inner = value.get("data")
         value = inner if isinstance(inner, list) else [value]
@@ -86,9 +89,7 @@ def read_text(path: Path) -> Iterator[RawRow]:
     size, first, file = 0, 1, str(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if (
-                size >= TEXT_PIECE_BYTES and line.strip()
-            ):  # begins with a filled line: none is blank
+            if size >= TEXT_PIECE_BYTES and line.strip():  # so that no piece is blank
                 row = {"text": "".join(piece)}
                 yield RawRow(f"{path}:{first}", file, row, begins=first == 1, ends=False)
                 piece, size, first = [], 0, number

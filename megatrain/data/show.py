@@ -1,8 +1,9 @@
-"""What will be trained on, for people: rows with their loss mask in colour, and what became of the source's rows."""
+"""Rows for people to look at, with their loss mask in colour, and counts."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
 TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
-TARGET_BRACKETS = ("⟦", "⟧")  # shown instead of colour where there is none
+TARGET_BRACKETS = ("⟦", "⟧")  # on a terminal without colour
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Counts of the rows that will be trained on, and of what was cut, dropped or refused on the way: JSON-able."""
+    """Counts of the rows to train on, and of what was cut, dropped or refused; JSON-able."""
     lengths, counts = rows.lengths, rows.counts
     return {
         "rows": len(rows),
@@ -44,51 +45,39 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 def describe(rows: Rows) -> list[str]:
     """The summary as plain lines; a line about what was lost only where something was."""
-    found = summary(rows)
+    found, counts = summary(rows), rows.counts
     tokens, targets = found["tokens"], found["target_tokens"]
     kind = "blocks of packed documents" if found["packed"] else "rows"
-    lines = [
-        f"{found['rows']:,} {kind}, {tokens:,} tokens, {targets:,} of them targets ({targets / tokens:.1%})",
+    sizes = f"{tokens:,} tokens, {targets:,} of them targets ({targets / tokens:.1%})"
+    first, cut = next(iter(counts.first_bad), ""), counts.truncated_tokens
+    lost = (
+        (found["remainder_tokens"], "tokens remain, which the last block holds"),
+        (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
+        (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
+        (counts.without_target, "rows dropped, because no token to train on is left in them"),
+        (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
+    )
+    return [
+        f"{found['rows']:,} {kind}, {sizes}",
         f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}",
+        *(f"{count:,} {what}" for count, what in lost if count),
     ]
-    if found["remainder_tokens"]:
-        lines.append(f"the last block holds the remaining {found['remainder_tokens']:,} tokens")
-    if found["bad_rows"]:
-        lines.append(
-            f"{found['bad_rows']:,} of {found['rows_read']:,} rows are bad and skipped; the first: {found['first_bad_rows'][0]}"
-        )
-    if found["truncated_rows"]:
-        lines.append(
-            f"{found['truncated_rows']:,} rows cut to seq_len; {found['truncated_tokens']:,} tokens are not trained on"
-        )
-    if found["rows_without_target"]:
-        lines.append(
-            f"{found['rows_without_target']:,} rows dropped, because no token to train on is left in them"
-        )
-    if found["rewritten_turns"]:
-        lines.append(
-            f"{found['rewritten_turns']:,} earlier answers are trained on as the chat template rewrites them in mid-conversation"
-        )
-    return lines
 
 
 def histogram(rows: Rows) -> str:
     """How the lengths are spread between zero and the longest, in one line of bars."""
     heights, _ = np.histogram(rows.lengths, bins=BINS, range=(0, int(rows.lengths.max())))
-    return "".join(
-        " " if height == 0 else BARS[min(7, 8 * height // (heights.max() + 1))]
-        for height in heights.tolist()
-    )
+    highest = heights.max() + 1
+    return "".join(BARS[8 * height // highest] if height else " " for height in heights.tolist())
 
 
 def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, console: Console) -> None:
-    """Print the first `count` rows, targets in green (in brackets where there is no colour), then the counts."""
+    """Print the first `count` rows, targets in green (in brackets without colour), then counts."""
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
         ids, mask = rows.row(index)
-        console.rule(
-            f"row {index}: {len(ids)} tokens, {int(mask.sum())} targets", style=CONTEXT_STYLE
-        )
+        title = f"row {index}: {len(ids)} tokens, {int(mask.sum())} targets"
+        console.rule(title, style=CONTEXT_STYLE)
         console.print(painted(ids, mask, tokenizer, colour), soft_wrap=True)
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
@@ -103,21 +92,16 @@ def painted(
 
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     text = Text()
-    kinds = [
-        (bool(target), token in special, token)
-        for target, token in zip(mask.tolist(), ids.tolist(), strict=True)
-    ]
-    for target, run in groupby(kinds, key=lambda kind: kind[0]):
-        text.append(TARGET_BRACKETS[0] if target and not colour else "")
-        for is_special, tokens in groupby(run, key=lambda kind: kind[1]):
-            piece = tokenizer.decode(
-                [token for _, _, token in tokens],
-                skip_special_tokens=False,
-                clean_up_tokenization_spaces=False,
-            )
-            style = TARGET_STYLE if target else CONTEXT_STYLE
-            text.append(_printable(str(piece)), style=f"{style} bold" if is_special else style)
-        text.append(TARGET_BRACKETS[1] if target and not colour else "")
+    pairs = zip(mask.tolist(), ids.tolist(), strict=True)
+    for target, run in groupby(pairs, key=itemgetter(0)):
+        style = TARGET_STYLE if target else CONTEXT_STYLE
+        before, after = TARGET_BRACKETS if target and not colour else ("", "")
+        text.append(before)
+        tokens = [token for _, token in run]
+        for is_special, piece in groupby(tokens, key=special.__contains__):
+            shown = tokenizer.decode([*piece], clean_up_tokenization_spaces=False)
+            text.append(_printable(str(shown)), style=f"{style} bold" if is_special else style)
+        text.append(after)
     return text
 
 

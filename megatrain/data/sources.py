@@ -41,8 +41,8 @@ def open_source(given: Given, split: str | None = None) -> Source:
     Named: a file, a folder of files, a folder that `save_to_disk` wrote, or a data set of the hub;
     all but a file also as `name:split`, the hub's as `name:config:split`. Given: a `Dataset` or
     `DatasetDict` of the library, or a list of dicts. The split of a data set is the only one or
-    `train` unless named, and may be a slice such as `train[:1%]`. Of a folder's files those of a
-    split are found by their names; all are read unless a split is named.
+    `train` unless named, and may be a slice such as `train[:1%]`. Without a split all files of a
+    folder are read, else those that have it in their names.
 
     Raises DataError when it does not exist, has no known type or cannot be reached. Broken rows are
     no errors here: they are yielded with their problem, since to skip them is the caller's policy.
@@ -100,8 +100,10 @@ def _local(name: str, path: Path, split: str | None) -> Source:
             with _in_one_sentence(f"{path}: broken folder of save_to_disk"):
                 saved = datasets.load_from_disk(str(path))
             return _data_set(name, saved, split)
-        found = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in READERS]
-        files, folder = [file for file in found if not _hidden(file.relative_to(path))], path
+        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS)
+        hidden = re.compile(r"(^|/)\.")
+        files = [file for file in found if not hidden.search(file.relative_to(path).as_posix())]
+        folder = path
         if not files:
             raise DataError(f"{path}: no data files in this folder; known types are {known}")
     elif path.suffix.lower() not in READERS:
@@ -165,10 +167,6 @@ def _in_one_sentence(problem: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{problem}: {reason[0]}") from error
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _nearest(path: Path) -> str:

@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from megatrain.data.chat import ChatTemplate, Rendered, Span
+from megatrain.data.chat import ChatTemplate, Marked, Span
+from megatrain.data.dataset import IdArray, MaskArray
 from megatrain.data.formats import Chat, Document, RowError, Sample
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TokenIds = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 TRAIN_ON = ("assistant", "all")
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A text ready for the tokenizer. `spans` are the characters to train on, None for all of it."""
-
-    text: str
-    spans: tuple[Span, ...] | None
-    add_special: bool  # let the tokenizer add its special tokens; a template has written them into the text already
-    eos: bool  # append the end-of-sequence token, as a target
-    rewritten: int = 0
 
 
 class Encoder:
     """A tokenizer with its rules of what is a target.
 
-    Conversations go through the chat template, with the loss on what the assistant wrote (`train_on="assistant"`) or on everything
-    ("all"). Without a template, rows that have a prompt and a completion become `prompt completion eos` with the loss on the completion
-    and eos. Documents are `text eos` with the loss on all of it. The first token of a row is never a target, since nothing predicts it.
+    Conversations go through the chat template, with the loss on what the assistant wrote
+    (`train_on="assistant"`) or on everything ("all"). Without a template, rows that have a prompt
+    and a completion become `prompt completion eos` with the loss on the completion and eos.
+    Documents are `text eos` with the loss on all of it. The first token of a row is never a target,
+    since nothing predicts it.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
@@ -47,69 +35,61 @@ class Encoder:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
         if not tokenizer.is_fast:
             raise DataError(
-                f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with a tokenizer.json"
+                f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with "
+                "a tokenizer.json"
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
     def mark(self, sample: Sample) -> Marked:
-        """Text and target characters of a sample. Raises RowError when the template cannot render it."""
+        """Text and target characters of a sample. Raises RowError if it cannot be rendered."""
         if isinstance(sample, Document):
             return Marked(sample.text, None, add_special=sample.begins, eos=sample.ends)
         if self.template is None:
             return self._plain(sample)
         if self.train_on == "all":
             turns = [message.as_template_input() for message in sample.messages]
-            return Marked(self.template.render(turns), None, add_special=False, eos=False)
-        found: Rendered = self.template.rendered(sample)
-        return Marked(
-            found.text, found.spans, add_special=False, eos=False, rewritten=found.rewritten
-        )
+            return Marked(self.template.render(turns), None)
+        return self.template.mark(sample)
 
     def _plain(self, chat: Chat) -> Marked:
         if chat.plain is None:
             raise RowError(
-                "the tokenizer has no chat template for conversations; use a chat model, or rows of prompt and completion"
+                "the tokenizer has no chat template for conversations; use a chat model, or rows "
+                "of prompt and completion"
             )
         prompt, completion = chat.plain
-        span = (len(prompt), len(prompt) + len(completion))
-        return Marked(
-            prompt + completion,
-            None if self.train_on == "all" else (span,),
-            add_special=True,
-            eos=True,
-        )
+        text = prompt + completion
+        spans = None if self.train_on == "all" else ((len(prompt), len(text)),)
+        return Marked(text, spans, add_special=True, eos=True)
 
-    def encode(self, batch: Sequence[Marked]) -> list[tuple[TokenIds, Mask]]:
+    def encode(self, batch: Sequence[Marked]) -> list[tuple[IdArray, MaskArray]]:
         """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut."""
-        encoded: dict[int, tuple[TokenIds, Mask]] = {}
+        encoded: dict[int, tuple[IdArray, MaskArray]] = {}
         for add_special in (False, True):
-            chosen = [
-                index for index, marked in enumerate(batch) if marked.add_special == add_special
-            ]
+            chosen = [i for i, marked in enumerate(batch) if marked.add_special == add_special]
             if not chosen:
                 continue
             found = self.tokenizer(
-                [batch[index].text for index in chosen],
+                [batch[i].text for i in chosen],
                 add_special_tokens=add_special,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
                 return_token_type_ids=False,
-                verbose=False,  # texts longer than the model's context are cut and counted by the caller
+                verbose=False,  # the caller cuts texts that are longer than the model's context
             )
-            for index, ids, offsets in zip(
-                chosen, found["input_ids"], found["offset_mapping"], strict=True
-            ):
-                encoded[index] = self._finish(batch[index], ids, offsets)
-        return [encoded[index] for index in range(len(batch))]
+            pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+            for i, (ids, offsets) in zip(chosen, pairs, strict=True):
+                encoded[i] = self._finish(batch[i], ids, offsets)
+        return [encoded[i] for i in range(len(batch))]
 
-    def _finish(self, marked: Marked, ids: list[int], offsets: list[Span]) -> tuple[TokenIds, Mask]:
-        mask = (
-            np.ones(len(ids), np.bool_)
-            if marked.spans is None
-            else target_mask(offsets, marked.spans)
-        )
+    def _finish(
+        self, marked: Marked, ids: list[int], offsets: list[Span]
+    ) -> tuple[IdArray, MaskArray]:
+        mask = np.ones(len(ids), np.bool_)
+        if marked.spans is not None:
+            mask = target_mask(offsets, marked.spans)
         tokens = np.asarray(ids, np.int32)
         if marked.eos and (not ids or ids[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
@@ -124,22 +104,23 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise DataError(
-                f"{self.tokenizer.name_or_path}: the tokenizer has no eos_token to end a text with; set one in its files"
+                f"{self.tokenizer.name_or_path}: the tokenizer has no eos_token to end a text "
+                "with; set one in its files"
             )
         return eos
 
 
-def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> Mask:
+def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> MaskArray:
     """Tokens (character ranges [start, stop), in order) that overlap a span, as bool [tokens].
 
-    A token that straddles a span's start is a target: it holds the answer's first characters. Byte-level tokenizers may trim
-    white space off their offsets (to nothing, for a newline), so each token is taken to start where the one before it ended.
+    A token that straddles a span's start is a target: it holds the answer's first characters.
+    Byte-level tokenizers may trim white space off their offsets (to nothing, for a newline), so
+    each token is taken to start where the one before it ended.
     """
     if not offsets:
         return np.zeros(0, np.bool_)
     starts, stops = np.asarray(offsets, np.int64).T
-    previous_stop = np.concatenate([[0], np.maximum.accumulate(stops)[:-1]])
-    starts = np.minimum(starts, previous_stop)
+    starts = np.minimum(starts, np.concatenate([[0], np.maximum.accumulate(stops)[:-1]]))
     mask = np.zeros(len(stops), np.bool_)
     for start, stop in spans:
         mask |= (starts < stop) & (stops > start)

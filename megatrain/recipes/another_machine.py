@@ -20,25 +20,28 @@ logger = logging.getLogger("megatrain")
 
 def another_machine(
     config: Config,
-    gpu: str | None,
-    ram: str,
+    gpu: str | None = None,
+    ram: str | None = None,
     cores: int | None = None,
     *,
     gpu_memory: str | None = None,
     gpu_tflops: float | None = None,
     pcie: float | None = None,
 ) -> Machine:
-    """A machine with this GPU and RAM ("128GiB"); cores: None takes the usual host's.
+    """A machine with this GPU, RAM ("128GiB") and number of cores (None: the usual host's).
 
-    gpu: a name in machine/datasheets.py, or any other name of a GPU that is described by its memory
-    ("12GiB"), its dense bf16 TFLOP/s and the GB/s each way of its link to the host.
+    gpu: a name in machine/datasheets.py, or that of a GPU which is described by its memory
+        ("12GiB"), its dense bf16 TFLOP/s and the GB/s each way of its link to the host.
 
     Raises ConfigError for a GPU that is neither known nor described, a bad size, and a precision
     that the GPU lacks.
     """
-    memory = (
-        None if gpu_memory is None else _size("--gpu-memory", gpu_memory, DRIVER_BYTES, "12GiB")
-    )
+    if ram is None or (gpu, gpu_memory, gpu_tflops, pcie) == (None, None, None, None):
+        together = "gpu and ram belong together, and cores to them"
+        raise ConfigError(f"{together}; give none for this machine")
+    memory = None
+    if gpu_memory is not None:
+        memory = _size("--gpu-memory", gpu_memory, DRIVER_BYTES, "12GiB")
     for flag, value in {"--gpu-tflops": gpu_tflops, "--pcie": pcie}.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{flag}: must be more than 0, not {value:g}")

@@ -1,4 +1,4 @@
-"""What `megatrain` offers in Python beside the engine: the commands as functions."""
+"""The commands as Python functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megatrain.config import Config, load_config, names_config
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
-from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.shapes import bench_config
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
@@ -28,13 +27,13 @@ def plan(
     cores: int | None = None,
     **keys: Any,
 ) -> Plan:
-    """What a run would hold in which memory, how long a step takes, and whether it fits.
+    """The plan of a run: the bytes in every memory, the time of a step, and whether it fits.
 
-    Loads no weights and touches no GPU. `Engine.from_plan` opens the engine of a plan for this machine.
+    Loads no weights and touches no GPU. `Engine.from_plan` opens the engine of a plan.
 
     Args:
-        target: a config (file, mapping or `Config`), or a model: folder, hub id or named shape such as
-            "qwen2.5-7b", which is then planned with random weights and rows of full length.
+        target: a config (file, mapping or `Config`), or a model (folder, hub id or named shape such
+            as "qwen2.5-7b"), which is planned with random weights and rows of full length.
         gpu, ram, cores: of another machine: a GPU's name, RAM such as "128GiB", physical cores.
         keys: keys of the config, by section: `memory={"host": "64GiB"}`, `precision="fp8"`.
 
@@ -42,26 +41,20 @@ def plan(
         ConfigError: an argument is unknown or out of range.
         ModelError: the family cannot be streamed.
     """
-    if (gpu is None) != (ram is None) or (cores is not None and gpu is None):
-        raise ConfigError(
-            "plan: gpu and ram belong together, and cores to them; give none for this machine"
-        )
     given = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     overrides = {key: value for key, value in given.items() if value is not None} | keys
     is_config = isinstance(target, (Config, Mapping)) or names_config(_path_of(target))
-    if is_config:
-        config = config_of(target, overrides)
-    else:
-        config = bench_config(str(target), overrides)
-    machine = None if gpu is None or ram is None else another_machine(config, gpu, ram, cores)
-    return run.plan(config, machine, shape_alone=not is_config)
+    config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
+    return run.plan(config, not is_config, {"gpu": gpu, "ram": ram, "cores": cores})
 
 
 def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any) -> RunSummary:
     """Run a config from its first step; what was saved before an error stays.
 
-    profile: file for the timeline of one steady step, which Perfetto opens. keys: keys of the config, as
-        for `plan`. Raises MegaTrainError.
+    profile: file for the timeline of one steady step, which Perfetto opens.
+    keys: keys of the config, as for `plan`.
+
+    Raises MegaTrainError.
     """
     return run.train(config_of(config, keys), None if profile is None else _path_of(profile))
 
@@ -75,9 +68,9 @@ def resume(run_dir: str | Path, **keys: Any) -> RunSummary:
 
 
 def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:
-    """Held-out loss of a run or a checkpoint: checkpoint, eval_loss, perplexity, eval_target_tokens.
+    """Held-out loss of a run or checkpoint: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
-    data: rows to evaluate on, as `data.train` in a config; the run's held-out rows unless given.
+    data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
     """
     return inspect.evaluate(_path_of(folder), None if data is None else str(data))
 
@@ -91,11 +84,9 @@ def export(
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 
-    dtype: "bfloat16" or "float32"; the checkpoint's own unless given. checkpoint: final, best, last or
-        checkpoint-N.
+    dtype: "bfloat16" or "float32"; None: the checkpoint's own.
+    checkpoint: final, best, last or checkpoint-N; None: final, else last.
     """
-    if dtype not in (None, "bfloat16", "float32"):
-        raise ConfigError(f"export: dtype must be 'bfloat16' or 'float32', not {dtype!r}")
     return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: figures under the names of `metrics.jsonl`, beside what the plan predicted."""
+"""The result of a benchmark: figures named as in metrics.jsonl, beside the plan's."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class BenchResult:
     tokens_per_s: float
     tflops: float  # 6 x parameters x tokens / seconds
     mfu: float | None  # None where the device's peak is unknown
-    gpu_busy: (
-        float | None
-    )  # share of the step in which the GPU runs kernels, by its own clock; None on the CPU, and of long steps
+    gpu_busy: float | None  # share of the step in which kernels run; None: not measured
     time: StepTime  # where the seconds of all measured steps went
     host: Predicted
     gpu: Predicted
@@ -52,23 +50,18 @@ class BenchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able. `step_s` is the measured figure, predictions stand under `predicted`."""
-        predicted = {
-            "step_s": self.step_s.predicted,
-            "host_bytes": self.host.predicted,
-            "gpu_peak_bytes": self.gpu.predicted,
+        figures = asdict(self)
+        for name in ("host", "gpu", "memory"):
+            del figures[name]
+        planned = {"step_s": self.step_s, "host_bytes": self.host, "gpu_peak_bytes": self.gpu}
+        return {
+            **figures,
+            "step_s": self.step_s.measured,
+            "shares": self.time.shares(),
+            **self.memory,
+            "predicted": {name: figure.predicted for name, figure in planned.items()},
+            "error": {name: figure.error for name, figure in planned.items()},
         }
-        errors = {
-            "step_s": self.step_s.error,
-            "host_bytes": self.host.error,
-            "gpu_peak_bytes": self.gpu.error,
-        }
-        figures = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("host", "gpu", "memory")
-        }
-        measured = {"step_s": self.step_s.measured, "shares": self.time.shares(), **self.memory}
-        return {**figures, **measured, "predicted": predicted, "error": errors}
 
     def render(self, console: Console) -> None:
         """Print the figures and the advice."""
@@ -78,20 +71,16 @@ class BenchResult:
         seconds = [step.seconds for step in self.steps]
         spread = f"median of {len(seconds)}, {min(seconds):.3g} to {max(seconds):.3g}"
         rates = f"{self.tflops:,.3g} TFLOP/s, {self.tokens_per_s:,.0f} tokens/s"
+        peak = "" if self.mfu is None else f", {self.mfu:.0%} of the GPU's peak"
+        busy = "" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"
+        first, last = (*self.warmup_steps, *self.steps)[0], self.steps[-1]
         rows = [
             ("model", f"{self.parameters:,} parameters, {self.layers} layers"),
             ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
             ("step", f"{self.step_s.words(step_seconds)}; {spread}"),
-            (
-                "loss",
-                f"{(*self.warmup_steps, *self.steps)[0].loss:.4f} in the first step, {self.steps[-1].loss:.4f} in the last",
-            ),
-            ("rate", rates if self.mfu is None else f"{rates}, {self.mfu:.0%} of the GPU's peak"),
-            (
-                "time",
-                time_in_words(self.time)
-                + ("" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"),
-            ),
+            ("loss", f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last"),
+            ("rate", rates + peak),
+            ("time", time_in_words(self.time) + busy),
             ("planned", phases_in_words(self.plan["timing"])),
             ("host memory", self.host.words(human_bytes)),
         ]
@@ -101,10 +90,6 @@ class BenchResult:
 
 
 def phases_in_words(timing: dict[str, Any]) -> str:
-    """The planned step's phases and what bounds each: `forward 1.58 s (update), head 0.52 s (compute)`."""
-    bounds = timing["bound_by"]
-    return ", ".join(
-        f"{phase} {seconds:.3g} s ({bounds[phase]})"
-        for phase, seconds in timing["phases"].items()
-        if seconds
-    )
+    """A step's phases and what bounds each: `forward 1.58 s (update), head 0.52 s (compute)`."""
+    phases, bounds = timing["phases"].items(), timing["bound_by"]
+    return ", ".join(f"{name} {s:.3g} s ({bounds[name]})" for name, s in phases if s)

@@ -1,20 +1,21 @@
-"""What a run writes about itself before its first step, and says about itself after its last."""
+"""A run's description before its first step, and its summary after its last."""
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
 from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
+from megatrain.engine.resolved import Machine
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
 from megatrain.recipes.loop import Run
-from megatrain.recipes.optimizers import make_optimizer, optimizer_keys
+from megatrain.recipes.optimizers import decided_of_optimizer
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, prices_of
 from megatrain.recipes.signals import StopRequest
@@ -27,6 +28,7 @@ from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
 
+logger = logging.getLogger("megatrain")
 PACKAGES = (
     "megatrain",
     "torch",
@@ -39,9 +41,9 @@ PACKAGES = (
 )
 
 
-def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
-    """Write what was asked for, what was decided, and what it runs on; returns the decisions as a line."""
-    choices, machine = plan.choices, parts.machine
+def describe_run(parts: Parts, plan: Plan) -> None:
+    """Write the config, the choices, the plan and the environment; log the choices."""
+    config, machine, choices = parts.config, parts.machine, plan.choices
     chosen = {option.key: getattr(choices, option.field) for option in OPTIONS if option.key}
     decided = chosen | {
         "data.packing": parts.resolved.packed_to is not None,
@@ -50,91 +52,88 @@ def describe_run(config: Config, plan: Plan, parts: Parts) -> str:
         "device": machine.device.type,
         **decided_of_optimizer(config),
     }
+    resolved, environment = config.with_values(decided).to_yaml(), environment_of(machine)
     write_text(config.output / CONFIG_FILE, config.to_yaml())
-    write_text(config.output / RESOLVED_FILE, config.with_values(decided).to_yaml())
+    write_text(config.output / RESOLVED_FILE, resolved)
     write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
-    write_text(config.output / "env.json", json.dumps(environment_of(parts), indent=1) + "\n")
-    return choices_in_words(plan, parts)
+    write_text(config.output / "env.json", json.dumps(environment, indent=1) + "\n")
+    logger.info(choices_in_words(plan))
 
 
-def decided_of_optimizer(config: Config) -> dict[str, Any]:
-    """What the optimizer's own defaults stand for, of the keys that it has."""
-    optimizer, known = make_optimizer(config), optimizer_keys(config)
-    values = {
-        key: getattr(optimizer, key)
-        for key, value in config.optimizer
-        if value == "auto" and key in known
-    }
-    return {f"optimizer.{key}": value for key, value in values.items() if value is not None}
-
-
-def environment_of(parts: Parts) -> dict[str, Any]:
-    """What the run runs on, as JSON-able values."""
+def environment_of(machine: Machine) -> dict[str, Any]:
+    """Versions and hardware, as JSON-able values."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in PACKAGES},
-        "hardware": asdict(parts.machine.hardware),
+        "hardware": asdict(machine.hardware),
     }
 
 
-def choices_in_words(plan: Plan, parts: Parts) -> str:
-    """What the plan decided, as a line."""
-    choices, machine, blocks = plan.choices, parts.machine, len(parts.shape.block_numel)
-    on_host = f"{choices.retained_on_host} more in host RAM, " if choices.retained_on_host else ""
-    kept = (
-        "" if plan.job.activations == UNCHANGED else f"activations kept as {plan.job.activations}, "
+def choices_in_words(plan: Plan) -> str:
+    """The plan's choices, as a line."""
+    choices, machine, codec = plan.choices, plan.made_of.machine, plan.job.activations
+    blocks = len(plan.made_of.shape.block_numel)
+    optional = {
+        f"{choices.retained_on_host} more in host RAM": choices.retained_on_host,
+        "activations offloaded": choices.offload_activations,
+        f"activations kept as {codec}": codec != UNCHANGED,
+        "gradients computed twice": choices.second_backward,
+        f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
+    }
+    words = (
+        f"micro-batches of {choices.micro_batch_tokens:,} tokens",
+        f"{choices.groups} group(s) a step",
+        f"{choices.resident} of {blocks} blocks resident",
+        f"{choices.retained} of {blocks - 2} layers retained",
+        *(what for what, applies in optional.items() if applies),
+        f"{choices.update_threads} update thread(s)",
     )
-    return (
-        f"{machine.precision} on {machine.device.type}: micro-batches of {choices.micro_batch_tokens:,} tokens, "
-        f"{choices.groups} group(s) a step, {choices.resident} of {blocks} blocks resident, "
-        f"{choices.retained} of {blocks - 2} layers retained, {on_host}{'activations offloaded, ' if choices.offload_activations else ''}{kept}"
-        f"{'gradients computed twice, ' if choices.second_backward else ''}"
-        f"{f'{choices.nvme_blocks} blocks partly on NVMe, ' if choices.nvme_blocks else ''}{choices.update_threads} update thread(s)"
-    )
+    return f"{machine.precision} on {machine.device.type}: {', '.join(words)}"
 
 
-def facts_of(config: Config, plan: Plan, parts: Parts, resumed: bool = False) -> Facts:
-    """What the advice goes by, besides times. In a resumed run the planner's former choices look like the user's, and are not."""
-    choices, layers = plan.choices, len(parts.shape.block_numel) - 2
+def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:
+    """The facts of a run that the advice is based on, besides times.
+
+    resumed: the config then holds the planner's former choices, which the user did not ask for.
+    """
+    config, hardware, choices = parts.config, parts.machine.hardware, plan.choices
+    blocks = len(parts.resolved.shape.block_numel)
+    idle = update_threads(hardware.physical_cores) - choices.update_threads
+    asked = {KEYS[name] for name, value in config.asked().items() if value is not None}
     budgets = {"memory.gpu": config.memory.gpu, "memory.host": config.memory.host}
-    asked = {key for key, value in budgets.items() if value != "auto"}
-    asked |= {KEYS[name] for name, value in config.asked().items() if value is not None}
+    asked |= {key for key, value in budgets.items() if value != "auto"}
     return Facts(
         cuda=parts.machine.device.type == "cuda",
         compiled=plan.job.compiled,
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
-        layers=layers,
-        recomputed=layers - choices.retained - choices.retained_on_host,
-        streams=choices.resident < len(parts.shape.block_numel),
+        layers=blocks - 2,
+        recomputed=blocks - 2 - choices.retained - choices.retained_on_host,
+        streams=choices.resident < blocks,
         second_backward=choices.second_backward,
         update_threads=choices.update_threads,
-        idle_threads=max(
-            0, update_threads(parts.machine.hardware.physical_cores) - choices.update_threads
-        ),
+        idle_threads=max(0, idle),
         asked=frozenset(asked.difference(KEPT_CHOICES if resumed else ())),
     )
 
 
-def summarize(
-    run: Run, plan: Plan, *, steps: int, tokens: int, seconds: float, stop: StopRequest | None
-) -> RunSummary:
-    """What this process did, and what the model says now; `stop` is the request that ended the run early, if one did."""
-    done = stop is None
-    question, reply = (
-        sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
-        if done
-        else (None, None)
-    )
+def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) -> RunSummary:
+    """The summary of this process, which took `seconds`, with a sampled answer of the model.
+
+    stop: the request that ended the run early; None if it came to its end.
+    """
+    question, reply = None, None
+    if stop is None:
+        question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
         run_dir=run.run_dir,
-        steps=steps,
-        tokens=tokens,
+        steps=run.step - run.first_step,
+        tokens=run.tokens - run.first_tokens,
         seconds=seconds,
         **held_out_losses(run.run_dir),
         best_step=run.best.get("step"),
-        final_dir=run.run_dir / "final" if done else None,
+        final_dir=run.run_dir / "final" if stop is None else None,
         prompt=question,
         answer=reply,
         host=Predicted(plan.host_bytes, peak_host_bytes()),
@@ -152,41 +151,19 @@ def summarize(
 
 
 def spent_economy(run: Run) -> Economy:
-    """Of the steps of this process."""
-    host_w = run.config.economy.host_power_w
-    given = run.config.economy.gpu_power_w is not None or not run.energy.measures_gpu
-    gpu = ("GPU as given" if given else "GPU measured") if run.spent.gpu_j is not None else ""
-    host = (
-        "the host as given"
-        if host_w is not None
-        else "processors measured"
-        if run.spent.host_j is not None
-        else "the host's power is not counted"
-    )
+    """Time, energy and cost of this process's steps."""
+    given, spent = run.config.economy, run.spent
+    host = "processors measured" if spent.host_j is not None else "the host's power is not counted"
+    counted = ["the host as given" if given.host_power_w is not None else host]
+    if spent.gpu_j is not None:
+        measured = given.gpu_power_w is None and run.energy.measures_gpu
+        counted.insert(0, "GPU measured" if measured else "GPU as given")
     tokens = run.tokens - run.first_tokens
-    return Economy(
-        tokens,
-        run.spent_s,
-        run.spent.total_j,
-        prices_of(run.config),
-        f"{gpu}; {host}" if gpu else host,
-    )
-
-
-def summarize_finished(run_dir: Path) -> RunSummary:
-    """The summary of a run that has nothing left to do."""
-    return RunSummary(
-        run_dir=run_dir,
-        steps=0,
-        tokens=0,
-        seconds=0.0,
-        **held_out_losses(run_dir),
-        final_dir=run_dir / "final",
-    )
+    return Economy(tokens, run.spent_s, spent.total_j, prices_of(run.config), "; ".join(counted))
 
 
 def held_out_losses(run_dir: Path) -> dict[str, Any]:
-    """The first and the latest held-out loss of the whole run, whichever process computed them."""
+    """The first and the latest held-out loss of the whole run, by any of its processes."""
     losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
     return {
         "eval_loss_before": losses[0] if losses else None,

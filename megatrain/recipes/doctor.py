@@ -28,15 +28,13 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found."""
+    """The findings of `megatrain doctor`."""
 
     profile: MachineProfile
     guessed: list[str]  # fields of the profile that were not measured
     findings: list[Finding]
     saved: Path  # the profile's place in the cache
-    drives: dict[
-        str, DriveRates
-    ]  # for memory.nvme, by device and mount point: all that were ever measured
+    drives: dict[str, DriveRates]  # all ever measured for memory.nvme, by device and mount point
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,17 +43,12 @@ class Diagnosis:
         """Print one table: what was measured, then what might be off."""
         from rich.table import Table
 
-        table = Table(title=f"this machine ({self.profile.fingerprint})")
-        for heading in ("what", "figure", "verdict"):
-            table.add_column(heading)
+        title = f"this machine ({self.profile.fingerprint})"
+        table = Table("what", "figure", "verdict", title=title)
         drives = [of_drive(name, rates) for name, rates in self.drives.items()]
-        for finding in (*figures(self.profile, self.guessed), *drives, *self.findings):
-            table.add_row(
-                finding.what,
-                finding.figure,
-                finding.advice or "",
-                style="yellow" if finding.advice else None,
-            )
+        for found in (*figures(self.profile, self.guessed), *drives, *self.findings):
+            style = "yellow" if found.advice else None
+            table.add_row(found.what, found.figure, found.advice or "", style=style)
         console.print(table)
         console.print(f"kept in {self.saved}", highlight=False, soft_wrap=True)
 
@@ -93,9 +86,9 @@ def measured_or_typical(
 ) -> MachineProfile:
     """The cached profile of this machine, or a guess.
 
-    With `may_measure`, what is not cached is measured for some seconds and cached, on a GPU; a CPU
-    run is over before that pays. Without, nothing touches the device, and a GPU that the data sheets
-    lack is guessed aloud.
+    may_measure: measure what is not cached for some seconds, and cache it; on a GPU alone, as a CPU
+        run is over before that pays. Else nothing touches the device, and a guess about a GPU
+        without a data sheet is logged.
     """
     known = profiles.load(profiles.fingerprint(hardware)) is not None
     if known or not may_measure or device.type != "cuda":
@@ -109,7 +102,7 @@ def measured_or_typical(
     return profile
 
 
-# -- rows of the table --------------------------------------------------------------------------------------------------------------
+# -- rows of the table -----------------------------------------------------------------------------
 
 # fmt: off
 ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name

@@ -1,11 +1,9 @@
-"""What reads a run, its data or its model without training: `data`, `eval`, `generate`."""
+"""Commands that read a run, its data or its model: `data`, `eval`, `generate`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,15 @@ SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights
 
 
 def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None:
-    """Show rows with their loss mask and the counts on stdout; with `as_json` return the counts instead. Needs no weights."""
+    """Show rows with their loss mask, and counts, on stdout; needs no weights.
+
+    as_json: return the counts instead.
+    """
     quiet_libraries()
     model = read_model(config)
     trained, held_out = read_rows(config, model)
     if as_json:
-        return {
-            "train": summary(trained),
-            "eval": summary(held_out) if held_out is not None else None,
-        }
+        return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     console = Console()
     show_rows(trained, model.tokenizer, rows, console)
     if held_out is not None:
@@ -48,7 +46,10 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
 
 
 def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
-    """Held-out loss of a run folder's model or of one checkpoint, on the run's held-out rows or on all of `data`."""
+    """Held-out loss of a run folder's model, or of one checkpoint.
+
+    data: rows to evaluate on, all of them; None: those that the run holds out.
+    """
     quiet_libraries()
     run_dir = run_folder_of(folder)
     if run_dir is None:
@@ -56,10 +57,8 @@ def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
             f"{folder}: is neither a run folder nor one of its checkpoints (no {CONFIG_FILE})"
         )
     checkpoint = checkpoint_of(folder)
-    config = load_config(
-        run_dir / CONFIG_FILE,
-        [f"data.train={json.dumps(data, ensure_ascii=False)}", "data.eval=null"] if data else [],
-    )
+    named = f"data.train={json.dumps(data, ensure_ascii=False)}"
+    config = load_config(run_dir / CONFIG_FILE, [named, "data.eval=null"] if data else [])
     model = describe_model(str(checkpoint))
     trained, held_out = read_rows(config, model)
     rows = trained if data else held_out
@@ -67,9 +66,8 @@ def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
     with reader(checkpoint, run_dir) as engine:
         size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
-        batches = held_out_batches(
-            rows, size, model.pad_id, None if data else config.train.eval_rows
-        )
+        limit = None if data else config.train.eval_rows
+        batches = held_out_batches(rows, size, model.pad_id, limit)
         mean = mean_loss(engine, batches, SWEEP_MICRO_BATCHES * size, StopRequest())
     assert mean is not None, "nobody asked it to stop"
     loss, targets = mean
@@ -89,7 +87,10 @@ def perplexity(loss: float) -> float:
 
 
 def generate(folder: Path, prompt: str, max_new_tokens: int) -> str:
-    """The model's greedy answer to a prompt. `folder` is a run folder, a checkpoint, any model folder or a GGUF file."""
+    """The model's greedy answer to a prompt.
+
+    folder: a run folder, a checkpoint, any model folder or a GGUF file.
+    """
     quiet_libraries()
     checkpoint = checkpoint_of(folder)
     model = describe_model(str(checkpoint))
@@ -97,37 +98,29 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> str:
         return answer(engine, model, prompt, max_new_tokens)
 
 
-@contextmanager
-def reader(checkpoint: Path, run_dir: Path | None) -> Iterator[Engine]:
-    """An engine that reads only, with no optimizer state in RAM. What a run's config says about computing is heeded."""
+def reader(checkpoint: Path, run_dir: Path | None) -> Engine:
+    """An engine that reads only, with no optimizer state in RAM, computing as the run did."""
     chosen: dict[str, Any] = {}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE)
-        chosen = {
-            "precision": config.precision,
-            "attention": config.attention,
-            "device": config.device,
-        }
-    with Engine.from_pretrained(
+        chosen = {name: getattr(config, name) for name in ("precision", "attention", "device")}
+    return Engine.from_pretrained(
         checkpoint, optimizer=Frozen(), max_grad_norm=None, settings=Settings(), **chosen
-    ) as engine:
-        yield engine
+    )
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The model that `path` means: of a run folder its final or last checkpoint, else itself. Raises ConfigError."""
+    """The model that `path` means: a run folder's final or last checkpoint, else itself.
+
+    Raises ConfigError.
+    """
     is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
     return find_checkpoint(path) if is_run else path
 
 
 def run_folder_of(folder: Path) -> Path | None:
-    """The run folder of a run folder, or of one of its checkpoints; None if it is neither."""
-    places = (folder, folder.resolve().parent)
-    return next(
-        (
-            place
-            for place in places
-            if (place / CONFIG_FILE).is_file() and (place / RESOLVED_FILE).is_file()
-        ),
-        None,
-    )
+    """`folder` itself, or the run folder that it is a checkpoint of; None if it is neither."""
+    for place in (folder, folder.resolve().parent):
+        if all((place / name).is_file() for name in (CONFIG_FILE, RESOLVED_FILE)):
+            return place
+    return None

@@ -1,4 +1,4 @@
-"""The training loop, and the run that it drives: `sft` and `pretrain` differ in their rows, not in their steps."""
+"""The training loop, and the run that it drives. `sft` and `pretrain` differ in their rows only."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from megatrain.storage.checkpoint import save_checkpoint, write_final
 
 logger = logging.getLogger("megatrain")
 
-TRACED_STEP = 3  # of a process: the first compiles, and the second is the first that finds an update to wait for
-NON_FINITE_IN_A_ROW = (
-    5  # one bad batch is skipped and forgotten; so many in a row mean that the weights are lost
-)
+TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
+NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
+# Where a new run stands; a checkpoint keeps where it stands then.
+BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
 
 
 @dataclass
 class Run:
-    """Everything a loop needs, and where it stands. `step` counts finished steps, skipped ones included."""
+    """Everything a loop needs, and where it stands."""
 
     config: Config
     run_dir: Path
@@ -51,7 +51,6 @@ class Run:
     engine: Engine
     loader: Loader
     held_out: Rows | None
-    micro_batch_tokens: int  # padded tokens computed at once
     sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
     writer: MetricsWriter
     progress: Progress
@@ -61,73 +60,55 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
-    trace: Path | None = None  # where the timeline of one step goes, if anywhere
-    traced_step: int = 0
+    step: int  # finished ones, skipped ones included
+    tokens: int
+    best: dict[str, Any]  # step and loss of the best evaluation
+    non_finite: int  # steps in a row
+    first_step: int  # where this process began
+    first_tokens: int
+    trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     advice: str = ""  # the latest
-    spent_s: float = 0.0  # in the steps of this process, and what they took
+    spent_s: float = 0.0  # in the steps of this process
     spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
-    step: int = 0
-    tokens: int = 0
-    first_tokens: int = 0  # those of the processes before this one
-    best: dict[str, Any] = field(
-        default_factory=dict
-    )  # step and loss of the best evaluation so far
-    non_finite: int = 0  # steps in a row
 
     @property
     def learning_rate(self) -> float:
-        """Of the step about to be made."""
+        """The rate of the next step."""
         train = self.config.train
-        schedule = SCHEDULES[train.schedule]
-        shares = {} if train.decay is None else {"decay_share": train.decay}
-        return schedule(
+        return SCHEDULES[train.schedule](
             self.step,
             base=train.learning_rate,
             total_steps=self.total_steps,
             warmup_steps=warmup_steps(train.warmup, self.total_steps),
             min_ratio=train.min_lr_ratio,
-            **shares,
+            decay_share=train.decay or 0.0,  # wsd alone has it
         )
-
-    def watch(self, path: Path | None) -> None:
-        """Write the timeline of one step to come to `path`: a steady one, if the run is long enough. None: of no step."""
-        self.trace, self.traced_step = path, min(self.step + TRACED_STEP, self.total_steps)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the engine: JSON-able, and where a resumed run begins."""
-        own = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "best": self.best,
-            "non_finite": self.non_finite,
-        }
-        return {**own, "position": self.loader.position()}
 
 
 def fit(run: Run, stop: StopRequest) -> bool:
-    """Train to the end of the data. Returns False if a signal stopped the run before, with a checkpoint to resume from."""
+    """Train to the end of the data. False: a signal stopped the run before, and it is saved."""
     config = run.config
     if run.step == 0:
         evaluate(run, stop)
         if stop.came():
-            return stopped(run, None)
+            save(run, None)
+            return stopped(run)
     for batch, data_s in timed(run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
-        request = (
-            StopRequest() if last else stop
-        )  # the end is followed through whatever is asked: nothing would be left to resume
-        # while steps are skipped because the weights may be lost, good checkpoints must not give way to bad ones
+        # after the last step nothing would be left to resume, so no request is heeded
+        request = StopRequest() if last else stop
+        # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
-        # A checkpoint is worth its held-out loss, or `best` could not be told; but a run that is asked to stop saves at once.
+        # `best` needs each checkpoint's held-out loss; a run that is asked to stop saves at once
         loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
-        if request.came():
-            return stopped(run, loss)
-        if last:
+        if last or request.came():
             save(run, loss)
-        elif saving and try_to_save(run, loss) and request.came():
-            return stopped(run, loss, saved=True)  # it came while the checkpoint was written
+        elif not saving or not try_to_save(run, loss):
+            continue
+        if request.came():  # perhaps while the checkpoint was written
+            return stopped(run)
     write_final(run.run_dir)
     return True
 
@@ -144,25 +125,19 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-# -- a step -------------------------------------------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------
 
 
 def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     """One optimizer step, its metrics written and shown."""
-    rate = run.learning_rate
+    rate, given = run.learning_rate, run.config.economy
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
         result = run.engine.train_step(batch.micro_batches, next_token, rate)
         seconds = time.perf_counter() - started + data_s
-        drawn = (
-            run.energy.read()
-            .since(before)
-            .or_given(
-                seconds,
-                run.config.economy.gpu_power_w if run.gpu_name else None,
-                run.config.economy.host_power_w,
-            )
-        )
+        measured = run.energy.read().since(before)
+    gpu_w = given.gpu_power_w if run.gpu_name else None
+    drawn = measured.or_given(seconds, gpu_w, given.host_power_w)
     run.step += 1
     run.tokens += batch.tokens
     run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
@@ -191,13 +166,14 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     )
     run.writer.write_step(metrics)
     run.progress.step(metrics)
-    watch(run, batch, result)
+    stop_if_lost(run, batch, result)
 
 
 @contextmanager
 def traced(run: Run) -> Iterator[None]:
-    """Watch the step about to be made, if it is the one to be watched, and show what took longest in it. Raises StorageError."""
-    if run.trace is None or run.step + 1 != run.traced_step:
+    """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
+    steady = min(run.first_step + TRACED_STEP, run.total_steps)
+    if run.trace is None or run.step + 1 != steady:
         yield
         return
     with record_timeline(run.trace, run.engine.device) as trace:
@@ -205,53 +181,44 @@ def traced(run: Run) -> Iterator[None]:
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
-def watch(run: Run, batch: StepBatch, result: StepResult) -> None:
-    """Count steps that were skipped because something was not finite; stop, keeping the batch, when there are too many in a row."""
+def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
+    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row."""
     if not result.skipped or result.target_tokens == 0:
         run.non_finite = 0
         return
     run.non_finite += 1
     logger.warning(
-        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are unchanged"
+        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are "
+        "unchanged"
     )
     if run.non_finite < NON_FINITE_IN_A_ROW:
         return
     kept = run.run_dir / f"bad-batch-{run.step}.safetensors"
-    save_file(
-        {
-            f"{name}.{i}": value
-            for i, mb in enumerate(batch.micro_batches)
-            for name, value in mb.items()
-        },
-        kept,
+    numbered = enumerate(batch.micro_batches)
+    save_file({f"{name}.{i}": value for i, mb in numbered for name, value in mb.items()}, kept)
+    saved = (run.run_dir / "last").exists()
+    again = (
+        "resume from the last checkpoint" if saved else "no checkpoint was written yet: start again"
     )
     raise DivergedError(
-        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {way_back(run)} with a lower train.learning_rate"
+        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {again} "
+        "with a lower train.learning_rate"
     )
 
 
-def way_back(run: Run) -> str:
-    return (
-        "resume from the last checkpoint"
-        if (run.run_dir / "last").exists()
-        else "no checkpoint was written yet: start again"
-    )
-
-
-# -- evaluation ---------------------------------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 def evaluate(run: Run, stop: StopRequest) -> float | None:
-    """Mean loss over the held-out rows, written and shown; None if nothing is held out, or the run was asked to stop before the end."""
+    """Mean loss over the held-out rows, written and shown.
+
+    None if nothing is held out, or the run was asked to stop before the end.
+    """
     if run.held_out is None:
         return None
-    started = time.perf_counter()
+    started, loader, limit = time.perf_counter(), run.loader, run.config.train.eval_rows
     batches = held_out_batches(
-        run.held_out,
-        run.micro_batch_tokens,
-        run.model.pad_id,
-        run.config.train.eval_rows,
-        run.loader.pack_to,
+        run.held_out, loader.micro_batch_tokens, loader.pad_id, limit, loader.pack_to
     )
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
@@ -266,7 +233,10 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
 def mean_loss(
     engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int, stop: StopRequest
 ) -> tuple[float, int] | None:
-    """(mean loss, targets) over micro-batches, `sweep_tokens` padded tokens in one sweep of the weights; None if asked to stop."""
+    """(mean loss, number of targets) over micro-batches; None if asked to stop.
+
+    sweep_tokens: padded tokens computed in one sweep of the weights.
+    """
     total, targets = 0.0, 0
     for part in sweeps(batches, sweep_tokens):
         if stop.came():
@@ -281,7 +251,7 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
     """Consecutive micro-batches together, up to `tokens` padded tokens each."""
     part: list[MicroBatch] = []
     for batch in batches:
-        if part and sum(b["input_ids"].numel() for b in part) + batch["input_ids"].numel() > tokens:
+        if part and sum(b["input_ids"].numel() for b in [*part, batch]) > tokens:
             yield part
             part = []
         part.append(batch)
@@ -289,24 +259,27 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
         yield part
 
 
-# -- saving -------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def save(run: Run, loss: float | None) -> None:
-    """A checkpoint of this step, whose held-out loss is `loss` if it was computed. The pending update finishes while it is written."""
-    config, model, before = run.config.checkpoint, run.model, run.best
-    started = time.perf_counter()
+    """Write a checkpoint of this step while its update still finishes. Raises StorageError.
+
+    loss: held-out loss of this step, if it was computed.
+    """
+    model, before, started = run.model, run.best, time.perf_counter()
     best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
     if best:
         run.best = {"step": run.step, "loss": loss}
+    state = {name: getattr(run, name) for name in BEGINNING}
     try:
         path = save_checkpoint(
             run.run_dir,
             run.step,
             run.engine,
             model.tokenizer,
-            run.state(),
-            config.keep,
+            {**state, "position": run.loader.position()},
+            run.config.checkpoint.keep,
             model.generation,
             best=best,
         )
@@ -317,7 +290,7 @@ def save(run: Run, loss: float | None) -> None:
 
 
 def try_to_save(run: Run, loss: float | None) -> bool:
-    """`save`, in the middle of a run: on a disk that is full the run goes on, for what it has learnt is nowhere else."""
+    """`save` in the middle of a run, which goes on if that fails: its weights are nowhere else."""
     try:
         save(run, loss)
     except StorageError as error:
@@ -326,9 +299,7 @@ def try_to_save(run: Run, loss: float | None) -> bool:
     return True
 
 
-def stopped(run: Run, loss: float | None, saved: bool = False) -> bool:
-    """Save, unless that was just done; always False, as `fit` answers when it was stopped."""
-    if not saved:
-        save(run, loss)
+def stopped(run: Run) -> bool:
+    """Say so, and return False, which is what `fit` then returns."""
     logger.info(f"stopped by a signal after step {run.step}; the run is saved")
     return False

@@ -1,4 +1,4 @@
-"""From a config to the third tier: its rates and the room that it has."""
+"""The rates of the drives for NVMe that a config names, and the room on them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from megatrain.engine.resolved import room_on_drives
 from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, disk_free, drive_name, drive_of
-from megatrain.machine.profile import (
-    DriveRates,
-    MachineProfile,
-    fingerprint,
-    save_drive,
-)
+from megatrain.machine.profile import DriveRates, MachineProfile, fingerprint, save_drive
 from megatrain.measure.disk import drive_rates
 
 logger = logging.getLogger("megatrain")
@@ -26,11 +21,13 @@ logger = logging.getLogger("megatrain")
 def with_drives(
     profile: MachineProfile, config: Config, hardware: Hardware, *, may_measure: bool
 ) -> tuple[MachineProfile, tuple[Path, ...]]:
-    """The profile with what the slowest drive of memory.nvme writes and reads, and a folder on each drive whose rates are assumed to be
-    the profile's own.
+    """The profile with the rates of the slowest drive of memory.nvme, and a folder on each drive
+    whose rates are assumed to be the profile's own.
 
-    Rates that were measured once are kept. A drive without is measured now, for some seconds, where the run computes on a GPU (on a CPU it
-    is over before that pays) and, unless `may_measure`, where the folder is there.
+    A drive is measured once, for some seconds, if the run computes on a GPU (on a CPU it is over
+    before that pays) and the folder is there.
+
+    may_measure: measure folders that are not there yet, too.
     """
 
     def measure(folder: Path) -> DriveRates | None:
@@ -41,10 +38,10 @@ def with_drives(
 
 
 def _measured(folder: Path, machine: str) -> DriveRates | None:
-    """None where that fails: a folder that is full or cannot be written is told of by the plan or the store, with what they need of it."""
-    logger.info(
-        f"measuring the drive of {folder}, once; `megatrain doctor --nvme {folder}` does it anew"
-    )
+    """Rates of the folder's drive; None if it is full or cannot be written, which the plan or the
+    store reports with what they need of it."""
+    anew = f"`megatrain doctor --nvme {folder}` does it anew"
+    logger.info(f"measuring the drive of {folder}, once; {anew}")
     try:
         rates = drive_rates(folder)
     except StorageError:
@@ -57,7 +54,10 @@ def _measured(folder: Path, machine: str) -> DriveRates | None:
 
 
 def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]) -> int | None:
-    """Bytes that fit into the folders of memory.nvme, each of which holds an equal share, beside the run's checkpoints; None: no folder."""
+    """Bytes that fit into the folders of memory.nvme, which hold equal shares; None without any.
+
+    checkpoints: bytes of the run's checkpoints, which take room on the drive of its own folder.
+    """
     own = drive_of(config.output)
     beside = hardware.disk_free_bytes - sum(checkpoints.values())
 

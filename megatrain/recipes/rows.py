@@ -1,4 +1,4 @@
-"""A run's rows: read, tokenised, and handed out in micro-batches."""
+"""A run's rows, read and tokenised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from megatrain.config import Config
-from megatrain.data import DataOptions, Loader, load_data
+from megatrain.data import DataOptions, load_data
 from megatrain.data.dataset import Rows
 from megatrain.recipes.setup import Model
 
@@ -17,7 +17,10 @@ logger = logging.getLogger("megatrain")
 
 
 def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
-    """Tokenised training and held-out rows. For `pretrain` documents are packed into rows of seq_len tokens. Raises DataError."""
+    """Tokenised training and held-out rows. Raises DataError.
+
+    For `pretrain` documents are packed into rows of seq_len tokens.
+    """
     data = config.data
     options = DataOptions(
         seq_len=config.train.seq_len,
@@ -41,7 +44,7 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
 
 
 def rows_logger() -> Callable[[int], None]:
-    """Logs the number of rows read now and then: a large source takes minutes."""
+    """A callable that logs the number of rows now and then: a large source takes minutes."""
     logged = time.monotonic()
 
     def note(rows: int) -> None:
@@ -51,20 +54,3 @@ def rows_logger() -> Callable[[int], None]:
             logger.info(f"reading and tokenising rows: {rows:,} so far")
 
     return note
-
-
-def make_loader(
-    config: Config, model: Model, rows: Rows, micro_batch_tokens: int, pack_to: int | None = None
-) -> Loader:
-    train = config.train
-    return Loader(
-        rows,
-        micro_batch_tokens=micro_batch_tokens,
-        pad_id=model.pad_id,
-        pack_to=pack_to,
-        seed=train.seed,
-        tokens_per_step=train.tokens_per_step,
-        rows_per_step=train.rows_per_step,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-    )

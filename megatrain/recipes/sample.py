@@ -10,21 +10,18 @@ from megatrain.models.pretrained import end_of_turn
 from megatrain.recipes.setup import Model
 
 SAMPLE_TOKENS = 48
-TEXT_PROMPT_TOKENS = 32  # of a row without turns, as much is given and the rest is up to the model
+TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
 
 
 def answer(engine: Engine, model: Model, prompt: str, max_new_tokens: int) -> str:
-    """Greedy answer to a user's prompt, in the model's chat format if it has one, else the prompt's continuation."""
-    return continuation(engine, model, prompt_ids(model, prompt), max_new_tokens)
-
-
-def prompt_ids(model: Model, prompt: str) -> list[int]:
+    """Greedy answer to a user's prompt in the model's chat format; without one its continuation."""
     tokenizer = model.tokenizer
-    if tokenizer.chat_template is None:
-        return list(tokenizer(prompt).input_ids)
-    turns = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+    turns, text = [{"role": "user", "content": prompt}], prompt
+    if chats := tokenizer.chat_template is not None:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    # a template writes the special tokens itself
+    ids = tokenizer(text, add_special_tokens=not chats).input_ids
+    return continuation(engine, model, list(ids), max_new_tokens)
 
 
 def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: int) -> str:
@@ -33,7 +30,7 @@ def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: i
 
 
 def end_tokens(model: Model) -> list[int]:
-    """Tokens that end an answer: the generation settings' and the tokenizer's, and what the chat template writes after a turn."""
+    """Tokens that end an answer: by generation settings, tokenizer and chat template."""
     ends = model.generation.eos_token_id if model.generation is not None else None
     turn = end_of_turn(model.tokenizer)
     of_turn = None if turn is None else model.tokenizer.convert_tokens_to_ids(turn)
@@ -44,18 +41,18 @@ def end_tokens(model: Model) -> list[int]:
 def sample(
     engine: Engine, model: Model, held_out: Rows | None, prompt: str | None
 ) -> tuple[str | None, str | None]:
-    """(prompt, answer) for the summary: the config's prompt, or the context of the first held-out row; (None, None) without either."""
+    """(prompt, answer) for the summary, or (None, None) if there is nothing to ask.
+
+    prompt: the config's; by default the context of the first held-out row.
+    """
     if prompt is not None:
         return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
     if held_out is None:
         return None, None
     row, mask = held_out.row(0)
-    context = (
-        int(mask.argmax())
-        if not mask[0] and not mask[1]
-        else min(TEXT_PROMPT_TOKENS, len(row) // 2)
-    )
-    ids = [int(token) for token in row[: max(1, context)]]
-    return str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip(), continuation(
-        engine, model, ids, SAMPLE_TOKENS
-    )
+    context = min(TEXT_PROMPT_TOKENS, len(row) // 2)
+    if not mask[0] and not mask[1]:
+        context = int(mask.argmax())
+    ids = row[: max(1, context)].tolist()
+    question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    return question, continuation(engine, model, ids, SAMPLE_TOKENS)

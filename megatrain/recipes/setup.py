@@ -1,4 +1,4 @@
-"""From a config to the parts of a run. The only place that wires models, data, plan and engine together."""
+"""From a config to a plan and an engine: model, machine, optimizer and options are wired here."""
 
 from __future__ import annotations
 
@@ -12,29 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config import Config
-from megatrain.engine.build import (
-    check_positions,
-    choose_device,
-    choose_precision,
-    hold_to_budget,
-)
+from megatrain.engine.build import check_positions, choose_device, choose_precision, hold_to_budget
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
-from megatrain.models.pretrained import ModelSource, load_config_and_tokenizer, resolve_source
+from megatrain.models.pretrained import load_config_and_tokenizer, resolve_source
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.doctor import measured_or_typical
 from megatrain.recipes.nvme import nvme_room, with_drives
-from megatrain.recipes.optimizers import (
-    make_optimizer,
-)
+from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
@@ -50,7 +42,6 @@ logger = logging.getLogger("megatrain")
 class Model:
     """A model as its files describe it: everything but the weights."""
 
-    source: ModelSource
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig | None
@@ -61,19 +52,20 @@ class Model:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills rows; any will do, since no real token sees it and it has no target."""
+        """The token that fills rows; any will do: no real token sees it, and it has no target."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in ids if token is not None), 0)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is known of a run before anything is allocated.
+    """A run before anything is allocated: what is asked for, and what that comes to here.
 
     Attributes:
-        step_tokens: as `Job` has them; empty before the rows were read.
+        step_tokens: as in `planner.job.Job`; empty before the rows were read.
     """
 
+    config: Config
     model: Model
     resolved: Resolved
     step_tokens: tuple[StepTokens, ...] = ()
@@ -82,26 +74,25 @@ class Parts:
     def machine(self) -> Machine:
         return self.resolved.machine
 
-    @property
-    def skeleton(self) -> Skeleton:
-        return self.resolved.skeleton
 
-    @property
-    def shape(self) -> ModelShape:
-        return self.resolved.shape
+def prepare(
+    config: Config,
+    model: Model | None = None,
+    machine: Machine | None = None,
+    *,
+    may_measure: bool = False,
+) -> Parts:
+    """Take the model apart for this machine. Raises ModelError and ConfigError.
 
-
-def prepare(config: Config, *, may_measure: bool = False) -> Parts:
-    """Read the model's description and the machine's. Raises ModelError and ConfigError for what cannot run at all.
-
-    may_measure: a machine whose rates are not known yet may be measured for some seconds; else they are guessed.
+    Args:
+        model: another than the config's, which is read by default.
+        machine: another than this one.
+        may_measure: measure a machine whose rates are not known, which takes seconds, instead of
+            guessing them.
     """
     keep_heap_small()
-    return assemble(config, read_model(config), find_machine(config, may_measure=may_measure))
-
-
-def assemble(config: Config, model: Model, machine: Machine) -> Parts:
-    """The model taken apart on this machine. Raises ModelError and ConfigError for what cannot run at all."""
+    model = model or read_model(config)
+    machine = machine or find_machine(config, may_measure=may_measure)
     train, source = config.train, config.model
     skeleton = Skeleton(
         model.config,
@@ -113,19 +104,17 @@ def assemble(config: Config, model: Model, machine: Machine) -> Parts:
     packing = config.data.packing if config.method == "sft" else None
     if packing is True and not skeleton.separates_documents():
         raise ConfigError(
-            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not mask attention "
-            "between examples packed into one sequence; set data.packing: false"
+            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not mask "
+            "attention between examples packed into one sequence; set data.packing: false"
         )
-    random = config.model.init == "random"
+    weights = None if source.init == "random" else source.source
     resolved = resolve(
         skeleton,
         machine,
         optimizer=make_optimizer(config),
         max_grad_norm=train.max_grad_norm,
         seq_len=train.seq_len,
-        weights=Weights(
-            None if random else source.source, source.revision, source.trust_remote_code
-        ),
+        weights=Weights(weights, source.revision, source.trust_remote_code),
         packing=packing,
         compile=config.compile,
         micro_batch_tokens=micro_batch_tokens(config),
@@ -135,59 +124,62 @@ def assemble(config: Config, model: Model, machine: Machine) -> Parts:
         nvme_folders=config.memory.nvme or (),
         gpu_limit=unless_auto(config.memory.gpu),
     )
-    return Parts(model, resolved)
+    return Parts(config, model, resolved)
 
 
 def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model; of a hub model nothing else is downloaded. Raises ModelError."""
-    return describe_model(
-        config.model.source, config.model.revision, config.model.trust_remote_code
-    )
+    """Configuration and tokenizer of the config's model. Raises ModelError."""
+    model = config.model
+    return describe_model(model.source, model.revision, model.trust_remote_code)
 
 
 def describe_model(
     source: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> Model:
-    """Configuration and tokenizer of a folder, a GGUF file or a hub id. Raises ModelError."""
+    """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
+
+    Raises ModelError.
+    """
     found = resolve_source(source, revision, weights=False)
-    return Model(found, *load_config_and_tokenizer(found, trust_remote_code))
+    return Model(*load_config_and_tokenizer(found, trust_remote_code))
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
-    """The device that `device` and `precision` choose, and what the machine has and can. Raises ConfigError. may_measure: as `prepare`."""
+    """This machine, with the config's device and precision. Raises ConfigError.
+
+    may_measure: as in `prepare`.
+    """
     device = choose_device(config.device)
     hardware = read_hardware(config.output, device.type)
-    # what the run's own checkpoints take is the run's to use again: they make room for the next ones
-    hardware = replace(
-        hardware, disk_free_bytes=hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
-    )
+    # the run's own checkpoints make room for the next ones
+    free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
+    hardware = replace(hardware, disk_free_bytes=free)
     profile = measured_or_typical(hardware, device, may_measure=may_measure)
     profile, assumed = with_drives(profile, config, hardware, may_measure=may_measure)
-    return Machine(
-        device,
-        choose_precision(config.precision, device),
-        hardware,
-        profile,
-        drives_assumed=assumed,
-    )
+    precision = choose_precision(config.precision, device)
+    return Machine(device, precision, hardware, profile, drives_assumed=assumed)
 
 
-# -- plan ---------------------------------------------------------------------------------------------------------------------------
+# -- plan ------------------------------------------------------------------------------------------
 
 
 def make_run_plan(
-    config: Config,
     parts: Parts,
     checkpoints_written: int | None = None,
     steps: int | None = None,
     suggest: bool = False,
 ) -> Plan:
-    """Decide what the config leaves open, and lay out memory and step. Raises nothing for lack of memory: `Plan.check` does.
+    """Decide what the config leaves open, and lay out memory and step.
 
-    steps: of the whole run, if known. suggest: find out what would make it faster, too.
+    Never raises for lack of memory: `Plan.check` does.
+
+    Args:
+        checkpoints_written: by the run, if known.
+        steps: of the whole run, if known.
+        suggest: find out what would make it faster, too.
     """
-    train, resolved, machine = config.train, parts.resolved, parts.machine
-    asked = config.asked()
+    config, resolved, machine = parts.config, parts.resolved, parts.machine
+    train, asked = config.train, config.asked()
     given = asked | {"compile": resolved.compile, "nvme_folders": resolved.nvme_folders}
     if found := contradiction(given, in_config=True):  # `compile: auto` is settled only here
         raise ConfigError(f"{config.where(found[0])}: {found[1]}")
@@ -204,13 +196,13 @@ def make_run_plan(
     )
     plan = make_plan(
         job,
-        parts.shape,
+        resolved.shape,
         machine.hardware,
         machine.profile,
         suggest=suggest,
         gpu_limit=resolved.gpu_limit,
         host_limit=unless_auto(config.memory.host),
-        nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, parts.shape)),
+        nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
     return replace(
         plan,
@@ -222,24 +214,18 @@ def make_run_plan(
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
-    """Time, energy and cost of so many steps, or of one."""
-    options, count = config.economy, steps or 1
-    board_w = None if hardware.gpu is None else board_power_w(hardware.gpu.name)
-    power = planned_power(
-        plan.timing.busy,
-        board_w,
-        options.gpu_power_w if hardware.gpu else None,
-        options.host_power_w,
-    )
-    seconds = count * plan.timing.seconds
-    return planned_economy(
-        round(seconds * plan.timing.tokens_per_s), seconds, power, prices_of(config)
-    )
+    """Time, energy and cost of the run's steps, or of one if their number is not known."""
+    given, timing = config.economy, plan.timing
+    gpu = (board_power_w(hardware.gpu.name), given.gpu_power_w) if hardware.gpu else (None, None)
+    power = planned_power(timing.busy, *gpu, given.host_power_w)
+    seconds = (steps or 1) * timing.seconds
+    tokens = round(seconds * timing.tokens_per_s)
+    return planned_economy(tokens, seconds, power, prices_of(config))
 
 
 def prices_of(config: Config) -> Prices:
-    options = config.economy
-    return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
+    given = config.economy
+    return Prices(given.price_per_hour, given.price_per_kwh, given.currency)
 
 
 def unless_auto(value: int | str) -> int | None:
@@ -248,25 +234,32 @@ def unless_auto(value: int | str) -> int | None:
 
 
 def micro_batch_tokens(config: Config) -> int | None:
-    """Padded tokens computed at once, or None where the planner decides. Raises ConfigError if a row would not fit."""
+    """Padded tokens computed at once; None: the planner decides.
+
+    Raises ConfigError if they do not hold one row.
+    """
     tokens, seq_len = unless_auto(config.train.micro_batch_tokens), config.train.seq_len
     if tokens is not None and tokens < seq_len:
         where = config.where("train.micro_batch_tokens")
         raise ConfigError(
-            f"{where}: {tokens} cannot hold one row of train.seq_len {seq_len} tokens; raise it or lower seq_len"
+            f"{where}: {tokens} cannot hold one row of train.seq_len {seq_len} tokens; raise it or "
+            "lower seq_len"
         )
     return tokens
 
 
-# -- engine -------------------------------------------------------------------------------------------------------------------------
+# -- engine ----------------------------------------------------------------------------------------
 
 
-def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
-    """The engine that the plan describes, its weights read or drawn; left zero if `load` is false, for a checkpoint to fill."""
+def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
+    """The engine that the plan describes, its weights read or drawn.
+
+    load: false leaves them zero, for a checkpoint to fill.
+    """
     resolved, machine = parts.resolved, parts.machine
     hold_to_budget(machine, resolved.gpu_limit)
     engine = Engine(
-        parts.skeleton,
+        resolved.skeleton,
         optimizer=resolved.optimizer,
         precision=machine.precision,
         max_grad_norm=resolved.max_grad_norm,
@@ -276,7 +269,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
     )
     try:
         if load:
-            fill(engine, config)
+            fill(engine, parts.config)
     except BaseException:
         engine.close()
         raise
@@ -284,7 +277,7 @@ def make_engine(config: Config, parts: Parts, plan: Plan, *, load: bool = True) 
 
 
 def fill(engine: Engine, config: Config) -> None:
-    """Draw the weights at random, or read them, which downloads them first where the model is the hub's. Raises ModelError."""
+    """Draw the weights at random, or read them, from the hub if need be. Raises ModelError."""
     model = config.model
     if model.init == "random":
         logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
@@ -298,39 +291,35 @@ def fill(engine: Engine, config: Config) -> None:
 
 @contextmanager
 def memory_errors(plan: Plan) -> Iterator[None]:
-    """Say what was planned, and what to do, when host RAM does not suffice nevertheless; the engine speaks for the GPU.
+    """Raise OutOfMemory, with the plan's figure and a remedy, when host RAM does not suffice.
 
-    Raises OutOfMemory.
+    The engine does so for the GPU.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(
-            error
-        ):  # how torch says it
+        of_torch = "DefaultCPUAllocator" in str(error)
+        if isinstance(error, RuntimeError) and not of_torch:
             raise
         smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2)
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise OutOfMemory(
-            f"out of host memory, although only {human_bytes(plan.host_bytes)} were planned; close other programs, or set "
-            f"train.micro_batch_tokens: {smaller} ({first_line(error)})"
+            f"out of host memory, although only {human_bytes(plan.host_bytes)} were planned; close "
+            f"other programs, or set train.micro_batch_tokens: {smaller} ({reason})"
         ) from error
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# -- libraries ----------------------------------------------------------------------------------------------------------------------
+# -- libraries -------------------------------------------------------------------------------------
 
 
 def quiet_libraries() -> None:
-    """Keep the Hugging Face libraries' advice off the terminal; their errors reach the user through ours."""
+    """Keep the Hugging Face libraries' advice off the terminal; we pass on their errors."""
     import huggingface_hub
     import transformers
 
-    os.environ.setdefault(
-        "HF_DATASETS_DISABLE_PROGRESS_BARS", "1"
-    )  # read when datasets is imported, which only the hub's rows need
-    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it warns of every retry
+    # read when datasets is imported, which only the hub's rows need
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    # it warns of every retry
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Models that have a name and no files, for `megatrain bench`, and the config of a run over random tokens."""
+"""Models that have a name and no files, and the config of a run over random tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ if TYPE_CHECKING:
 
     from megatrain.recipes.setup import Model
 
-NOTHING_TO_READ: Any = None  # random tokens need no tokenizer, random weights no files
+NO_TOKENIZER: Any = None  # random tokens need none
 
 
 def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """The config of a benchmark: a user's own (`target` names a config), or the defaults for a model folder, hub id or named shape.
+    """The config of a benchmark, whose weights start at random whatever a file says.
 
-    Whatever the file says, the weights start at random. Raises ConfigError.
+    target: a config file, or a model folder, hub id or named shape, for which defaults are taken.
+
+    Raises ConfigError.
     """
-    if names_config(target):
-        config = load_config(target, overrides)
-    else:
-        config = _defaults(target, overrides)
+    config = load_config(target if names_config(target) else _defaults(target), overrides)
     if config.model.init == "random":
         return config
     return config.with_values(
@@ -33,25 +32,26 @@ def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ())
     )
 
 
-def _defaults(model: str, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
-    """Pre-training of `model` on rows of full length: what nothing but random tokens needs."""
-    given = {
+def _defaults(model: str) -> dict[str, Any]:
+    """Pre-training of `model` on rows of full length."""
+    return {
         "model": {"config": model, "init": "random"},
         "method": "pretrain",
         "data": {"train": "random tokens", "eval": None},
     }
-    return load_config(given, overrides)
 
 
 def shape_model(config: Config, layers: int | None = None) -> Model:
-    """A model of which nothing but its configuration is there. Raises ModelError."""
+    """A model that has a configuration, but no files. Raises ModelError."""
     from megatrain.recipes.setup import Model
 
-    return Model(NOTHING_TO_READ, shape_config(config, layers), NOTHING_TO_READ, None)
+    return Model(shape_config(config, layers), NO_TOKENIZER, None)
 
 
 def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
-    """transformers' configuration of the config's model, with another number of layers if asked for. A folder of a shape's name wins.
+    """transformers' configuration of the config's model. A folder of a shape's name wins.
+
+    layers: another depth than the model's own.
 
     Raises ModelError.
     """
@@ -62,13 +62,11 @@ def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
     model = config.model
     if model.source in SHAPES and not Path(model.source).exists():
         described: PretrainedConfig = AutoConfig.for_model(**SHAPES[model.source])
-        described.max_position_embeddings = max(
-            described.max_position_embeddings, config.train.seq_len
-        )  # random weights know no position
+        longest = max(described.max_position_embeddings, config.train.seq_len)
+        described.max_position_embeddings = longest  # random weights know no position
     else:
-        described = read_model_config(
-            resolve_source(model.source, model.revision, weights=False), model.trust_remote_code
-        )
+        found = resolve_source(model.source, model.revision, weights=False)
+        described = read_model_config(found, model.trust_remote_code)
     if layers is not None:
         set_depth(described, layers)
     return described

@@ -1,4 +1,4 @@
-"""Signals ask a run to stop; the loop does so where nothing is lost. A handler only sets a flag, and says so."""
+"""Signals ask a run to stop, which the loop does where nothing is lost: a handler sets a flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STDERR = 2
 
 
 class StopRequest:
-    """Whether a signal has asked the run to stop, and which."""
+    """The signal that asked the run to stop, if one came."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -31,23 +31,25 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request. A second one acts as it would without us: it stops the process at once.
+    """Turn the first SIGINT or SIGTERM into a request; a second one stops the process at once.
 
-    Outside the main thread, where Python allows no handlers, signals keep their meaning and the request is never set.
+    Outside the main thread, where Python allows no handlers, signals keep their meaning and the
+    request is never set.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {
-        number: signal.getsignal(number) or signal.SIG_DFL
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in both}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, _frame: FrameType | None) -> None:
         request.signal = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        restore()
         os.write(STDERR, NOTE)  # past Python's buffers, which the signal may have interrupted
 
     for number in before:
@@ -55,5 +57,4 @@ def stop_requests() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()

@@ -162,7 +162,7 @@ def optimizer_file(block: int) -> str:
 
 
 def identity(engine: Checkpointable) -> dict[str, Any]:
-    """What must agree between a checkpoint and the engine that continues from it."""
+    """The properties in which a checkpoint and the engine that continues from it must agree."""
     arrays = saved_arrays(engine).items()
     return {
         "model": engine.anatomy.family,

@@ -211,7 +211,7 @@ def export(
         StorageError: a file of the checkpoint fails its checksum, or the disk is full.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}")
     out = Path(out)
     source = find_checkpoint(Path(run_dir), checkpoint)
     with _model_folder(out) as folder:

@@ -25,9 +25,8 @@ from megatrain.storage.system_calls import storage_error, system_errors
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
 WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
-FLUSH_BYTES = (
-    256 << 20
-)  # per file: then dirty pages are written and dropped, as the RAM is the run's
+# Per file: then dirty pages are written and dropped, as the RAM is the run's.
+FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)

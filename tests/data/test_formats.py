@@ -47,7 +47,7 @@ def test_every_format_has_a_good_row():
 def test_is_found_by_its_columns(name: str):
     found = detect_format({**GOOD[name], "id": 7})
     assert found is not None
-    assert found.name == name
+    assert found is FORMATS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name != "text"])

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
-from megatrain.data.loader import IGNORED, Loader, Position, StepBatch, held_out_batches
+from megatrain.data.loader import Loader, Position, StepBatch, held_out_batches
 from megatrain.errors import DataError
+from megatrain.losses import IGNORE as IGNORED
 
 PAD = 0
 
@@ -95,7 +96,7 @@ def test_counts_are_of_real_tokens_and_targets():
     for batch in loader():
         real = sum(int(ROWS.lengths[number]) for number in row_numbers(batch))
         assert batch.tokens == real
-        assert batch.rows == len(row_numbers(batch))
+        assert len(batch.lengths) == len(row_numbers(batch))
         assert batch.target_tokens == sum(
             int((micro["labels"] != IGNORED).sum()) for micro in batch.micro_batches
         )
@@ -175,7 +176,7 @@ def test_resuming_reads_none_of_the_consumed_rows():
     resumed = loader(Watched(ROWS.lengths))
     resumed.restore(interrupted.position())
     batch = next(iter(resumed))
-    assert read[: batch.rows] == row_numbers(batch)
+    assert read[: len(batch.lengths)] == row_numbers(batch)
     assert len(read) < 40
 
 
@@ -188,7 +189,7 @@ def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
     )
     assert len(list(loader(max_steps=10**9))) == loader(max_steps=10**9).steps_total()
     part = list(loader(epochs=1.5, rows_per_step=10))
-    assert sum(batch.rows for batch in part) == 101 + 51
+    assert sum(len(batch.lengths) for batch in part) == 101 + 51
     assert len(part) == loader(epochs=1.5, rows_per_step=10).steps_total()
     assert part[-1].epoch == pytest.approx(1 + 51 / 101)
 

@@ -386,7 +386,7 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project: Path) -> None:
         "cfg.yaml",
         [*keys, f"train.seq_len={2 * length - 16}", f"train.tokens_per_step={8 * length}"],
     )
-    plan, loader = plan_and_loader(config, prepare(config), rows)
+    plan, loader = plan_and_loader(prepare(config), rows)
     largest = max(
         sum(micro["input_ids"].numel() for micro in batch.micro_batches) for batch in loader
     )

@@ -222,7 +222,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path, bf16_engine: Engine) -> N
 
 def test_an_unknown_dtype_or_checkpoint_is_refused(tmp_path: Path, bf16_engine: Engine) -> None:
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
-    with pytest.raises(ConfigError, match="'fp8' is not one of bfloat16, float32"):
+    with pytest.raises(ConfigError, match="dtype must be bfloat16 or float32, not 'fp8'"):
         export(tmp_path / "run", tmp_path / "out", dtype="fp8")
     with pytest.raises(ConfigError, match="no checkpoint best"):
         export(tmp_path / "run", tmp_path / "out", checkpoint="best")
