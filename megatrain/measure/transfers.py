@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 
@@ -76,12 +75,7 @@ class LinkTest:
     def __enter__(self) -> LinkTest:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize(self.device)  # pinned memory goes only when no copy reads it
         for slab in self._slabs:
             slab.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,12 +111,7 @@ class HostUpdate:
     def __enter__(self) -> HostUpdate:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         del self._update  # it holds views
         self._arrays.clear()
         for slab in self._slabs.values():

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from rich import progress as rich_progress
 from rich.console import Console, Group
@@ -135,12 +134,7 @@ class Progress:
             self._panel.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._panel is not None:
             self._panel.stop()
 
