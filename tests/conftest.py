@@ -1,4 +1,8 @@
-"""What every test gets: no network, no traces in the user's caches, one thread, and the real files that tests may read."""
+"""What every test gets.
+
+No network, no traces in the user's caches, one thread, the device it runs on, and the real files
+that tests may read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,23 +25,78 @@ if "MEGATRAIN_TEST_HF_HOME" not in os.environ:
     os.environ["MEGATRAIN_TEST_HF_HOME"] = tempfile.mkdtemp(prefix="megatrain-tests-")
     atexit.register(shutil.rmtree, os.environ["MEGATRAIN_TEST_HF_HOME"], ignore_errors=True)
 os.environ["HF_HOME"] = os.environ["MEGATRAIN_TEST_HF_HOME"]
-os.environ["MEGATRAIN_CACHE"] = (
-    f"{os.environ['HF_HOME']}/megatrain"  # without this machine's profile: plans are the same everywhere
+# without this machine's profile: plans are the same everywhere
+os.environ["MEGATRAIN_CACHE"] = f"{os.environ['HF_HOME']}/megatrain"
+# read when cuBLAS starts; deterministic algorithms insist on it
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# so that a failed assertion of theirs shows its values
+pytest.register_assert_rewrite("tests.compare", "tests.runs")
+
+# torch.compile gives these, once in a process, in whichever test on CUDA is the first.
+COMPILER_WARNINGS = (
+    "ignore:TensorFloat32 tensor cores:UserWarning",  # which these tests forbid
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:\\s*Online softmax is disabled:UserWarning",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/gpu skips itself on a machine without CUDA."""
-    on_gpu = [
-        item for item in items if "gpu" in item.path.relative_to(Path(__file__).parent).parts[:-1]
-    ]
-    if not on_gpu:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Any:
+    """Mark all of tests/gpu; without CUDA, one skipped test stands for those that need it."""
+    for item in items:
+        if Path(__file__).parent / "gpu" in item.path.parents:
+            item.add_marker("cuda")
+    result = yield  # -k and -m choose
+    on_cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if not on_cuda:
+        return result
+    import torch
+
+    if torch.cuda.is_available():
+        for item in on_cuda:
+            for warning in COMPILER_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning), append=False)
+    else:
+        first, *others = on_cuda
+        first.add_marker(pytest.mark.skip(reason=f"needs CUDA, as {len(others)} more do"))
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=others)
+    return result
+
+
+@pytest.fixture(autouse=True)
+def full_precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On CUDA no TF32: float32 means float32. And nothing of the previous test's memory."""
+    if not request.node.get_closest_marker("cuda"):
+        yield
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On CUDA the same bits twice, where a kernel can do it, and an error where it cannot."""
+    import torch
+
+    torch.use_deterministic_algorithms(request.node.get_closest_marker("cuda") is not None)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.support import sleeper
+from megatrain import schedule
+from tests.delays import sleeper
+
+
+def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """This many of every array on NVMe, so that blocks must take turns."""
+    monkeypatch.setattr(schedule, "STATE_STAGES", count)
+    monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
 
 
 def quick_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes lie in RAM instead: a transfer takes only as long as the test has it take, however busy the machine's own drive is."""
+    """Bytes lie in RAM instead: a transfer takes only as long as the test has it take."""
     files: dict[int, bytearray] = {}
     lock = threading.Lock()
 

@@ -1,4 +1,5 @@
-"""What is found out about equal models once in a process, where tests build the same tiny ones again and again."""
+"""What is found out about equal models once in a process, where tests build the same tiny ones
+again and again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def key_of(skeleton: Skeleton, *more: Any) -> str:
 
 @contextmanager
 def products_left_out_are_found_once() -> Iterator[None]:
-    """Which products recomputation may leave out: a run of every layer, and half of what building a tiny engine takes."""
+    """Which products recomputation may leave out: half of the time to build a tiny engine."""
     known: dict[str, list[tuple[str, ...]]] = {}
     find = Skeleton.find_skippable
 

@@ -29,12 +29,9 @@ TOO_LONG = {
     "megatrain/engine/activations/offload.py",
     "megatrain/engine/engine.py",
     "megatrain/engine/update.py",
-    "tests/engine/test_exactness.py",
-    "tests/engine/test_nvme.py",
     "tests/planner/test_plan.py",
     "tests/recipes/test_resume_command.py",
     "tests/recipes/test_train_command.py",
-    "tests/support.py",
     "tests/test_benchmarks.py",
 }
 

@@ -20,7 +20,7 @@ def once() -> Iterator[None]:
 
 @pytest.fixture
 def no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are cut as for the compiler, but then run eagerly: to translate one takes seconds, and is the compiler's own affair."""
+    """Graphs are cut as for the compiler, but then run eagerly: to translate one takes seconds."""
     from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
     def cut_alone(graph: fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:

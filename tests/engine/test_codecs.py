@@ -1,4 +1,5 @@
-"""Codecs of boundary activations: how near they come back, that every size works, and that what is not finite stays so."""
+"""Codecs of boundary activations: how near they come back, that every size works, and that what
+is not finite stays so."""
 
 from __future__ import annotations
 
@@ -59,15 +60,14 @@ def test_sizes_against_bfloat16(name: str, share: float) -> None:
 def test_every_element_comes_back_within_its_group_s_bound(
     name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Half a step of each code; turned back, the errors of all the group's codes add up as squares to the same."""
+    """Half a step of each code; rotated back, a group's errors add up as squares to the same."""
     hidden, codec = hidden_states(shape, dtype), CODECS[name]
     assert isinstance(codec, GroupScaled)
     back = kept(name, hidden)
     assert (back.shape, back.dtype) == (hidden.shape, hidden.dtype)
     given, error = in_groups(name, hidden), in_groups(name, back.double() - hidden.double())
-    rounded = given.abs().amax(1) * (
-        2**-7 if dtype == torch.bfloat16 else 2**-20
-    )  # of the result, and of the sums
+    # of the result, and of the sums
+    rounded = given.abs().amax(1) * (2**-7 if dtype == torch.bfloat16 else 2**-20)
     largest = (given @ hadamard(given.shape[1]) / math.sqrt(given.shape[1])).abs().amax(1)
     step = largest / codec.largest * (1 + 2**-7)
     assert (error.norm(dim=1) <= (step / 2 + rounded) * math.sqrt(given.shape[1])).all()
@@ -103,9 +103,8 @@ def test_extreme_values(name: str, value: float, dtype: torch.dtype) -> None:
     hidden = torch.full((1, 3, 100), value, dtype=dtype)
     back = kept(name, hidden).double()
     assert back.isfinite().all()
-    assert (back - hidden.double()).abs().max() <= max(
-        abs(value) * 0.08, FORMS[name].group * SMALLEST_SCALE
-    )
+    bound = max(abs(value) * 0.08, FORMS[name].group * SMALLEST_SCALE)
+    assert (back - hidden.double()).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -124,10 +123,9 @@ def test_what_is_not_finite_stays_so_and_spoils_its_group_alone(
 @pytest.mark.parametrize("name", CODECS)
 def test_the_same_twice(name: str) -> None:
     hidden = hidden_states((2, 4, 100), torch.bfloat16)
+    turned_round = hidden.transpose(0, 1)
     assert torch.equal(kept(name, hidden), kept(name, hidden.clone()))
-    assert torch.equal(
-        kept(name, hidden.transpose(0, 1)), kept(name, hidden.transpose(0, 1).contiguous())
-    )
+    assert torch.equal(kept(name, turned_round), kept(name, turned_round.contiguous()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -135,12 +133,10 @@ def test_the_same_twice(name: str) -> None:
 def test_more_elements_than_kernels_count_are_taken_in_pieces(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = hidden_states(shape, torch.bfloat16)
-    whole, pieces = (
-        torch.zeros(CODECS[name].nbytes(hidden.numel()), dtype=torch.uint8) for _ in range(2)
-    )
-    CODECS[name].encode(hidden, whole)
-    back = CODECS[name].decode(whole, hidden.shape, hidden.dtype)
+    hidden, codec = hidden_states(shape, torch.bfloat16), CODECS[name]
+    whole, pieces = (torch.zeros(codec.nbytes(hidden.numel()), dtype=torch.uint8) for _ in range(2))
+    codec.encode(hidden, whole)
+    back = codec.decode(whole, hidden.shape, hidden.dtype)
     taken, encode = [], GroupScaled._encode
 
     def count(self: GroupScaled, values: Tensor, *places: Tensor) -> None:
@@ -149,8 +145,8 @@ def test_more_elements_than_kernels_count_are_taken_in_pieces(
 
     monkeypatch.setattr(GroupScaled, "_encode", count)
     monkeypatch.setattr(codecs, "AT_ONCE", 128)
-    CODECS[name].encode(hidden, pieces)
+    codec.encode(hidden, pieces)
     assert max(taken) <= 128
     assert sum(taken) == hidden.numel()
     assert torch.equal(pieces, whole)
-    assert torch.equal(CODECS[name].decode(whole, hidden.shape, hidden.dtype), back)
+    assert torch.equal(codec.decode(whole, hidden.shape, hidden.dtype), back)

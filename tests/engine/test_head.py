@@ -1,9 +1,11 @@
-"""The chunked head: its loss and gradients are cross-entropy's, and logits never exist for more than a chunk."""
+"""The chunked head: its loss and gradients are cross-entropy's, and logits never exist for more
+than a chunk."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +17,19 @@ from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
 from megatrain.engine.products import Sum
 from megatrain.losses import Targets, find_targets, next_token
 from megatrain.planner.cost.footprint import LiveBytes
-from tests.support import distance
+from tests.compare import distance
 
 VOCABULARY, HIDDEN = 31, 8
 
 
-def problem(
-    tokens: int = 23, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Targets, Tensor]:
+def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Targets, Tensor]:
     """(hidden, weight of the head, targets, labels)."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(VOCABULARY, (1, tokens), generator=generator)
+    labels = torch.randint(VOCABULARY, (1, 23), generator=generator)
     labels[0, 3:9] = -100
-    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
-    return (
-        hidden,
-        torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
-        find_targets(labels),
-        labels,
-    )
+    hidden = torch.randn(23, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
+    return hidden, weight, find_targets(labels), labels
 
 
 def expected_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -47,10 +43,8 @@ def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypat
     monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(10, VOCABULARY, generator=generator) * 5).to(dtype).requires_grad_()
-    labels, weights = (
-        torch.randint(VOCABULARY, (10,), generator=generator),
-        torch.randn(10, generator=generator),
-    )
+    labels = torch.randint(VOCABULARY, (10,), generator=generator)
+    weights = torch.randn(10, generator=generator)
     ours = token_logprobs(logits, labels)
     plain = logits.float().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     assert ours.dtype == torch.float32
@@ -58,29 +52,26 @@ def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypat
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     (expected,) = torch.autograd.grad((plain * weights).sum(), logits)
     assert grad.dtype == dtype
-    torch.testing.assert_close(
-        grad, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6
-    )
+    rtol = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(grad, expected, rtol=rtol, atol=1e-6)
 
 
 def test_gradients_of_log_probabilities_pass_gradcheck_in_double():
-    logits = torch.randn(
-        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     labels = torch.tensor([0, 4, 2, 2])
-    assert torch.autograd.gradcheck(
-        lambda x: token_logprobs(x, labels), logits, eps=1e-3, atol=1e-3
-    )
+
+    def ours(logits: Tensor) -> Tensor:
+        return token_logprobs(logits, labels)
+
+    assert torch.autograd.gradcheck(ours, logits, eps=1e-3, atol=1e-3)
 
 
-TAILS: dict[
-    str, tuple[Callable[[Tensor], Tensor], bool]
-] = {  # what follows the product, and whether its result may be written over
+# what follows the product, and whether its result may be written over
+TAILS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "nothing": (lambda x: x, True),
-    "view": (
-        lambda x: x.unsqueeze(0).view(1, *x.shape).squeeze(0),
-        False,
-    ),  # `unsqueeze` is no view that the table names
+    # `unsqueeze` is no view that the table names
+    "view": (lambda x: x.unsqueeze(0).view(1, *x.shape).squeeze(0), False),
     "scale": (lambda x: x * 0.5, True),
     "division": (lambda x: x / 3, True),
     "softcap": (lambda x: torch.tanh(x / 3) * 3, True),
@@ -126,22 +117,11 @@ def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(vocabulary, HIDDEN, requires_grad=True)
     targets = Targets(torch.arange(rows), torch.arange(rows))
     total = Sum(torch.zeros_like(weight.detach()), empty=True)
+    given = (hidden, targets, next_token, 1.0, rows, [weight], lambda _: None)
     with LiveBytes() as live:
-        loss_and_gradients(
-            lambda x: x @ weight.T, hidden, targets, next_token, 1.0, rows, [weight], lambda _: None
-        )
+        loss_and_gradients(lambda x: x @ weight.T, *given)
         without_sums, live.peak = live.peak, live.live
-        loss_and_gradients(
-            lambda x: functional.linear(x, weight),
-            hidden,
-            targets,
-            next_token,
-            1.0,
-            rows,
-            [weight],
-            lambda _: None,
-            [total],
-        )
+        loss_and_gradients(lambda x: functional.linear(x, weight), *given, [total])
     logits, weights = rows * vocabulary * 4, weight.numel() * 4
     assert logits + weights < without_sums < 1.2 * logits + weights
     assert logits < live.peak < 1.2 * logits
@@ -192,7 +172,10 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
     leaf = hidden.clone().requires_grad_()
     expected = expected_loss(leaf, weight, labels)
     grads = torch.autograd.grad(expected * 0.25, [leaf, weight])
-    assert float(total.loss) == pytest.approx(float(expected.detach()), rel=1e-6)  # unscaled
+    alone = loss_sum(lambda x: functional.linear(x, weight), hidden, targets, next_token, chunk)
+    assert not alone.loss.requires_grad
+    for found in (total, alone):  # unscaled
+        assert float(found.loss) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert distance(grad_hidden, grads[0]) < 1e-6
     assert distance(sums, grads[1]) < 1e-6
     assert torch.all(grad_hidden[2:8] == 0)  # positions without a target
@@ -225,16 +208,6 @@ def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autogra
     assert distance(total.total, expected[1]) < 1e-6
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_the_loss_alone_is_that_of_cross_entropy(chunk):
-    hidden, weight, targets, labels = problem()
-    total = loss_sum(lambda x: functional.linear(x, weight), hidden, targets, next_token, chunk)
-    assert float(total.loss) == pytest.approx(
-        float(expected_loss(hidden, weight, labels)), rel=1e-6
-    )
-    assert not total.loss.requires_grad
-
-
 def test_logits_never_exist_for_more_than_a_chunk_of_targets():
     hidden, weight, targets, _ = problem()
     weight.requires_grad_()
@@ -247,23 +220,14 @@ def test_logits_never_exist_for_more_than_a_chunk_of_targets():
     loss_and_gradients(project, hidden, targets, next_token, 1.0, 5, [weight], lambda _: None)
     loss_sum(project, hidden, targets, next_token, 5)
     assert max(rows) == 5
-    assert (
-        sum(rows) == 2 * len(targets) < 2 * len(hidden)
-    )  # positions without a target are never projected
+    # positions without a target are never projected
+    assert sum(rows) == 2 * len(targets) < 2 * len(hidden)
 
 
 def test_no_target_gives_zero():
     hidden, weight, _, _ = problem()
     nothing = find_targets(torch.full((1, len(hidden)), -100))
-    total, grad = loss_and_gradients(
-        lambda x: functional.linear(x, weight),
-        hidden,
-        nothing,
-        next_token,
-        1.0,
-        5,
-        [],
-        lambda _: None,
-    )
+    given: Any = (hidden, nothing, next_token, 1.0, 5, [], lambda _: None)
+    total, grad = loss_and_gradients(lambda x: functional.linear(x, weight), *given)
     assert float(total.loss) == 0
     assert torch.all(grad == 0)

@@ -1,4 +1,5 @@
-"""Device memory does not grow with depth: what the engine keeps there, and what a step needs at its worst moment beside its boundaries."""
+"""Device memory does not grow with depth: what the engine keeps there, and what a step needs at its
+peak beside its boundary activations."""
 
 from __future__ import annotations
 
@@ -60,9 +61,7 @@ def measure(family: str, mode: str, depth: int) -> tuple[int, int]:
 def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
     kept = {measure(family, mode, depth)[0] for depth in DEPTHS}
     assert len(kept) == 1
-    tokens = (
-        TOKENS if mode != "two groups, sums travel" else 32
-    )  # boundaries of one group at a time
+    tokens = 32 if mode == "two groups, sums travel" else TOKENS  # of one group at a time
     boundary = tokens * 32 * 4  # hidden states in float32
     peaks = {depth: measure(family, mode, depth)[1] - depth * boundary for depth in DEPTHS}
     assert len(set(peaks.values())) == 1, peaks
@@ -73,7 +72,7 @@ def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(famil
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_the_engine_s_buffers_are_those_of_the_schedule(family, mode):
     stay = {"settings": Settings(groups=2, sums_on_device=3)}
-    with engine_of(tiny_config(family), **MODES.get(mode, stay)) as engine:
+    with engine_of(family, **MODES.get(mode, stay)) as engine:
         settings, tied = engine.settings, engine.anatomy.embed_feeds_head
         numels, groups = [layout.numel for layout in engine.store.layouts], settings.groups
         slots = slot_sizes(numels, 0, tied)
@@ -102,7 +101,7 @@ def test_the_meter_sees_a_leak_of_one_boundary_per_layer():
 
 
 def test_nothing_of_a_step_stays_behind():
-    with engine_of(tiny_config("llama")) as engine:
+    with engine_of("llama") as engine:
         engine.train_step(BATCHES)
         with LiveBytes() as live:
             for seed in range(3):
@@ -122,11 +121,18 @@ def test_evaluation_keeps_no_boundaries():
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip", "per_parameter"),
-    [("bfloat16", 1.0, 14), ("bfloat16", None, 12), ("float32", 1.0, 16), ("float32", None, 12)],
+    ("precision", "clip", "mode", "per_parameter"),
+    [
+        ("bfloat16", 1.0, "one group", 14),
+        ("bfloat16", None, "one group", 12),
+        ("bfloat16", 1.0, "gradients twice", 12),
+        ("float32", 1.0, "one group", 16),
+        ("float32", None, "one group", 12),
+        ("float32", 1.0, "gradients twice", 12),
+    ],
 )
-def test_host_bytes_are_those_of_the_table_in_the_design(precision, clip, per_parameter):
-    with engine_of(tiny_config("llama"), precision=precision, max_grad_norm=clip) as engine:
+def test_host_bytes_are_those_of_the_table_in_the_design(precision, clip, mode, per_parameter):
+    with engine_of("llama", precision=precision, max_grad_norm=clip, **MODES[mode]) as engine:
         numel = sum(layout.numel for layout in engine.store.layouts)
         arrays = sum(
             engine.store.array(name, block.index).nbytes

@@ -1,4 +1,5 @@
-"""Arrays on NVMe change no bit, whichever they are, of whichever blocks, however slow the drive is, and whatever fails between."""
+"""Arrays on NVMe change no bit, whichever they are, of whichever blocks, however slow the drive
+is, and whatever fails between."""
 
 from __future__ import annotations
 
@@ -17,23 +18,21 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.memory import swap_files
 from megatrain.memory.nvme_store import NvmeStore
-from megatrain.schedule import blocks_on_nvme
+from megatrain.schedule import LEVELS, blocks_on_nvme
 from megatrain.settings import ALL, Settings
-from tests.drives import quick_drive, slow_drive
-from tests.support import (
-    LANES,
-    NoUpdates,
-    State,
+from tests.compare import differing
+from tests.delays import LANES, NoUpdates, delay, failing, interrupt
+from tests.drives import few_buffers, quick_drive, slow_drive
+from tests.runs import (
     Trace,
-    delay,
-    differing,
-    engine_of,
-    full_batches,
+    assert_same,
+    run,
     state_of,
-    tiny_config,
     train_engine,
     train_with_a_break,
+    wait_for_updates,
 )
+from tests.support import engine_of, full_batches, tiny_config
 
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
 MODES: dict[str, dict[str, Any]] = {
@@ -42,6 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
     "front resident, end retained": {"resident": 2, "retained": 2},
     "second backward": {"second_backward": True},
 }
+CLIPS = pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(autouse=True)
@@ -49,48 +50,27 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
 
 
-def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """So many of every array, so that blocks must take turns."""
-    monkeypatch.setattr(schedule, "STATE_STAGES", count)
-    monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
-
-
 def make(
     folder: Path | None,
-    arrays: Any = "all",
+    arrays: schedule.Level = "all",
     blocks: int = ALL,
     clip: float | None = 0.5,
     mode: str = "one group",
+    device: str = "cpu",
 ) -> Engine:
-    nvme = (
-        {}
-        if folder is None
-        else {"nvme_folders": (folder,), "nvme_blocks": blocks, "nvme_arrays": arrays}
-    )
-    settings = Settings(**MODES[mode], **nvme)
-    return engine_of(
-        tiny_config("llama", num_hidden_layers=4),
-        settings=settings,
-        max_grad_norm=clip,
-        precision="bfloat16",
-    )
-
-
-def run(engine: Engine) -> tuple[Trace, State]:
-    with engine:
-        return train_engine(engine, STEPS), state_of(engine)
+    """With these arrays in a folder on NVMe, or all of them in RAM."""
+    settings = Settings(**MODES[mode])
+    if folder is not None:
+        settings = Settings(
+            **MODES[mode], nvme_folders=(folder,), nvme_blocks=blocks, nvme_arrays=arrays
+        )
+    options: Any = {"max_grad_norm": clip, "precision": "bfloat16", "device": device}
+    return engine_of(tiny_config("llama", num_hidden_layers=4), settings=settings, **options)
 
 
 @cache
-def in_ram(mode: str = "one group", clip: float | None = 0.5) -> tuple[Trace, State]:
-    return run(make(None, clip=clip, mode=mode))
-
-
-def same(found: tuple[Trace, State], mode: str = "one group", clip: float | None = 0.5) -> None:
-    trace, state = in_ram(mode, clip)
-    assert (found[0].losses, found[0].norms) == (trace.losses, trace.norms)
-    assert differing(found[0].weights, trace.weights) == []
-    assert differing(found[1], state) == []
+def in_ram(mode: str = "one group", clip: float | None = 0.5, device: str = "cpu") -> Trace:
+    return run(make(None, clip=clip, mode=mode, device=device), STEPS)
 
 
 @pytest.mark.parametrize(
@@ -107,23 +87,21 @@ def test_the_last_layers_go_first_then_the_head_and_the_embedding(blocks, reside
     assert blocks_on_nvme(blocks, resident, count) == there
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize(
-    ("mode", "number"),
-    [(mode, number) for number, mode in enumerate(MODES) if mode != "second backward"],
-)
-@pytest.mark.parametrize("level", range(len(schedule.LEVELS)))
-def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, level, mode, number, clip):
-    """With one buffer in half of them and three in the others, of every level, of every mode, clipped or not."""
-    few_buffers(monkeypatch, 1 if (level + number + (clip is None)) % 2 else 3)
-    arrays = schedule.LEVELS[level]
-    same(run(make(tmp_path, arrays, ALL, clip, mode)), mode, clip)
+@CLIPS
+@pytest.mark.parametrize("mode", list(MODES)[:3])
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, level, mode, clip, device):
+    """With one buffer in half of the cases and three in the others."""
+    few_buffers(monkeypatch, 1 if (level + list(MODES).index(mode) + (clip is None)) % 2 else 3)
+    found = run(make(tmp_path, LEVELS[level], ALL, clip, mode, device), STEPS)
+    assert_same(found, in_ram(mode, clip, device))
 
 
 @pytest.mark.parametrize("arrays", ["state", "all"])
 def test_a_second_backward_s_updates_are_those_from_ram(tmp_path, monkeypatch, arrays):
     few_buffers(monkeypatch, 2)
-    same(run(make(tmp_path, arrays, mode="second backward")), "second backward")
+    found = run(make(tmp_path, arrays, mode="second backward"), STEPS)
+    assert_same(found, in_ram("second backward"))
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 5])
@@ -131,7 +109,7 @@ def test_some_blocks_may_lie_on_nvme(tmp_path, blocks):
     with make(tmp_path, "gradients", blocks) as engine:
         there = [block for block in range(6) if engine.store.is_on_nvme("exp_avg", block)]
         assert there == list(blocks_on_nvme(6, 0, blocks))
-        same((train_engine(engine, STEPS), state_of(engine)))
+        assert_same(run(engine, STEPS), in_ram())
 
 
 def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
@@ -143,22 +121,24 @@ def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
         assert ours.store.nbytes >= sum(numel) * 14
 
 
-# -- slow drives --------------------------------------------------------------------------------------------------------------------
+# -- slow drives -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow", [("preadv",), ("pwritev",), ("preadv", "pwritev")], ids="+".join)
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@CLIPS
 def test_a_slow_drive_changes_no_bit(tmp_path, monkeypatch, clip, slow):
     monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
     few_buffers(monkeypatch, 2)
     slow_drive(monkeypatch, slow, 0.004)
-    same(run(make(tmp_path, clip=clip)), clip=clip)
+    assert_same(run(make(tmp_path, clip=clip), STEPS), in_ram(clip=clip))
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip):
+@pytest.mark.parametrize("arrays", ["state", "all"])
+@CLIPS
+def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip, arrays, device):
     few_buffers(monkeypatch, 2)
-    same(run(delay(make(tmp_path, clip=clip), LANES, longest_s=0.003)), clip=clip)
+    late = delay(make(tmp_path, arrays, clip=clip, device=device), LANES, longest_s=0.003)
+    assert_same(run(late, STEPS), in_ram(clip=clip, device=device))
 
 
 def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
@@ -184,62 +164,47 @@ def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_want
         slow = engine.train_step(STEPS[1]).stalls_s
         assert slow["wait_update"] > max(0.02, 2 * slow["wait_nvme"])
         engine.parts.updater.delay = None
-        for block in engine.anatomy.blocks:
-            engine.wait_ready(block.index)  # the last ones still sleep
+        wait_for_updates(engine)  # the last ones still sleep
         slow_drive(monkeypatch, ("preadv",), 0.05, 0.05)
         slow = engine.train_step(STEPS[2]).stalls_s
         assert slow["wait_nvme"] > max(0.02, 2 * slow["wait_update"])
 
 
-@pytest.mark.parametrize("where", ["before it is queued", "after"])
+@pytest.mark.parametrize("queued", [False, True], ids=["before it is queued", "after"])
 @pytest.mark.parametrize("updated", [True, False], ids=["updated", "still being updated"])
-def test_an_upload_that_was_interrupted_holds_back_no_reader(tmp_path, monkeypatch, where, updated):
+def test_an_upload_that_was_interrupted_holds_back_no_reader(
+    tmp_path, monkeypatch, queued, updated
+):
     few_buffers(monkeypatch, 1)
     with make(tmp_path) as engine:
-        engine.train_step(STEPS[0])
+        first = train_engine(engine, STEPS[:1])
         if updated:
-            for block in engine.anatomy.blocks:
-                engine.wait_ready(block.index)
-        submit = engine.parts.lanes["upload"].submit
-
-        def interrupted(job: Any) -> Any:
-            monkeypatch.setattr(engine.parts.lanes["upload"], "submit", submit)
-            if where == "after":
-                submit(job)
-            raise KeyboardInterrupt
-
+            wait_for_updates(engine)
         engine.parts.updater.delay = lambda block: time.sleep(0.01)
         engine.parts.streamer.invalidate()
-        monkeypatch.setattr(engine.parts.lanes["upload"], "submit", interrupted)
+        upload = engine.parts.lanes["upload"]
+        once = failing(upload.submit, 1, KeyboardInterrupt(), after=queued)
+        monkeypatch.setattr(upload, "submit", once)
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(STEPS[1])
         engine.parts.updater.delay = None
-        again = [engine.train_step(step).loss for step in STEPS[1:]]
-        state = state_of(engine)
-    assert again == in_ram()[0].losses[1:]
-    assert differing(state, in_ram()[1]) == []
+        found = run(engine, STEPS[1:])
+    assert first.losses + found.losses == in_ram().losses
+    assert differing(found.state, in_ram().state) == []
 
 
 @pytest.mark.parametrize("at", range(1, 5))
 def test_an_engine_closes_while_readers_still_wait_their_turn(tmp_path, monkeypatch, at):
     few_buffers(monkeypatch, 1)
-    engine = make(tmp_path)
-    engine.train_step(STEPS[0])
-    delay(engine, ["upload", "update"], longest_s=0.03, shortest_s=0.03)
-    layer, calls = engine.skeleton.layer, iter(range(1, 100))
-
-    def interrupted(*arguments: Any) -> Any:
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return layer(*arguments)
-
-    monkeypatch.setattr(engine.skeleton, "layer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.train_step(STEPS[1])
-    engine.close()
+    with make(tmp_path) as engine:
+        engine.train_step(STEPS[0])
+        delay(engine, ["upload", "update"], longest_s=0.03, shortest_s=0.03)
+        interrupt(engine, "layer", at)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(STEPS[1])
 
 
-# -- the tests above can fail -------------------------------------------------------------------------------------------------------
+# -- the tests above can fail ----------------------------------------------------------------------
 
 
 def reads_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -287,30 +252,24 @@ def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch,
             slow_drive(monkeypatch, (slow,), 0.01, 0.01)
         fault(engine, monkeypatch)
         broken = train_engine(engine, STEPS)
-    trace, _ = in_ram()
-    assert broken.losses != trace.losses or differing(broken.weights, trace.weights)
+    assert broken.losses != in_ram().losses or differing(broken.weights, in_ram().weights)
 
 
-# -- saving, resuming, failing --------------------------------------------------------------------------------------------------------
+# -- saving, resuming, failing ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arrays", schedule.LEVELS)
+@pytest.mark.parametrize("arrays", LEVELS)
 @pytest.mark.parametrize(
     "there", [(True, True), (True, False), (False, True)], ids=["nvme-nvme", "nvme-ram", "ram-nvme"]
 )
 def test_a_run_saved_from_one_tier_goes_on_from_another(tmp_path, monkeypatch, arrays, there):
     few_buffers(monkeypatch, 2)
-    steps = [full_batches(seed, [(1, 6)] * 3) for seed in range(4)]
-    tiers: Iterator[Path | None] = iter(
-        [tmp_path / "swap" if on_nvme else None for on_nvme in there]
-    )
-    losses, state = train_with_a_break(lambda: make(next(tiers), arrays), steps, tmp_path / "run")
-    with make(None) as engine:
-        assert losses == train_engine(engine, steps).losses
-        assert differing(state, state_of(engine)) == []
+    tiers: Iterator[Path | None] = iter([tmp_path / "swap" if nvme else None for nvme in there])
+    found = train_with_a_break(lambda: make(next(tiers), arrays), STEPS, tmp_path / "run")
+    assert_same(found, in_ram())
 
 
-@pytest.mark.parametrize("arrays", schedule.LEVELS)
+@pytest.mark.parametrize("arrays", LEVELS)
 def test_weights_are_read_and_written_as_a_folder(tmp_path, monkeypatch, arrays):
     few_buffers(monkeypatch, 1)
     with make(None) as ours:
@@ -326,7 +285,7 @@ def test_weights_are_read_and_written_as_a_folder(tmp_path, monkeypatch, arrays)
     assert ours_file.read_bytes() == again.read_bytes()
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@CLIPS
 def test_evaluation_between_steps_reads_what_was_updated(tmp_path, monkeypatch, clip):
     few_buffers(monkeypatch, 2)
     with make(None, clip=clip) as ours, make(tmp_path, clip=clip) as theirs:
@@ -339,17 +298,12 @@ def test_evaluation_between_steps_reads_what_was_updated(tmp_path, monkeypatch, 
 def test_a_step_that_fails_in_its_passes_leaves_the_engine_usable(tmp_path, monkeypatch, buffers):
     few_buffers(monkeypatch, buffers)
     with make(tmp_path) as engine:
-        take, calls = engine.parts.sink.take, iter(range(100))
-
-        def fail_once(*arguments: Any) -> None:
-            if next(calls) == 2:
-                raise RuntimeError("in the middle of backward")
-            take(*arguments)
-
-        monkeypatch.setattr(engine.parts.sink, "take", fail_once)
+        sink = engine.parts.sink
+        once = failing(sink.take, 3, RuntimeError("in the middle of backward"))
+        monkeypatch.setattr(sink, "take", once)
         with pytest.raises(RuntimeError, match="middle of backward"):
             engine.forward_backward(STEPS[0])
-        same((train_engine(engine, STEPS), state_of(engine)))
+        assert_same(run(engine, STEPS), in_ram())
 
 
 def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, monkeypatch):
@@ -363,8 +317,8 @@ def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("arrays", schedule.LEVELS)
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("arrays", LEVELS)
+@CLIPS
 def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(
     tmp_path, monkeypatch, arrays, call, clip
 ):
@@ -387,9 +341,7 @@ def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(
     assert not (tmp_path / "out").exists()
 
 
-def test_nvme_wants_a_folder_and_a_level_that_exists(tmp_path):
-    with pytest.raises(ConfigError, match="no folder"):
-        Settings(nvme_blocks=1)
+def test_nvme_wants_a_level_that_exists(tmp_path):
     with pytest.raises(ConfigError, match="choose one of state"):
         Settings(nvme_blocks=1, nvme_folders=(tmp_path,), nvme_arrays="moments")  # type: ignore[arg-type]
 

@@ -1,35 +1,26 @@
-"""With weights on NVMe the next forward runs beside the update, and sees what was updated: with few buffers, and lanes of any speed."""
+"""With weights on NVMe the next forward runs beside the update, and sees what was updated: with
+few buffers, and lanes of any speed."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain import schedule
 from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError
 from megatrain.memory import swap_files
 from megatrain.memory.lease import Lease
 from megatrain.settings import ALL, Settings
-from tests.support import (
-    LANES,
-    State,
-    Trace,
-    delay,
-    differing,
-    engine_of,
-    full_batches,
-    sleeper,
-    state_of,
-    tiny_config,
-    train_engine,
-)
+from tests.delays import LANES, delay, sleeper
+from tests.drives import few_buffers
+from tests.runs import Trace, assert_same, run, train_engine, wait_for_updates
+from tests.support import engine_of, full_batches, tiny_config
 
 pytestmark = pytest.mark.timeout(60)  # what hangs is a dead-lock
 STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
@@ -41,41 +32,27 @@ MODES: dict[str, dict[str, Any]] = {
 IN_TIME_S = 10.0
 
 
-@pytest.fixture
-def few_buffers(monkeypatch) -> Callable[[int], None]:
-    """So many of every array."""
-
-    def set_count(count: int) -> None:
-        monkeypatch.setattr(schedule, "STATE_STAGES", count)
-        monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
-        monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
-
-    return set_count
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
 
 
 def make(
     folder: Path | None, clip: float | None = 0.5, *, layers: int = 4, second: bool = False
 ) -> Engine:
-    nvme: dict[str, Any] = (
-        {}
-        if folder is None
-        else {"nvme_folders": (folder,), "nvme_blocks": ALL, "nvme_arrays": "all"}
-    )
-    settings = Settings(second_backward=second, **nvme)
-    config = tiny_config(
-        "qwen2-tied", num_hidden_layers=layers
-    )  # the first block of a forward is the last to be updated beside backward
+    """Tied: the first block of a forward is the last to be updated beside backward."""
+    settings = Settings(second_backward=second)
+    if folder is not None:
+        settings = Settings(
+            second_backward=second, nvme_folders=(folder,), nvme_blocks=ALL, nvme_arrays="all"
+        )
+    config = tiny_config("qwen2-tied", num_hidden_layers=layers)
     return engine_of(config, settings=settings, max_grad_norm=clip, precision="bfloat16")
 
 
-def run(engine: Engine) -> tuple[Trace, State]:
-    with engine:
-        return train_engine(engine, STEPS), state_of(engine)
-
-
 @cache
-def in_ram(mode: str) -> tuple[Trace, State]:
-    return run(make(None, **MODES[mode]))
+def in_ram(mode: str) -> Trace:
+    return run(make(None, **MODES[mode]), STEPS)
 
 
 def note_uploads(engine: Engine, patch: pytest.MonkeyPatch) -> dict[int, list[bool]]:
@@ -93,10 +70,8 @@ def note_uploads(engine: Engine, patch: pytest.MonkeyPatch) -> dict[int, list[bo
 
 
 @pytest.mark.parametrize("buffers", [2, 5])
-def test_layers_run_while_a_later_one_s_update_is_held_up(
-    tmp_path, few_buffers, monkeypatch, buffers
-):
-    few_buffers(buffers)
+def test_layers_run_while_a_later_one_s_update_is_held_up(tmp_path, monkeypatch, buffers):
+    few_buffers(monkeypatch, buffers)
     reached, in_time = threading.Event(), []
 
     def hold_up(block: int) -> None:
@@ -112,8 +87,7 @@ def test_layers_run_while_a_later_one_s_update_is_held_up(
             return layer(index, *arguments)
 
         engine.train_step(STEPS[0])
-        for block in engine.anatomy.blocks:
-            engine.wait_ready(block.index)
+        wait_for_updates(engine)
         engine.parts.updater.delay = hold_up
         engine.forward_backward(STEPS[1])
         engine.step()
@@ -121,20 +95,16 @@ def test_layers_run_while_a_later_one_s_update_is_held_up(
         ahead = note_uploads(engine, monkeypatch)
         engine.forward_backward(STEPS[2])
     assert in_time == [True]
-    assert ahead[4] == [
-        False,
-        True,
-    ]  # in the forward it must not be read before its update, in backward there is none
+    # in the forward it must not be read before its update, in backward there is none
+    assert ahead[4] == [False, True]
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_slow_lanes_beside_few_buffers_change_no_bit(tmp_path, few_buffers, mode, buffers):
-    few_buffers(buffers)
-    expected, state = in_ram(mode)
-    found, again = run(delay(make(tmp_path, **MODES[mode]), LANES, longest_s=0.003, seed=buffers))
-    assert (found.losses, found.norms) == (expected.losses, expected.norms)
-    assert differing(state, again) == []
+def test_slow_lanes_beside_few_buffers_change_no_bit(tmp_path, monkeypatch, mode, buffers):
+    few_buffers(monkeypatch, buffers)
+    late = delay(make(tmp_path, **MODES[mode]), LANES, longest_s=0.003, seed=buffers)
+    assert_same(run(late, STEPS), in_ram(mode))
 
 
 def between_steps(engine: Engine, folder: Path) -> list[Any]:
@@ -153,11 +123,11 @@ def between_steps(engine: Engine, folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("mode", ["clipped", "unclipped"])
 def test_who_evaluates_saves_or_copies_right_after_a_step_sees_its_update(
-    tmp_path, few_buffers, mode
+    tmp_path, monkeypatch, mode
 ):
     expected = between_steps(make(None, **MODES[mode]), tmp_path / "ram")
     for buffers in (1, 5):
-        few_buffers(buffers)
+        few_buffers(monkeypatch, buffers)
         engine = make(tmp_path / "swap", **MODES[mode])
         engine.parts.updater.delay = sleeper(buffers, 0.0, 0.01)
         assert between_steps(engine, tmp_path / f"nvme-{buffers}") == expected
@@ -165,8 +135,8 @@ def test_who_evaluates_saves_or_copies_right_after_a_step_sees_its_update(
 
 @pytest.mark.parametrize("buffers", [1, 5])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_update_that_fails_stops_the_forward_beside_it(tmp_path, few_buffers, mode, buffers):
-    few_buffers(buffers)
+def test_an_update_that_fails_stops_the_forward_beside_it(tmp_path, monkeypatch, mode, buffers):
+    few_buffers(monkeypatch, buffers)
 
     def fail(block: int) -> None:
         time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Every elementwise optimizer, with moments of every type, through the engine: what must not change a bit, and plain PyTorch's result."""
+"""Every elementwise optimizer, with moments of every type, through the engine: what must not change
+a bit, and plain PyTorch's result."""
 
 from __future__ import annotations
 
@@ -7,34 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
-from megatrain.models.anatomy import decays
-from megatrain.optim import AdamW, Lion, Optimizer
+from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
+from tests.compare import apart
+from tests.delays import LANES, delay
+from tests.engine.test_fp8_engine import SIZES
 from tests.optim.test_lion import PlainLion
-from tests.support import (
-    LANES,
-    State,
-    cosine,
-    count_targets,
-    delay,
-    differing,
-    distance,
-    engine_of,
-    full_batches,
-    micro_batches,
-    plain_gradients,
-    plain_model,
-    state_of,
-    tiny_config,
-    train_engine,
-    train_with_a_break,
-)
+from tests.plain import plain_optimizer, train_plain
+from tests.runs import Trace, assert_same, cosine, run, train_engine, train_serially
+from tests.runs import train_with_a_break as with_a_break
+from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 OPTIMIZERS: list[Optimizer] = [
     AdamW(lr=1e-3, weight_decay=0.1, moments="bfloat16"),
@@ -49,93 +38,86 @@ every_optimizer = pytest.mark.parametrize(
 )
 
 
-def make(optimizer: Optimizer, **options: Any) -> Any:
-    return engine_of(
-        tiny_config("qwen2-tied"), optimizer=optimizer, precision="bfloat16", **options
-    )
+def make(optimizer: Optimizer, **options: Any) -> Engine:
+    return engine_of("qwen2-tied", optimizer=optimizer, precision="bfloat16", **options)
 
 
 @cache
-def straight(optimizer: Optimizer) -> tuple[list[float], State]:
+def straight(optimizer: Optimizer) -> Trace:
     """The run that others are compared with."""
-    with make(optimizer) as engine:
-        return train_engine(engine, STEPS).losses, state_of(engine)
+    return run(make(optimizer), STEPS)
 
 
 @every_optimizer
 def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
     optimizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, state = straight(optimizer)
-    with make(optimizer) as engine:
-        for name, block in state:
-            per = engine.store.arrays[name].per
-            assert len(state[name, block]) == engine.store.layouts[block].numel // (
-                GROUP if per == "group" else 1
-            )
+    expected = straight(optimizer)
     monkeypatch.setattr("megatrain.engine.update.CHUNK_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.engine.update.CHUNK_MINIMUM", 1024)
-    with make(optimizer) as serial:
-        losses = []
-        for batches in STEPS:
-            losses.append(serial.forward_backward(batches).loss)
-            serial.step()
-            for block in serial.anatomy.blocks:
-                serial.wait_ready(block.index)
-        assert losses == expected
-        assert differing(state_of(serial), state) == []
+    with make(optimizer) as engine:
+        for name, block in expected.state:
+            per = GROUP if engine.store.arrays[name].per == "group" else 1
+            assert len(expected.state[name, block]) == engine.store.layouts[block].numel // per
+        assert_same(train_serially(engine, STEPS), expected)
     for resident in (2, ALL):
-        with make(optimizer, settings=Settings(resident=resident, head_chunk_tokens=7)) as engine:
-            assert train_engine(engine, STEPS).losses == expected
-            assert differing(state_of(engine), state) == []
+        settings = Settings(resident=resident, head_chunk_tokens=7)
+        assert_same(run(make(optimizer, settings=settings), STEPS), expected)
 
 
 @every_optimizer
 def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None:
-    """Groups sum gradients in fp32, which rounds them otherwise: their losses are near, and those of a delayed update the same."""
-    expected, _ = straight(optimizer)
-    with delay(make(optimizer), LANES, longest_s=0.003) as engine:
-        assert train_engine(engine, STEPS).losses == expected
-    with make(optimizer, settings=Settings(groups=2, head_chunk_tokens=7)) as engine:
-        assert train_engine(engine, STEPS).losses == pytest.approx(expected, rel=2e-2)
+    """Groups sum gradients in fp32, which rounds them otherwise: their losses are near."""
+    expected = straight(optimizer)
+    assert_same(run(delay(make(optimizer), LANES, longest_s=0.003), STEPS), expected)
+    grouped = run(make(optimizer, settings=Settings(groups=2, head_chunk_tokens=7)), STEPS)
+    assert grouped.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
 @every_optimizer
 def test_six_steps_equal_three_and_three_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
-    expected, state = straight(optimizer)
-    losses, again = train_with_a_break(lambda: make(optimizer), STEPS, tmp_path)
-    assert losses == expected
-    assert differing(state, again) == []
+    assert_same(with_a_break(lambda: make(optimizer), STEPS, tmp_path), straight(optimizer))
 
 
-def test_a_checkpoint_is_of_its_moments(tmp_path: Path) -> None:
+def test_a_checkpoint_is_of_its_optimizer_and_moments(tmp_path: Path) -> None:
     with make(AdamW(moments="int8")) as engine:
         train_engine(engine, STEPS[:1])
         path = save_checkpoint(tmp_path, 1, engine, None, {})
-    for other in (AdamW(), AdamW(moments="bfloat16"), Lion(moments="int8")):
+    for other in (AdamW(), AdamW(moments="bfloat16"), Lion(moments="int8"), Muon()):
         with make(other) as engine, pytest.raises(ConfigError, match="was saved with"):
             load_checkpoint(path, engine)
 
 
+@pytest.mark.parametrize(
+    ("kind", "lr", "moments", "bytes_per_parameter"),
+    [
+        (AdamW, 3e-3, "bfloat16", 10),
+        (AdamW, 3e-3, "int8", 8 + 2 / GROUP),
+        (Lion, 1e-3, "bfloat16", 8),
+        (Lion, 1e-3, "int8", 7 + 1 / GROUP),
+    ],
+)
+def test_an_engine_learns_as_with_fp32_moments_in_less_memory(
+    kind: Any, lr: float, moments: str, bytes_per_parameter: float
+) -> None:
+    config, steps, losses = tiny_config("llama", **SIZES), [full_batches(0)] * 40, []
+    for each in ("float32", moments):
+        with engine_of(config, precision="bfloat16", optimizer=kind(lr=lr, moments=each)) as engine:
+            nbytes = sum(engine.store.array(name, 0).nbytes for name in engine.store.arrays)
+            per_parameter = nbytes / engine.store.layouts[0].numel
+            assert each == "float32" or per_parameter == bytes_per_parameter
+            losses.append(train_engine(engine, steps).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=0.1, abs=0.03)
+    assert losses[1] != losses[0]
+    assert losses[1][-1] < 0.2 * losses[1][0]
+
+
 def test_lion_equals_a_plain_loop() -> None:
-    """Twenty steps in float32 with clipping, decay and a schedule. Of a sum next to zero the sign is a matter of rounding."""
-    config, rates = tiny_config("llama"), cosine(20, 1e-4)
-    steps = [micro_batches(seed) for seed in range(20)]
-    model = plain_model(config)
-    named = list(model.named_parameters())
-    decaying = [p for n, p in named if decays(n, tuple(p.shape))]
-    others = [p for n, p in named if not decays(n, tuple(p.shape))]
-    optimizer = PlainLion(decaying, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
-    optimizer.add_param_group({"params": others, "weight_decay": 0.0})
-    losses = []
-    for batches, lr in zip(steps, rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        losses.append(plain_gradients(model, batches, count_targets(batches)))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    with engine_of(config, optimizer=Lion(weight_decay=0.1), max_grad_norm=0.5) as engine:
+    """With clipping, decay and a schedule. A sign next to zero is a matter of rounding."""
+    rates, steps = cosine(20, 1e-4), [micro_batches(seed) for seed in range(20)]
+    model = plain_model(tiny_config("llama"))
+    plain = train_plain(model, steps, rates, [plain_optimizer(model, 1e-4, PlainLion)])
+    with engine_of("llama", optimizer=Lion(weight_decay=0.1)) as engine:
         ours = train_engine(engine, steps, rates)
-    assert ours.losses == pytest.approx(losses, rel=1e-5)
-    assert max(distance(ours.weights[name], weight.detach()) for name, weight in named) <= 1e-4
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert apart(ours.weights, plain.weights, 1e-4, of_largest=0.0) == []

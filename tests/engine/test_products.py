@@ -1,4 +1,4 @@
-"""Gradients that go straight to fp32 sums are those of autograd, for every layer and family that uses them."""
+"""Gradients that go straight to fp32 sums are those of autograd, for every layer and family."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.nn import functional
 
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.models.skeleton import Skeleton
-from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, distance, tiny_config
+from tests.compare import distance
+from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny_config
 
 
-def empty_sums(parameters: list[nn.Parameter]) -> list[Sum]:
-    """Sums whose memory holds nothing that may count."""
-    return [Sum(torch.full(p.shape, torch.nan), empty=True) for p in parameters]
+def empty_sum(*shape: int) -> Sum:
+    """Its memory holds nothing that may count."""
+    return Sum(torch.full(shape, torch.nan), empty=True)
 
 
 def gradients(output: Tensor, parameters: Sequence[Tensor], weight: Tensor) -> list[Tensor | None]:
@@ -28,7 +29,7 @@ def gradients(output: Tensor, parameters: Sequence[Tensor], weight: Tensor) -> l
 def test_a_linear_layer_adds_its_weights_gradient_to_the_sum(dtype, bias):
     torch.manual_seed(0)
     layer, x = nn.Linear(6, 5, bias=bias).to(dtype), torch.randn(2, 3, 6).to(dtype).requires_grad_()
-    into = Sum(torch.full((5, 6), torch.nan), empty=True)
+    into = empty_sum(5, 6)
     with SummingInto([layer.weight], [into]):
         outputs = [layer(x), layer(2 * x)]
     inputs = [x, *layer.parameters()]
@@ -48,12 +49,9 @@ def test_a_linear_layer_adds_its_weights_gradient_to_the_sum(dtype, bias):
 @pytest.mark.parametrize("padding", [None, 2, -1])
 def test_an_embedding_adds_the_rows_that_were_looked_up(padding):
     torch.manual_seed(0)
-    layer, ids, weight = (
-        nn.Embedding(7, 4, padding_idx=padding),
-        torch.tensor([[1, 2, 2], [6, 1, 2]]),
-        torch.randn(2, 3, 4),
-    )
-    into = Sum(torch.full((7, 4), torch.nan), empty=True)
+    layer, weight = nn.Embedding(7, 4, padding_idx=padding), torch.randn(2, 3, 4)
+    ids = torch.tensor([[1, 2, 2], [6, 1, 2]])
+    into = empty_sum(7, 4)
     with SummingInto([layer.weight], [into]):
         output = layer(ids)
     assert gradients(output, [layer.weight], weight) == [None]
@@ -64,7 +62,7 @@ def test_an_embedding_adds_the_rows_that_were_looked_up(padding):
 
 
 def test_rows_are_added_in_the_same_order_by_several_threads():
-    """PyTorch's own addition of repeated rows is parallel and atomic on a CPU: it found another sum every time."""
+    """PyTorch's own addition of repeated rows on a CPU is atomic: another sum every time."""
     draws = torch.Generator().manual_seed(0)
     index = torch.randint(3, (16_384,), generator=draws)
     rows = torch.randn(16_384, 64, generator=draws).bfloat16()
@@ -78,11 +76,8 @@ def test_rows_are_added_in_the_same_order_by_several_threads():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(total.total, sums[0].total) for total in sums)
-    expected = (
-        torch.zeros(8, 64, dtype=torch.float64)
-        .index_add(0, index, rows.double())
-        .index_add(0, index[:5], rows[:5].double())
-    )
+    expected = torch.zeros(8, 64, dtype=torch.float64)
+    expected.index_add_(0, index, rows.double()).index_add_(0, index[:5], rows[:5].double())
     torch.testing.assert_close(sums[0].total, expected.float(), rtol=1e-5, atol=1e-3)
 
 
@@ -130,7 +125,7 @@ def test_every_familys_embedding_and_head_have_the_gradients_of_autograd(family)
         assert isinstance(total, Tensor)
         return list(torch.autograd.grad(total, parameters, allow_unused=True))
 
-    expected, sums = run(), empty_sums(parameters)
+    expected, sums = run(), [empty_sum(*p.shape) for p in parameters]
     with SummingInto(parameters, sums):
         rest = run()
     assert any(grad is None for grad in rest)  # the vocabulary's weights at least

@@ -1,32 +1,28 @@
-"""Random delays in every lane change no bit; and each wait, taken away, changes the result, so the delays do find races."""
+"""Random delays everywhere change no bit; and each wait, taken away, changes the result, so the
+delays do find races."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.streams import Event
 from megatrain.settings import ALL, Settings
-from tests.support import (
-    LANES,
-    NoUpdates,
-    State,
-    Trace,
-    delay,
-    differing,
-    engine_of,
-    full_batches,
-    state_of,
-    take_staging_at_once,
-    tiny_config,
-    train_engine,
-)
+from tests.compare import differing
+from tests.delays import LANES, NoUpdates, delay, take_staging_at_once
+from tests.runs import Trace, assert_same, run, state_of, train_engine
+from tests.support import engine_of, full_batches, tiny_config
 
-STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
+STEPS = {
+    device: [full_batches(seed, [shape] * 3) for seed in range(3)]
+    for device, shape in (("cpu", (1, 6)), ("cuda", (2, 8)))
+}
 MODES = {
     "one group": Settings(),
     "two groups, sums on the device": Settings(groups=2, sums_on_device=ALL),
@@ -37,84 +33,69 @@ MODES = {
     "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
+WHO = (*LANES, "compute")
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def make(
     mode: str = "one group",
     clip: float | None = 0.5,
-    family: str = "llama",
+    device: str = "cpu",
+    family: str = "qwen2-tied",
     precision: str = "bfloat16",
 ) -> Engine:
-    config = tiny_config(family, num_hidden_layers=4)
-    return engine_of(config, settings=MODES[mode], max_grad_norm=clip, precision=precision)
-
-
-def run(engine: Engine) -> tuple[Trace, State]:
-    with engine:
-        return train_engine(engine, STEPS), state_of(engine)
+    config, settings = tiny_config(family, num_hidden_layers=4), MODES[mode]
+    options: Any = {"max_grad_norm": clip, "precision": precision, "device": device}
+    return engine_of(config, settings=settings, **options)
 
 
 @cache
-def undelayed(mode: str = "one group", clip: float | None = 0.5) -> tuple[Trace, State]:
-    return run(make(mode, clip))
+def undelayed(mode: str, clip: float | None, device: str) -> Trace:
+    return run(make(mode, clip, device), STEPS[device])
 
 
 def delayed_runs() -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
-    """Every mode with all lanes slow, clipped and not; and with each lane slow alone, of which half are clipped, of every mode and lane."""
+    """Every mode with all slow, clipped and not; and with each alone, half of which are clipped."""
     for number, mode in enumerate(MODES):
-        yield from ((mode, clip, LANES) for clip in (0.5, None))
-        yield from (
-            (mode, None if (number + lane) % 2 else 0.5, (LANES[lane],))
-            for lane in range(len(LANES))
-        )
+        yield from ((mode, clip, WHO) for clip in (0.5, None))
+        for other, slow in enumerate(WHO):
+            yield mode, None if (number + other) % 2 else 0.5, (slow,)
 
 
 @pytest.mark.parametrize(("mode", "clip", "slow"), [*delayed_runs()])
-def test_delays_change_no_bit(mode, clip, slow):
-    expected, state = undelayed(mode, clip)
-    delayed, again = run(delay(make(mode, clip), slow, longest_s=0.003))
-    assert (delayed.losses, delayed.norms) == (expected.losses, expected.norms)
-    assert differing(state, again) == []
+def test_delays_change_no_bit(mode, clip, slow, device):
+    delayed = run(delay(make(mode, clip, device), slow, longest_s=0.003), STEPS[device])
+    assert_same(delayed, undelayed(mode, clip, device))
 
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("qwen2-tied", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")],
+    [("llama", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")],
 )
 def test_delays_change_no_bit_in_other_families(family, precision):
-    expected, state = run(make("two groups, sums travel", family=family, precision=precision))
-    delayed, again = run(
-        delay(
-            make("two groups, sums travel", family=family, precision=precision),
-            LANES,
-            longest_s=0.003,
-            seed=1,
-        )
+    prompt, late = (
+        make("two groups, sums travel", family=family, precision=precision) for _ in range(2)
     )
-    assert delayed.losses == expected.losses
-    assert differing(state, again) == []
+    found = run(delay(late, LANES, longest_s=0.003, seed=1), STEPS["cpu"])
+    assert_same(found, run(prompt, STEPS["cpu"]))
 
 
 def test_evaluation_and_saving_right_after_a_step_see_its_update():
+    first, second, _ = STEPS["cpu"]
     with make() as prompt, make() as late:
-        late.train_step(STEPS[0])
+        late.train_step(first)
         state_of(late)  # waits
-        expected = late.evaluate(STEPS[1]).loss
-        delay(prompt, ["update"], longest_s=0.02).train_step(STEPS[0])
-        assert prompt.evaluate(STEPS[1]).loss == expected
-        prompt.train_step(STEPS[1])
-        late.train_step(STEPS[1])
+        expected = late.evaluate(second).loss
+        delay(prompt, ["update"], longest_s=0.02).train_step(first)
+        assert prompt.evaluate(second).loss == expected
+        prompt.train_step(second)
+        late.train_step(second)
         state_of(late)
-        assert (
-            differing(
-                {name: weight.clone() for name, weight in prompt.iter_weights()},
-                dict(late.iter_weights()),
-            )
-            == []
-        )
+        weights = {name: weight.clone() for name, weight in prompt.iter_weights()}
+        assert differing(weights, dict(late.iter_weights())) == []
 
 
-# -- the tests above can fail -------------------------------------------------------------------------------------------------------
+# -- the tests above can fail ----------------------------------------------------------------------
 
 
 def never_wait(*_: object) -> None:
@@ -143,11 +124,15 @@ def skip_compute_waits(engine: Engine, skipped: str) -> None:
     engine.parts.compute.wait = some  # type: ignore[method-assign]
 
 
-def uploads_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
+def uploads_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
     engine.parts.lanes["upload"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
-def fetches_ignore_other_lanes(engine: Engine, _: pytest.MonkeyPatch) -> None:
+def downloads_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    engine.parts.lanes["download"].wait = never_wait  # type: ignore[method-assign,assignment]
+
+
+def fetches_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
     engine.parts.lanes["fetch"].wait = never_wait  # type: ignore[method-assign,assignment]
 
 
@@ -161,35 +146,52 @@ def staging_is_taken_at_once(engine: Engine, _: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A wait that is taken away, and the conditions under which that must show."""
+    """A wait that is taken away, and where that must show. On a CPU compute is never late."""
 
     inject: Callable[[Engine, pytest.MonkeyPatch], None]
-    slow: tuple[str, ...]
+    slow: str
     mode: str = "one group"
-    clip: float | None = field(default=0.5)
+    clip: float | None = 0.5
+    devices: tuple[str, ...] = ("cpu",)
 
 
+BOTH, CUDA = ("cpu", "cuda"), ("cuda",)
 FAULTS = [
-    Fault(updates_may_lag, ("update",)),
-    Fault(uploads_may_lag, ("upload",)),
-    Fault(downloads_may_lag, ("download",)),
-    Fault(landings_are_not_awaited, ("download",), clip=None),
-    Fault(landings_are_not_awaited, ("download",), "two groups, sums travel", clip=None),
-    Fault(uploads_ignore_other_lanes, ("download",), "two groups, sums travel"),
-    Fault(fetches_ignore_other_lanes, ("download",), "boundaries offloaded"),
-    Fault(uploads_may_lag, ("fetch",), "boundaries offloaded"),
-    Fault(fetches_ignore_other_lanes, ("download",), "graphs on the host"),
-    Fault(uploads_may_lag, ("fetch",), "graphs on the host"),
-    Fault(downloads_may_lag, ("download",), "boundaries offloaded"),
-    Fault(staging_is_taken_at_once, ("update",), clip=None),
+    Fault(updates_may_lag, "update", devices=BOTH),
+    Fault(uploads_may_lag, "upload", devices=BOTH),
+    Fault(downloads_may_lag, "download", devices=BOTH),
+    Fault(uploads_wait_for_nobody, "download", "two groups, sums travel", devices=BOTH),
+    Fault(uploads_wait_for_nobody, "compute", devices=CUDA),
+    Fault(downloads_wait_for_nobody, "compute", devices=CUDA),
+    Fault(landings_are_not_awaited, "download", clip=None),
+    Fault(landings_are_not_awaited, "download", "two groups, sums travel", clip=None),
+    Fault(fetches_wait_for_nobody, "download", "boundaries offloaded"),
+    Fault(uploads_may_lag, "fetch", "boundaries offloaded"),
+    Fault(fetches_wait_for_nobody, "download", "graphs on the host"),
+    Fault(uploads_may_lag, "fetch", "graphs on the host"),
+    Fault(downloads_may_lag, "download", "boundaries offloaded"),
+    Fault(staging_is_taken_at_once, "update", clip=None),
+]
+ON_DEVICES = [
+    pytest.param(fault, device, marks=[pytest.mark.cuda] if device == "cuda" else [])
+    for device in BOTH
+    for fault in FAULTS
+    if device in fault.devices
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.inject.__name__}-{f.mode}")
-def test_without_its_wait_a_delay_changes_the_result(fault, monkeypatch):
-    expected, state = undelayed(fault.mode, fault.clip)
-    with delay(make(fault.mode, fault.clip), fault.slow, longest_s=0.03, shortest_s=0.03) as engine:
+@pytest.mark.parametrize(
+    ("fault", "device"),
+    ON_DEVICES,
+    ids=lambda x: f"{x.inject.__name__}-{x.mode}" if isinstance(x, Fault) else x,
+)
+def test_without_its_wait_a_delay_changes_the_result(fault, device, monkeypatch):
+    expected = undelayed(fault.mode, fault.clip, device)
+    late_s = {"cpu": 0.04, "cuda": 0.1}[device]
+    with delay(make(fault.mode, fault.clip, device), [fault.slow], late_s, late_s) as engine:
         fault.inject(engine, monkeypatch)
-        broken = train_engine(engine, STEPS)
-        again = state_of(engine)
-    assert broken.losses != expected.losses or differing(state, again)
+        broken = train_engine(engine, STEPS[device])
+        state = state_of(engine)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    assert broken.losses != expected.losses or differing(state, expected.state)

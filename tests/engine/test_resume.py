@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import (
-    differing,
-    engine_of,
-    full_batches,
-    state_of,
-    tiny_config,
-    train_engine,
-    train_with_a_break,
-)
+from megatrain.settings import ALL, Settings
+from tests.runs import assert_same, run, train_with_a_break
+from tests.support import engine_of, full_batches, tiny_config, without_targets
 
 STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(10)]
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize(
@@ -24,30 +19,32 @@ STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(10)]
     ("family", "changes"),
     [("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})],
 )
-def test_ten_steps_equal_five_and_five_after_a_resume(family, changes, precision, clip, tmp_path):
-    config = tiny_config(family, **changes)
+def test_ten_steps_equal_five_and_five(family, changes, precision, clip, device, tmp_path):
+    options = {"precision": precision, "max_grad_norm": clip, "seed": 3, "device": device}
 
-    def make(seed=3):
-        return engine_of(config, precision=precision, max_grad_norm=clip, seed=seed)
+    def make():
+        return engine_of(tiny_config(family, **changes), **options)
 
-    with make() as engine:
-        expected, state = train_engine(engine, STEPS).losses, state_of(engine)
-    losses, again = train_with_a_break(make, STEPS, tmp_path)
-    assert losses == expected
-    assert differing(state, again) == []
+    assert_same(train_with_a_break(make, STEPS, tmp_path), run(make(), STEPS))
+
+
+def test_a_streamed_run_is_continued_by_a_resident_one_bit_for_bit(device, tmp_path):
+    settings = [Settings(head_chunk_tokens=7, resident=n, retained=n) for n in (0, ALL)]
+    make = [
+        lambda dials=dials: engine_of(
+            "qwen2-tied", precision="bfloat16", settings=dials, device=device
+        )
+        for dials in settings
+    ]
+    makes = iter(make)
+    found = train_with_a_break(lambda: next(makes)(), STEPS, tmp_path)
+    assert_same(found, run(make[0](), STEPS))
 
 
 def test_a_resumed_run_remembers_its_skipped_steps(tmp_path):
     config = tiny_config("gpt-neox", hidden_dropout=0.2)
-    empty = [
-        {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, -100)}
-        for batch in STEPS[0]
-    ]
-    steps = [empty, *STEPS[1:4]]  # the first is skipped, and dropout's seeds go on all the same
+    steps = [without_targets(STEPS[0]), *STEPS[1:4]]  # dropout's seeds go on all the same
     with engine_of(config) as engine:
-        expected, state = train_engine(engine, steps).losses, state_of(engine)
-        counters = engine.state()
-    losses, again = train_with_a_break(lambda: engine_of(config), steps, tmp_path)
-    assert counters["skipped"] == 1
-    assert losses == expected
-    assert differing(state, again) == []
+        expected = run(engine, steps)
+        assert engine.state()["skipped"] == 1
+    assert_same(train_with_a_break(lambda: engine_of(config), steps, tmp_path), expected)

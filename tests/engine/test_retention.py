@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,22 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.errors import ConfigError
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
 from megatrain.settings import ALL, Settings
-from tests.support import (
-    Batch,
-    State,
-    Trace,
-    differing,
-    engine_of,
-    full_batches,
-    micro_batches,
-    state_of,
-    tiny_config,
-    train_engine,
-)
+from tests.runs import Steps, Trace, assert_same, run
+from tests.support import engine_of, full_batches, micro_batches, tiny_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
@@ -34,15 +22,9 @@ pytestmark = [
 ROWS, TOKENS = 2, 16
 
 
-def run(
-    family: str, steps: Sequence[Sequence[Batch]], precision: str = "bfloat16", **settings: Any
-) -> tuple[Trace, State]:
-    with engine_of(
-        tiny_config(family),
-        precision=precision,
-        settings=Settings(head_chunk_tokens=7, compile=True, **settings),
-    ) as engine:
-        return train_engine(engine, steps), state_of(engine)
+def trained(family: str, steps: Steps, precision: str = "bfloat16", **dials: Any) -> Trace:
+    settings = Settings(head_chunk_tokens=7, compile=True, **dials)
+    return run(engine_of(family, precision=precision, settings=settings), steps)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +37,8 @@ def run(
 )
 def test_cheap_retention_changes_no_bit(family: str, precision: str, dials: dict[str, int]) -> None:
     steps = [full_batches(seed) for seed in range(2)]
-    full, state = run(family, steps, precision, **dials)
-    cheap, again = run(family, steps, precision, cheap_retention=True, **dials)
-    assert (cheap.losses, cheap.norms) == (full.losses, full.norms)
-    assert differing(again, state) == []
+    cheap = trained(family, steps, precision, cheap_retention=True, **dials)
+    assert_same(cheap, trained(family, steps, precision, **dials))
 
 
 def kept(skeleton: Skeleton, again: bool) -> int:
@@ -88,9 +68,8 @@ def kept(skeleton: Skeleton, again: bool) -> int:
 
 
 def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> None:
-    config = tiny_config(
-        "gemma2"
-    )  # has no product that recomputation leaves out, so one graph could serve both
+    # has no product that recomputation leaves out, so one graph could serve both
+    config = tiny_config("gemma2")
     shape = shape_of(Skeleton(config), TOKENS, [ROWS * TOKENS], compiled=True)
     expected = [
         shape.retained_bytes(ROWS * TOKENS, 1, compiled=True, cheap=cheap)
@@ -104,16 +83,9 @@ def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> No
     assert [kept(skeleton, again) for again in (False, True)] == pytest.approx(expected, rel=0.01)
 
 
-def test_only_compiled_layers_can_keep_less() -> None:
-    with pytest.raises(ConfigError, match="compile=True"):
-        Settings(cheap_retention=True)
-
-
 def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: graph)
-    steps = [
-        full_batches(0),
-        micro_batches(1),
-    ]  # of other lengths, padded, a single row: more graphs than dynamo's own limit
+    # of other lengths, padded, a single row: more graphs than dynamo's own limit
+    steps = [full_batches(0), micro_batches(1)]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        run("llama", steps, retained=1, cheap_retention=True)
+        trained("llama", steps, retained=1, cheap_retention=True)

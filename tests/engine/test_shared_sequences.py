@@ -1,6 +1,9 @@
-"""Rows that share a sequence are trained on as if each were alone, in every family that tells them apart; the others are known."""
+"""Rows that share a sequence are trained on as if each were alone, in every family that tells
+them apart; the others are known."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,34 +11,48 @@ import torch
 from megatrain.data.loader import collate, collate_packed
 from megatrain.models.documents import documents_of
 from megatrain.models.skeleton import Skeleton
+from megatrain.settings import Settings
+from tests.compare import apart
 from tests.data.test_loader import FakeRows
-from tests.support import FAMILIES, MORE_FAMILIES, engine_of, gradients_of, tiny_config
+from tests.runs import gradients_of
+from tests.support import FAMILIES, MORE_FAMILIES, engine_of, tiny_config
 
-LENGTHS = [7, 5, 4, 3, 2]
-SEQUENCES = [[0, 1], [2, 3, 4]]  # of 12 and 9 tokens, in 13
+SEQUENCES = [[0, 1], [2, 3, 4]]
 # These count positions otherwise, or make masks of their own: their rows would see each other.
 TOGETHER = {"opt", "opt-projected", "falcon-7b", "falcon-7b-untied", "falcon-rw", "falcon-40b"}
-ROWS = FakeRows(torch.tensor(LENGTHS).numpy())
+
+
+def check(model: Any, lengths: list[int], seq_len: int, share: float, **options: Any) -> None:
+    """That loss and gradients are those of rows apart; two of them share one sequence."""
+    rows, found = FakeRows(torch.tensor(lengths).numpy()), []
+    separate = collate(rows, range(5), pad_id=0)
+    together = collate_packed(rows, SEQUENCES, seq_len, pad_id=0)
+    for batch in (separate, together):
+        with engine_of(model, **options) as engine:
+            loss = engine.forward_backward([batch]).loss
+            found.append((loss, {n: g.float() for n, g in gradients_of(engine).items()}))
+    (expected_loss, expected), (loss, gradients) = found
+    assert loss == pytest.approx(expected_loss, rel=share / 10)
+    assert apart(gradients, expected, share) == []
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_rows_apart_and_together_have_the_same_gradients(family):
-    if not Skeleton(tiny_config(family)).separates_documents():
+    if Skeleton(tiny_config(family)).separates_documents():
+        check(family, [7, 5, 4, 3, 2], 13, 1e-5)
+    else:
         assert family in TOGETHER
-        return
-    gradients = []
-    for batch in (collate(ROWS, range(5), pad_id=0), collate_packed(ROWS, SEQUENCES, 13, pad_id=0)):
-        with engine_of(tiny_config(family)) as engine:
-            result = engine.forward_backward([batch])
-            gradients.append((result.loss, gradients_of(engine)))
-    (apart, apart_gradients), (together, together_gradients) = gradients
-    assert together == pytest.approx(apart, rel=1e-6)
-    largest = max(float(gradient.norm()) for gradient in apart_gradients.values())
-    for name, gradient in apart_gradients.items():
-        assert (
-            float((together_gradients[name] - gradient).norm())
-            < 1e-5 * float(gradient.norm()) + 1e-6 * largest
-        ), name
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("precision", "share"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])
+def test_with_whichever_attention_kernel_takes_a_mask_too(family, precision, share, compiled):
+    settings = Settings(head_chunk_tokens=64, compile=compiled, retained=1)
+    config = tiny_config(family, max_position_embeddings=128)
+    options = {"precision": precision, "settings": settings, "device": "cuda"}
+    check(config, [70, 50, 40, 30, 20], 128, share, **options)
 
 
 def test_documents_are_numbered_where_positions_begin_anew():

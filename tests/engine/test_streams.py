@@ -1,4 +1,4 @@
-"""Lanes run jobs in order, events carry errors, and the time spent waiting is accounted by cause."""
+"""Lanes run jobs in order, events carry errors, and waiting is accounted by cause."""
 
 from __future__ import annotations
 
@@ -125,19 +125,11 @@ class SlowEvent(Event):
     """Completes `seconds` of a pretended clock after someone waits for it."""
 
     def __init__(
-        self,
-        clock: list[float],
-        seconds: float,
-        update_wait_s: float = 0.0,
-        nvme_wait_s: float = 0.0,
+        self, clock: list[float], seconds: float, update_s: float = 0.0, nvme_s: float = 0.0
     ) -> None:
         super().__init__()
-        self.clock, self.seconds, self.update_wait_s, self.nvme_wait_s = (
-            clock,
-            seconds,
-            update_wait_s,
-            nvme_wait_s,
-        )
+        self.clock, self.seconds = clock, seconds
+        self.update_wait_s, self.nvme_wait_s = update_s, nvme_s
 
     def wait_host(self) -> None:
         self.clock[0] += self.seconds
@@ -148,12 +140,11 @@ def test_stalls_are_attributed_to_their_cause_and_to_the_update_within(monkeypat
     clock = [0.0]
     monkeypatch.setattr("megatrain.engine.streams.time.perf_counter", lambda: clock[0])
     compute = Compute(CPU)
-    compute.wait(SlowEvent(clock, 5.0, update_wait_s=3.0), "upload")
-    compute.wait(
-        SlowEvent(clock, 1.0, update_wait_s=3.0), "upload"
-    )  # the update was nearly over when this wait began
+    compute.wait(SlowEvent(clock, 5.0, update_s=3.0), "upload")
+    # the update was nearly over when this wait began
+    compute.wait(SlowEvent(clock, 1.0, update_s=3.0), "upload")
     compute.wait(SlowEvent(clock, 4.0), "download")
-    compute.wait(SlowEvent(clock, 6.0, update_wait_s=1.0, nvme_wait_s=2.0), "upload")
+    compute.wait(SlowEvent(clock, 6.0, update_s=1.0, nvme_s=2.0), "upload")
     compute.wait(compute.record(), "upload")  # complete: no stall
     assert compute.take_stalls() == {
         "wait_nvme": 2.0,
@@ -165,7 +156,7 @@ def test_stalls_are_attributed_to_their_cause_and_to_the_update_within(monkeypat
 
 
 class Mark:
-    """Stands for a CUDA event on a stream of one thing after another: its time is that of the clock when it is recorded."""
+    """Stands for a CUDA event: its time is that of the clock when it is recorded."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock = clock
@@ -178,13 +169,13 @@ class Mark:
 
 
 def test_on_cuda_the_wait_for_an_upload_to_be_queued_is_a_stall_too(monkeypatch):
-    """While the host waits for a block's update before it can queue the upload, the GPU runs dry."""
+    """While the host waits for a block's update before it queues the upload, the GPU runs dry."""
     clock = [0.0]
     stream = SimpleNamespace(wait_event=lambda event: None)
     monkeypatch.setattr("megatrain.engine.streams._cuda_event", lambda timed=False: Mark(clock))
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
     compute = Compute(torch.device("cuda", 0))
-    event = SlowEvent(clock, 5.0, update_wait_s=3.0)
+    event = SlowEvent(clock, 5.0, update_s=3.0)
     event.cuda = object()
     compute.wait(event, "upload")
     assert compute.take_stalls() == {"wait_nvme": 0.0, "wait_update": 3.0, "wait_upload": 2.0}

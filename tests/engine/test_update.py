@@ -1,10 +1,12 @@
-"""The deferred update: every element once, with its own hyper-parameters; order, waiting, and what a failure does to the waits."""
+"""The deferred update: every element once, with its own hyper-parameters; order, waiting, and what
+a failure does to the waits."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,28 +22,21 @@ from megatrain.memory.store import Store
 from megatrain.optim import AdamW
 from megatrain.schedule import LANDING_BUFFERS
 
+NORM = ("norm", (70,), False)
 LAYOUTS = [
-    FlatLayout.pack(
-        [
-            ("w", (300, 1000), True),
-            ("norm", (70,), False),
-            ("b.bias", (3,), False),
-            ("v", (9, 9), True),
-        ]
-    ),
-    FlatLayout.pack([("norm", (70,), False)]),
+    FlatLayout.pack([("w", (300, 1000), True), NORM, ("b.bias", (3,), False), ("v", (9, 9), True)]),
+    FlatLayout.pack([NORM]),
     FlatLayout.pack([("w", (2, 2), True)]),
 ]
 LARGE = FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])
 ARRAYS = ("weight", "exp_avg", "exp_avg_sq", "grad")
+SPECS = [ArraySpec(name, torch.float32) for name in ARRAYS]
+CPU = torch.device("cpu")
+PLAIN: dict[str, Any] = {"lr": 0.1, "step": 1, "grad_scale": 1.0}
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
-@pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS, FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])],
-    ids=lambda x: str(x.numel),
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS, LARGE], ids=lambda x: str(x.numel))
 def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
     pieces = chunks(layout, threads)
     covered = torch.zeros(layout.numel, dtype=torch.int8)
@@ -75,14 +70,10 @@ def random_gradient(block: int, seed: int = 0, event: Event | None = None) -> Gr
 
 @contextmanager
 def updater(threads: int = 2, weight_decay: float = 0.5) -> Iterator[Updater]:
-    with Store(
-        LAYOUTS, [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")
-    ) as store:
+    with Store(LAYOUTS, SPECS, device=CPU) as store:
         for block in range(len(LAYOUTS)):
             store.array("weight", block).fill_(1.0)
-        made = Updater(
-            store, AdamW(weight_decay=weight_decay), threads, Compute(torch.device("cpu"))
-        )
+        made = Updater(store, AdamW(weight_decay=weight_decay), threads, Compute(CPU))
         yield made
         made.close()
 
@@ -102,20 +93,18 @@ def test_an_update_is_the_optimizer_s_over_the_whole_block_decay_where_it_applie
         alone["grad"] = random_gradient(0, step).values
         for segment in LAYOUTS[0].segments():
             views = {name: array[segment.start : segment.stop] for name, array in alone.items()}
-            optimizer.update(
-                views, lr=0.1, weight_decay=0.5 if segment.decay else 0.0, step=step, grad_scale=0.3
-            )
+            decay = 0.5 if segment.decay else 0.0
+            optimizer.update(views, lr=0.1, weight_decay=decay, step=step, grad_scale=0.3)
     assert torch.equal(alone["weight"], ours)
 
 
 def test_norms_and_biases_do_not_decay():
     with updater() as made:
-        made.submit(gradient_of(0, torch.zeros(LAYOUTS[0].numel)), lr=0.1, step=1, grad_scale=1.0)
+        made.submit(gradient_of(0, torch.zeros(LAYOUTS[0].numel)), **PLAIN)
         made.wait_ready(0)
         weights = LAYOUTS[0].views(made.store.array("weight", 0))
-        assert {
-            name: float(weight.flatten()[0]) for name, weight in weights.items()
-        } == pytest.approx({"w": 0.95, "norm": 1.0, "b.bias": 1.0, "v": 0.95})
+        first = {name: float(weight.flatten()[0]) for name, weight in weights.items()}
+        assert first == pytest.approx({"w": 0.95, "norm": 1.0, "b.bias": 1.0, "v": 0.95})
 
 
 def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_own():
@@ -129,7 +118,7 @@ def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_
 
         made.delay = delay
         for block in (0, 1, 2):
-            made.submit(random_gradient(block), lr=0.1, step=1, grad_scale=1.0)
+            made.submit(random_gradient(block), **PLAIN)
         made.wait_ready(0)  # does not wait for block 1, which is held up
         assert order == [0]
         assert [made.is_ready(block) for block in range(3)] == [True, False, False]
@@ -143,11 +132,9 @@ def test_blocks_are_updated_in_the_order_of_submission_and_each_wait_is_for_its_
 def test_a_block_without_tensors_is_updated_at_once():
     """Nothing follows the last layer but a tied head, in some models."""
     empty = FlatLayout.pack([])
-    with Store(
-        [empty], [ArraySpec(name, torch.float32) for name in ARRAYS], device=torch.device("cpu")
-    ) as store:
-        made = Updater(store, AdamW(), 2, Compute(torch.device("cpu")))
-        made.submit(gradient_of(0, torch.zeros(empty.numel)), lr=0.1, step=1, grad_scale=1.0)
+    with Store([empty], SPECS, device=CPU) as store:
+        made = Updater(store, AdamW(), 2, Compute(CPU))
+        made.submit(gradient_of(0, torch.zeros(empty.numel)), **PLAIN)
         done = threading.Thread(target=made.wait_ready, args=(0,), daemon=True)
         done.start()
         done.join(10.0)
@@ -164,7 +151,7 @@ def test_a_block_without_update_is_ready():
 def test_an_update_waits_until_its_gradient_has_landed():
     with updater() as made:
         arriving, values = Event(), torch.zeros(LAYOUTS[2].numel)
-        made.submit(gradient_of(2, values, arriving), lr=0.1, step=1, grad_scale=1.0)
+        made.submit(gradient_of(2, values, arriving), **PLAIN)
         values[:4] = 1.0  # the download, later than the submission
         arriving.finish()
         made.wait_ready(2)
@@ -175,9 +162,9 @@ def test_a_gradient_that_is_not_finite_stops_this_update_and_all_later_ones():
     with updater() as made:
         bad = random_gradient(1)
         bad.values[3] = float("nan")
-        made.submit(random_gradient(0), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
-        made.submit(gradient_of(1, bad.values), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
-        made.submit(random_gradient(2), lr=0.1, step=1, grad_scale=1.0, check_finite=True)
+        made.submit(random_gradient(0), **PLAIN, check_finite=True)
+        made.submit(gradient_of(1, bad.values), **PLAIN, check_finite=True)
+        made.submit(random_gradient(2), **PLAIN, check_finite=True)
         made.wait_ready(0)
         for block in (1, 2):
             with pytest.raises(DivergedError, match="gradient of block 1 is not finite"):
@@ -192,18 +179,18 @@ def test_an_error_of_the_optimizer_reaches_whoever_waits(monkeypatch):
             raise ZeroDivisionError("in a thread of the pool")
 
         monkeypatch.setattr(AdamW, "updating", lambda *_, **__: broken)
-        made.submit(random_gradient(0), lr=0.1, step=1, grad_scale=1.0)
+        made.submit(random_gradient(0), **PLAIN)
         with pytest.raises(ZeroDivisionError, match="thread of the pool"):
             made.wait_ready(0)
         monkeypatch.undo()
-        made.submit(random_gradient(1), lr=0.1, step=1, grad_scale=1.0)
+        made.submit(random_gradient(1), **PLAIN)
         for again in (lambda: made.wait_ready(1), made.check):  # nothing is updated after it
             with pytest.raises(ZeroDivisionError, match="thread of the pool"):
                 again()
         assert torch.all(made.store.array("weight", 1) == 1)
 
 
-# -- staging for updates during backward ----------------------------------------------------------------------------------------------
+# -- staging for updates during backward -----------------------------------------------------------
 
 
 def test_a_staging_buffer_is_taken_again_only_after_the_update_that_read_it():

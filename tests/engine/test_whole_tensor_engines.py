@@ -1,4 +1,5 @@
-"""Engines with Muon, which updates whole tensors: the plain loop; however memory and work are divided; with late lanes; resumed."""
+"""Engines with Muon, which updates whole tensors: the plain loop; however memory and work are
+divided; with late lanes; resumed."""
 
 from __future__ import annotations
 
@@ -13,34 +14,18 @@ from torch import nn
 
 from megatrain import schedule
 from megatrain.engine.update import HostWorkspace
-from megatrain.errors import ConfigError
 from megatrain.models.anatomy import decays
-from megatrain.optim import AdamW, Muon
+from megatrain.optim import Muon
 from megatrain.schedule import LEVELS
 from megatrain.settings import ALL, Settings
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
-from tests.support import (
-    LANES,
-    State,
-    cosine,
-    count_targets,
-    delay,
-    differing,
-    distance,
-    engine_of,
-    micro_batches,
-    plain_gradients,
-    plain_model,
-    state_of,
-    tiny_config,
-    train_engine,
-    train_with_a_break,
-)
+from tests.compare import distance
+from tests.delays import LANES, delay
+from tests.plain import DECAY, MAX_NORM, train_plain
+from tests.runs import Trace, assert_same, cosine, run, train_engine, train_with_a_break
+from tests.support import engine_of, micro_batches, plain_model, tiny_config
 
-STEPS, MAX_NORM, DECAY = 8, 0.5, 0.1
 MUON = Muon(lr=2e-3, weight_decay=DECAY, adamw_lr=1e-3)
-RATES = cosine(STEPS, MUON.lr)
+STEPS = [micro_batches(seed) for seed in range(8)]
 
 
 def plain_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -61,24 +46,13 @@ def plain_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_training_equals_a_plain_loop(family):
-    config = tiny_config(family)
-    steps = [micro_batches(seed) for seed in range(STEPS)]
-    model = plain_model(config)
-    theirs = plain_optimizers(model)
-    bases = [each.param_groups[0]["lr"] for each in theirs]
-    losses = []
-    for batches, rate in zip(steps, RATES, strict=True):
-        losses.append(plain_gradients(model, batches, count_targets(batches)))
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for each, base in zip(theirs, bases, strict=True):
-            each.param_groups[0]["lr"] = base * rate / MUON.lr
-            each.step()
-        model.zero_grad()
-    with engine_of(config, optimizer=MUON, max_grad_norm=MAX_NORM) as engine:
-        ours = train_engine(engine, steps, RATES)
-    assert ours.losses == pytest.approx(losses, rel=2e-3)  # the iteration of Muon runs in bfloat16
-    for name, parameter in model.named_parameters():
-        assert distance(ours.weights[name], parameter.detach()) <= 5e-3, name
+    model, rates = plain_model(tiny_config(family)), cosine(len(STEPS), MUON.lr)
+    plain = train_plain(model, STEPS, rates, plain_optimizers(model))
+    with engine_of(family, optimizer=MUON) as engine:
+        ours = train_engine(engine, STEPS, rates)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-3)  # Muon iterates in bfloat16
+    for name, expected in plain.weights.items():
+        assert distance(ours.weights[name], expected) <= 5e-3, name
 
 
 STRAIGHT = Settings(head_chunk_tokens=7)
@@ -98,20 +72,14 @@ def trained(
     *,
     max_norm: float | None = MAX_NORM,
     longest_s: float = 0.0,
-) -> State:
+) -> Trace:
     """What three steps leave."""
-    with engine_of(
-        tiny_config(family),
-        optimizer=MUON,
-        precision="bfloat16",
-        max_grad_norm=max_norm,
-        settings=settings,
-    ) as engine:
+    options: Any = {"precision": "bfloat16", "max_grad_norm": max_norm}
+    with engine_of(family, optimizer=MUON, settings=settings, **options) as engine:
         assert engine.store.is_on_nvme("remainder", 1) == bool(settings.nvme_blocks)
         if longest_s:
             delay(engine, LANES, longest_s)
-        train_engine(engine, [micro_batches(seed) for seed in range(3)])
-        return state_of(engine)
+        return run(engine, STEPS[:3])
 
 
 straight = cache(trained)  # the runs that others are compared with
@@ -119,7 +87,7 @@ straight = cache(trained)  # the runs that others are compared with
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_dials_change_no_bit(name):
-    assert differing(straight("llama"), trained("llama", SETTINGS[name])) == []
+    assert_same(trained("llama", SETTINGS[name]), straight("llama"), losses=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -127,50 +95,28 @@ def test_dials_change_no_bit(name):
 def test_nor_do_arrays_on_nvme(level, max_norm, tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "STATE_STAGES", 1)
     settings = replace(STRAIGHT, nvme_folders=(tmp_path,), nvme_blocks=ALL, nvme_arrays=level)
-    expected = straight("qwen2-tied", max_norm=max_norm)
-    assert differing(expected, trained("qwen2-tied", settings, max_norm=max_norm)) == []
+    found = trained("qwen2-tied", settings, max_norm=max_norm)
+    assert_same(found, straight("qwen2-tied", max_norm=max_norm))
 
 
 def test_without_clipping_blocks_are_updated_during_backward():
-    config, steps = tiny_config("qwen2-tied"), [micro_batches(seed) for seed in range(3)]
-    states = []
-    for max_norm in (None, 1e9):
-        with engine_of(config, optimizer=MUON, max_grad_norm=max_norm) as engine:
-            train_engine(engine, steps)
-            states.append(state_of(engine))
-    assert differing(*states) == []
+    assert_same(trained("qwen2-tied", max_norm=None), straight("qwen2-tied", max_norm=1e9))
 
 
 def test_late_lanes_change_no_bit():
-    assert differing(straight("llama"), trained("llama", longest_s=0.02)) == []
+    assert_same(trained("llama", longest_s=0.02), straight("llama"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_has_the_same_bits(precision, tmp_path):
-    config, steps = tiny_config("llama"), [micro_batches(seed) for seed in range(6)]
-    with engine_of(config, optimizer=MUON, precision=precision) as engine:
-        losses, state = train_engine(engine, steps).losses, state_of(engine)
-    resumed, state_after = train_with_a_break(
-        lambda: engine_of(config, optimizer=MUON, precision=precision), steps, tmp_path
-    )
-    assert (resumed, differing(state_after, state)) == (losses, [])
+    def make():
+        return engine_of("llama", optimizer=MUON, precision=precision)
 
-
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    config = tiny_config("llama")
-    with engine_of(config, optimizer=MUON) as engine:
-        train_engine(engine, [micro_batches(0)])
-        checkpoint = save_checkpoint(tmp_path, 1, engine, None, {})
-    with (
-        engine_of(config, optimizer=AdamW()) as engine,
-        pytest.raises(ConfigError, match="optimizer"),
-    ):
-        load_checkpoint(checkpoint, engine)
+    assert_same(train_with_a_break(make, STEPS[:6], tmp_path), run(make(), STEPS[:6]))
 
 
 def test_memory_is_not_wasted():
-    config = tiny_config("llama")
-    with engine_of(config, optimizer=Muon()) as engine:
+    with engine_of("llama", optimizer=Muon()) as engine:
         *others, head = engine.anatomy.blocks
         for block in engine.anatomy.blocks:
             have = {spec.name for spec in engine.store.layout("exp_avg_sq", block.index).tensors}
@@ -186,9 +132,9 @@ def test_what_stops_a_piece_reaches_whoever_waits(monkeypatch):
     def broken() -> None:
         raise ZeroDivisionError("in a thread of the pool")
 
-    with engine_of(tiny_config("llama"), optimizer=MUON) as engine:
+    with engine_of("llama", optimizer=MUON) as engine:
         monkeypatch.setattr(Muon, "stages", lambda *_, **__: iter([[broken]]))
-        engine.forward_backward(micro_batches(0))
+        engine.forward_backward(STEPS[0])
         engine.step()
         with pytest.raises(ZeroDivisionError, match="thread of the pool"):
             engine.wait_ready(0)
@@ -204,9 +150,9 @@ def test_the_thread_of_products_takes_what_their_library_keeps_before_the_first_
             real(*arguments)
 
         monkeypatch.setattr(HostWorkspace, name, noted)
-    with engine_of(tiny_config("llama"), optimizer=MUON) as engine:
+    with engine_of("llama", optimizer=MUON) as engine:
         before = list(calls)
-        train_engine(engine, [micro_batches(0)])
+        train_engine(engine, STEPS[:1])
         assert [name for name, _ in before] == ["take_libraries"]
         assert {name for name, _ in calls[len(before) :]} == {"replace"}
         assert {thread for _, thread in calls} == {engine.parts.updater.lane._thread}

@@ -1,20 +1,23 @@
-"""On CUDA: cuDNN's attention comes first, but where rows have ever new lengths it would plan a kernel for each."""
+"""On CUDA: cuDNN's attention comes first, but where rows have ever new lengths it would plan a
+kernel for each. And a model that has the fast kernels learns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatrain.engine.engine import Engine
+from megatrain.optim import AdamW
 from megatrain.settings import Settings
-from tests.support import engine_of, full_batches, tiny_config
+from tests.support import VOCABULARY, engine_of, full_batches, tiny_config
 
 CUDNN, FLASH = "cudnn", "flash"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hopper() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's attention comes first from Hopper on")
@@ -22,11 +25,11 @@ def hopper() -> None:
 
 def engine(compiled: bool, vary: bool) -> Engine:
     settings = Settings(lengths_vary=vary, compile=compiled)
-    return engine_of(tiny_config("llama"), device="cuda", precision="bfloat16", settings=settings)
+    return engine_of("llama", device="cuda", precision="bfloat16", settings=settings)
 
 
 def kernels(work: Callable[[], object]) -> set[str]:
-    """The kinds of attention that PyTorch chooses, forward and backward, where `work` was done before."""
+    """The kinds of attention that PyTorch chooses when `work` is done again."""
     work()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -40,6 +43,7 @@ def kernels(work: Callable[[], object]) -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("vary", "kind"), [(False, CUDNN), (True, FLASH)])
 def test_a_run_has_the_kernel_that_pays(compiled: bool, vary: bool, kind: str) -> None:
@@ -49,6 +53,7 @@ def test_a_run_has_the_kernel_that_pays(compiled: bool, vary: bool, kind: str) -
         assert kernels(lambda: trained.train_step(batches, lr=1e-3)) == {kind}
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("compiled", "kind"), [(False, FLASH), (True, CUDNN)], ids=["eager", "compiled"]
 )
@@ -58,3 +63,17 @@ def test_a_text_that_grows_does_not_choose_for_training(compiled: bool, kind: st
         assert kernels(lambda: trained.generate(torch.arange(20)[None], max_new_tokens=2)) == {kind}
         assert kernels(lambda: trained.train_step(batches, lr=1e-3)) == {CUDNN}
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_with_fast_kernels_learns_a_batch_by_heart(compiled: bool) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    config = tiny_config("qwen3", **sizes | {"head_dim": 64, "max_position_embeddings": 512})
+    batches, settings = full_batches(0, [(2, 256), (2, 256)]), Settings(compile=compiled)
+    with Engine.from_config(
+        config, precision="bfloat16", device="cuda", optimizer=AdamW(lr=1e-3), settings=settings
+    ) as engine:
+        losses = [engine.train_step(batches).loss for _ in range(20)]
+    assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert losses[-1] < 0.8 * losses[0], losses

@@ -1,31 +1,18 @@
-"""On CUDA: codecs have the bits of their plain form, run at the memory's speed, and give the same training wherever boundaries wait."""
+"""On CUDA: codecs have the bits of their plain form and run near the memory's speed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from megatrain.engine.activations import codecs
 from megatrain.engine.activations.codecs import CODECS
-from megatrain.settings import Settings
 from tests.engine.test_codecs import DTYPES, SHAPES, hidden_states
-from tests.support import (
-    State,
-    differing,
-    engine_of,
-    full_batches,
-    state_of,
-    tiny_config,
-    train_engine,
-)
 
-STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
-AT_LEAST = (
-    0.1  # of a plain copy's bytes a second; 0.2 to 0.3 on an H200 that other processes used too
-)
+# of a plain copy's bytes a second; 0.2 to 0.3 on an H200 that other processes used too
+AT_LEAST = 0.1
 
 
 def both(name: str, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -55,16 +42,14 @@ def test_bits_are_those_of_the_plain_form(
 @pytest.mark.parametrize("name", CODECS)
 def test_extreme_values_too(name: str, dtype: torch.dtype) -> None:
     hidden = hidden_states((1, 64, 128), dtype)
-    for row, value in enumerate(
-        [0.0, 1e-45, 1e-40, 1e-33, -1e-30, 1e-25, 3e37, float("inf"), float("-inf"), float("nan")]
-    ):
+    finite = [0.0, 1e-45, 1e-40, 1e-33, -1e-30, 1e-25, 3e37]
+    for row, value in enumerate([*finite, float("inf"), float("-inf"), float("nan")]):
         hidden[0, row] = value
         hidden[0, 20 + row, 3] = value
     (flat, back), (cuda_flat, cuda_back) = both(name, hidden)
     assert torch.equal(flat, cuda_flat)
-    assert torch.equal(
-        back.nan_to_num(nan=12.0), cuda_back.nan_to_num(nan=12.0)
-    )  # NaN has many patterns
+    nan = 12.0  # which has many patterns
+    assert torch.equal(back.nan_to_num(nan=nan), cuda_back.nan_to_num(nan=nan))
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -99,24 +84,6 @@ def test_more_elements_than_32_bits_count(name: str) -> None:
     assert torch.equal(back[: len(ends)], back[2**31 :][: len(ends)])
     assert (back[: len(ends)] - ends).abs().max() < 0.1 * ends.abs().max()
     assert int(back.count_nonzero()) <= 2 * len(ends)
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["here", "host"])
-@pytest.mark.parametrize("name", CODECS)
-def test_training_is_the_same_wherever_they_wait(
-    name: str, offload: bool, deterministic: None
-) -> None:
-    def run(settings: Settings) -> tuple[list[float], State]:
-        with engine_of(
-            tiny_config("llama"), precision="bfloat16", device="cuda", settings=settings
-        ) as engine:
-            return train_engine(engine, STEPS).norms, state_of(engine)
-
-    settings = Settings(activations=name)
-    norms, state = run(settings)
-    again, other = run(replace(settings, offload_activations=offload))
-    assert norms == again
-    assert differing(state, other) == []
 
 
 def seconds(work: Callable[[], object], times: int = 20) -> float:

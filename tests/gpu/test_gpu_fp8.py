@@ -20,19 +20,13 @@ from megatrain.models.transforms.fp8 import (
 )
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
-from tests.support import (
-    bits,
-    distance,
-    engine_of,
-    full_batches,
-    plain_model,
-    tiny_config,
-    train_engine,
-)
+from tests.compare import bits, distance
+from tests.runs import train_engine
+from tests.support import engine_of, full_batches, plain_model, tiny_config
 
-pytestmark = [
-    pytest.mark.skipif(not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"),
-]
+pytestmark = pytest.mark.skipif(
+    not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"
+)
 BF16_STEP = 2.0**-8
 
 
@@ -74,13 +68,9 @@ def test_rows_and_columns_at_once_are_those_one_by_one(gradient):
     """All bits, and what is not finite where it would be."""
     found, expected = quantize_both_ways(gradient.cuda()), quantize_both_ways(gradient)
     for (values, scales), (wanted, wanted_scales) in zip(found, expected, strict=True):
-        assert torch.equal(
-            values.cpu().float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0)
-        )
-        assert torch.equal(
-            scales.cpu().nan_to_num(nan=1e38, posinf=2e38),
-            wanted_scales.nan_to_num(nan=1e38, posinf=2e38),
-        )
+        for ours, theirs in ((values, wanted), (scales, wanted_scales)):
+            pair = (x.cpu().float().nan_to_num(nan=1e38, posinf=2e38) for x in (ours, theirs))
+            assert torch.equal(*pair)
         assert values.is_contiguous()
     for alone, together in zip(quantized_columns(gradient.cuda()), found[1], strict=True):
         assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8))
@@ -96,13 +86,12 @@ def test_products_are_the_cpus(m, n, k, mode, allowed):
 
 
 class OneLayer(nn.Module):
-    """A decoder layer with all of its products in fp8, or none, called with fixed rotary embeddings."""
+    """A decoder layer with all matmuls in fp8, or none, called with fixed rotary embeddings."""
 
     def __init__(self, fp8: bool = True) -> None:
         super().__init__()
-        model: Any = plain_model(
-            tiny_config("qwen2", num_hidden_layers=1), dtype=torch.bfloat16, device="cuda"
-        )
+        config = tiny_config("qwen2", num_hidden_layers=1)
+        model: Any = plain_model(config, dtype=torch.bfloat16, device="cuda")
         self.layer: Any = model.model.layers[0]
         assert not fp8 or apply_fp8(self.layer, Fp8Policy(keep_output=())) == 7
         self.positions = tuple(random(3, 11, 8, seed=seed).cuda() for seed in (4, 5))
@@ -115,16 +104,12 @@ class OneLayer(nn.Module):
 def run(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
     hidden = hidden.cuda().requires_grad_()
     output = module(hidden)
-    return (
-        output.detach(),
-        *torch.autograd.grad(
-            output, [hidden, *module.parameters()], random(3, 11, 32, seed=3).cuda()
-        ),
-    )
+    given, dy = [hidden, *module.parameters()], random(3, 11, 32, seed=3).cuda()
+    return output.detach(), *torch.autograd.grad(output, given, dy)
 
 
 def test_a_compiled_layer_is_near_the_eager_one():
-    """Values near a tie round the other way, so each is held against the layer in bf16: compiling must not make fp8 worse."""
+    """Values near a tie round the other way, so each is held against the layer in bf16."""
     eager = OneLayer()
     compiled, exact = copy.deepcopy(eager), OneLayer(fp8=False)
     compiled.layer.compile()
@@ -151,16 +136,9 @@ def test_a_compiled_layer_hides_nothing_that_is_not_finite(bad):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_engine_learns_with_it(compiled):
-    config = tiny_config("llama")
-    engine = engine_of(
-        config,
-        model=plain_model(config),
-        precision="bfloat16",
-        device="cuda",
-        optimizer=AdamW(lr=3e-3),
-        settings=Settings(head_chunk_tokens=7, compile=compiled),
-    )
-    with engine:
+    options: Any = {"precision": "bfloat16", "device": "cuda", "optimizer": AdamW(lr=3e-3)}
+    settings = Settings(head_chunk_tokens=7, compile=compiled)
+    with engine_of("llama", settings=settings, **options) as engine:
         for layer in engine.skeleton.layers:
             apply_fp8(layer, Fp8Policy(keep_output=()))
         losses = train_engine(engine, [full_batches(0)] * 40).losses

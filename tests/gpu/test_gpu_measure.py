@@ -1,4 +1,4 @@
-"""The machine measured on CUDA: every figure within what hardware can be, and nothing of the memory kept."""
+"""The machine measured on CUDA: every figure is possible, and no memory is kept."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def quick(profile: MachineProfile, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def much_alike(found: float, expected: float) -> bool:
-    """Other tests may share the GPU: a factor of five would be a mistake of units or of counting."""
+    """Other tests may share the GPU: a factor of five would be a mistake of units."""
     return expected / 5 < found < expected * 5
 
 

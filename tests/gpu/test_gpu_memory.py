@@ -1,8 +1,10 @@
-"""On CUDA: the same device memory at any depth, boundary activations apart; pinned host memory, given back in the end."""
+"""On CUDA: the same device memory at any depth, boundary activations apart; pinned host memory,
+given back in the end."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,15 +14,13 @@ import torch
 from megatrain.engine.engine import Engine
 from megatrain.engine.landing import AppliedGradients
 from megatrain.settings import Settings
+from tests.runs import train_engine
 from tests.support import engine_of, full_batches, tiny_config
 
 HIDDEN = 128
 SHAPES = [(2, 128), (2, 128)]
-SIZES: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "max_position_embeddings": 128,
-}
+BOUNDARY = 4 * 128 * HIDDEN * 2  # bytes of hidden states in bf16, for each layer
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": 256, "max_position_embeddings": 128}
 MODES: dict[str, dict[str, Any]] = {
     "one group": {},
     "two groups, sums travel": {"settings": Settings(groups=2, head_chunk_tokens=64)},
@@ -30,12 +30,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def make(depth: int, family: str = "llama", **options: Any) -> Engine:
-    return engine_of(
-        tiny_config(family, num_hidden_layers=depth, **SIZES),
-        device="cuda",
-        precision="bfloat16",
-        **options,
-    )
+    config = tiny_config(family, num_hidden_layers=depth, **SIZES)
+    return engine_of(config, device="cuda", precision="bfloat16", **options)
 
 
 def allocated() -> int:
@@ -46,7 +42,7 @@ def allocated() -> int:
 
 @cache
 def measure(depth: int, family: str, mode: str) -> tuple[int, int]:
-    """(bytes that the engine keeps on the device, bytes at the worst moment of a step), less what was there before."""
+    """(bytes that the engine keeps on the device, peak bytes of a step beyond them)."""
     batches = full_batches(0, SHAPES)
     make(1).close()  # the process's first engine takes cuBLAS's workspaces
     before = allocated()
@@ -72,14 +68,10 @@ def measure(depth: int, family: str, mode: str) -> tuple[int, int]:
 def test_device_memory_less_boundary_activations_is_the_same_for_any_depth(family, mode):
     kept = {depth: measure(depth, family, mode)[0] for depth in (4, 16)}
     assert kept[4] == kept[16], kept
-    tokens = sum(rows * width for rows, width in SHAPES) // (
-        2 if mode == "two groups, sums travel" else 1
-    )
-    boundary = tokens * HIDDEN * 2  # bytes of hidden states in bf16, for each layer
+    boundary = BOUNDARY // 2 if mode == "two groups, sums travel" else BOUNDARY
     peaks = {depth: measure(depth, family, mode)[1] - depth * boundary for depth in (4, 16)}
-    assert abs(peaks[4] - peaks[16]) <= boundary // 4, (
-        peaks
-    )  # the allocator's rounding, and not one boundary more
+    # the allocator's rounding, and not one boundary more
+    assert abs(peaks[4] - peaks[16]) <= boundary // 4, peaks
 
 
 def test_a_step_leaves_nothing_behind():
@@ -101,11 +93,8 @@ def test_gradients_that_are_computed_twice_take_no_host_memory_but_their_staging
         numel = sum(layout.numel for layout in stored.store.layouts)
         assert stored.store.nbytes - twice.store.nbytes == pytest.approx(2 * numel, abs=4 << 20)
         assert "grad" not in twice.store.arrays
-    boundary = sum(rows * width for rows, width in SHAPES) * HIDDEN * 2
-    assert (
-        measure(8, "llama", "gradients twice")[1] - measure(8, "llama", "one group")[1]
-        <= 2 * boundary
-    )
+    more = measure(8, "llama", "gradients twice")[1] - measure(8, "llama", "one group")[1]
+    assert more <= 2 * BOUNDARY
 
 
 def test_a_closed_engine_gives_the_device_memory_back():
@@ -132,3 +121,33 @@ def test_pinned_memory_can_be_taken_and_given_back_many_times():
     for _ in range(10):
         with make(2, max_grad_norm=None) as engine:
             engine.train_step(full_batches(0, SHAPES))
+
+
+def peak(settings: Settings) -> int:
+    """Bytes of a step's activations at their most."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 2048}
+    config = tiny_config("llama", num_hidden_layers=12, **sizes)
+    with engine_of(config, device="cuda", precision="bfloat16", settings=settings) as engine:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train_engine(engine, [full_batches(0, [(1, 2048)] * 4)] * 2)
+        return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_of_graphs_in_host_ram_is_used_for_others_meanwhile():
+    """Twelve layers' graphs: sending eleven away leaves one, and the rings, less than five."""
+    offload = Settings(offload_activations=True, head_chunk_tokens=256)
+    nothing = peak(offload)
+    everything = peak(replace(offload, retained=12)) - nothing
+    sent = peak(replace(offload, retained=1, retained_on_host=11)) - nothing
+    assert everything > 0
+    assert sent < 0.6 * everything
+
+
+def test_staging_of_what_is_transferred_from_nvme_is_pinned(tmp_path):
+    settings = Settings(nvme_folders=(tmp_path,), nvme_blocks=2, nvme_arrays="all")
+    with (
+        make(4, settings=settings) as engine,
+        engine.store.lease(4, ["weight", "grad", "exp_avg"]) as arrays,
+    ):
+        assert [array.is_pinned() for array in arrays.values()] == [True, True, False]

@@ -1,4 +1,4 @@
-"""On CUDA: sums of gradients, added by products, by rows and as vectors, against plain additions in float64."""
+"""On CUDA: sums of gradients, added by matmuls and as vectors, against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.products import Sum, added_as_vectors
-from tests.support import distance
+from tests.compare import distance
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -33,11 +33,8 @@ def test_what_does_not_suit_vectors_is_added_plainly():
 @pytest.mark.parametrize("empty", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_is_added_in_float32(dtype, empty):
-    a, b, total = (
-        random(48, 512, dtype=dtype),
-        random(512, 80, seed=1, dtype=dtype),
-        random(48, 80, seed=2, dtype=torch.float32),
-    )
+    a, b = random(48, 512, dtype=dtype), random(512, 80, seed=1, dtype=dtype)
+    total = random(48, 80, seed=2, dtype=torch.float32)
     expected = a.double() @ b.double() + (0 if empty else total.double())
     Sum(total, empty).add_product(a, b)
     assert distance(total, expected) < 1e-6  # no rounding to bf16 in between
@@ -45,10 +42,8 @@ def test_a_product_is_added_in_float32(dtype, empty):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_log_probabilities_and_their_gradient(fused):
-    logits, labels = (
-        random(96, 5003, dtype=torch.float32) * 3,
-        torch.randint(5003, (96,), device="cuda"),
-    )
+    logits = random(96, 5003, dtype=torch.float32) * 3
+    labels = torch.randint(5003, (96,), device="cuda")
     weights = random(96, seed=1, dtype=torch.float32)
     ours, plain = logits.bfloat16().requires_grad_(), logits.bfloat16().double().requires_grad_()
     logprobs = token_logprobs(ours, labels, fused)

@@ -1,4 +1,5 @@
-"""On CUDA: Muon updates resident blocks there as the host would; directions of streamed blocks go up and come down in time."""
+"""On CUDA: Muon updates resident blocks there as the host would; directions of streamed blocks go
+up and come down in time."""
 
 from __future__ import annotations
 
@@ -7,29 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine.engine import Engine
 from megatrain.engine.update import HostWorkspace
 from megatrain.optim import Muon
 from megatrain.optim.muon import _product_bytes
 from megatrain.settings import ALL, Settings
-from tests.support import differing as keys_that_differ
-from tests.support import (
-    distance,
-    engine_of,
-    masters_of,
-    micro_batches,
-    state_of,
-    tiny_config,
-    train_engine,
-)
+from tests.compare import distance
+from tests.runs import assert_same, masters_of, run, train_engine
+from tests.support import engine_of, micro_batches
 
 MUON = Muon(lr=2e-3, weight_decay=0.1)
 STEPS = [micro_batches(seed) for seed in range(4)]
 
 
+def make(**options: Any) -> Engine:
+    return engine_of("llama", optimizer=MUON, precision="bfloat16", **{"device": "cuda", **options})
+
+
 def trained(settings: Settings, **options: Any) -> dict[str, torch.Tensor]:
-    with engine_of(
-        tiny_config("llama"), optimizer=MUON, settings=settings, precision="bfloat16", **options
-    ) as engine:
+    with make(settings=settings, **options) as engine:
         train_engine(engine, STEPS)
         return masters_of(engine)
 
@@ -45,38 +42,29 @@ def trained(settings: Settings, **options: Any) -> dict[str, torch.Tensor]:
     ids=["front", "all", "all, of sums", "groups"],
 )
 def test_where_blocks_live_changes_no_more_than_rounding(settings):
-    expected = trained(Settings(), device="cuda")
-    for name, ours in trained(settings, device="cuda").items():
+    expected = trained(Settings())
+    for name, ours in trained(settings).items():
         assert distance(ours, expected[name]) <= 2e-2, name
 
 
 def test_the_gpu_and_its_cpu_stand_in_agree():
     expected = trained(Settings(), device="cpu")
-    for name, ours in trained(Settings(), device="cuda").items():
+    for name, ours in trained(Settings()).items():
         assert distance(ours, expected[name]) <= 4e-2, name
 
 
 def test_directions_come_down_before_the_host_reads_them():
     """The stream is held up before every tensor; the same bits as without."""
-    states = []
-    for cycles in (0, 20_000_000):
-        with engine_of(
-            tiny_config("llama"), optimizer=MUON, precision="bfloat16", device="cuda"
-        ) as engine:
-            workspace = engine.parts.updater._workspace
-            assert workspace is not None
-            if cycles:
-                workspace.delay = lambda: torch.cuda._sleep(20_000_000)
-            train_engine(engine, STEPS)
-            states.append(state_of(engine))
-    assert keys_that_differ(*states) == []
+    with make() as engine:
+        workspace = engine.parts.updater._workspace
+        assert workspace is not None
+        workspace.delay = lambda: torch.cuda._sleep(20_000_000)
+        assert_same(run(engine, STEPS), run(make(), STEPS))
 
 
 def test_products_of_updates_take_their_workspace_before_the_first_step():
-    torch._C._cuda_clearCublasWorkspaces()  # or this thread's and stream's may be there from another test
-    with engine_of(
-        tiny_config("llama"), optimizer=MUON, precision="bfloat16", device="cuda"
-    ) as engine:
+    torch._C._cuda_clearCublasWorkspaces()  # another test's may be there
+    with make() as engine:
         workspace = engine.parts.updater._workspace
         assert workspace is not None
         torch.cuda.synchronize()
@@ -107,7 +95,6 @@ def test_orthogonalising_takes_what_the_planner_says():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     Muon().orthogonal(matrix)
-    taken = (
-        torch.cuda.max_memory_allocated() - before + 2 * matrix.numel()
-    )  # with the one that arrived
+    # with the one that arrived
+    taken = torch.cuda.max_memory_allocated() - before + 2 * matrix.numel()
     assert taken <= _product_bytes(shape) + (1 << 20)

@@ -57,10 +57,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return fake
 
 
-def test_it_is_zero_and_whole_huge_pages():
-    made = Slab("test", HUGE_PAGE + 1, pinned=False, threads=1)
-    assert made.nbytes == made.bytes.numel() == 2 * HUGE_PAGE
-    assert not torch.any(made.bytes)
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE, HUGE_PAGE + 1])
+def test_a_slab_is_whole_huge_pages_of_zeros(nbytes):
+    made = Slab("test", nbytes, pinned=False, threads=1)
+    assert made.nbytes % HUGE_PAGE == 0
+    assert nbytes <= made.nbytes <= max(nbytes, 1) + HUGE_PAGE
+    assert made.bytes.numel() == made.nbytes
+    assert not made.bytes.any()
     made.close()
 
 

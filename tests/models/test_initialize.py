@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatrain.engine.engine import Engine
 from megatrain.optim.split import join_master
-from tests.support import FAMILIES, differing, tiny_config
+from tests.compare import differing
+from tests.support import FAMILIES, tiny_config
 
 BIG = {"hidden_size": 128, "num_hidden_layers": 2}
 

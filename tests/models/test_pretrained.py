@@ -22,14 +22,8 @@ from megatrain.models.pretrained import (
     resolve_source,
 )
 
-CONFIG = transformers.LlamaConfig(
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    vocab_size=8,
-    max_position_embeddings=16,
-)
+SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 16}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
@@ -37,7 +31,7 @@ CHATML = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    CONFIG.save_pretrained(tmp_path / "model")
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -79,10 +73,8 @@ def test_a_missing_parent_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
-    with pytest.raises(
-        ModelError,
-        match=r"^nobody/nothing at revision v1: is no local folder.* hub did not deliver",
-    ):
+    message = r"^nobody/nothing at revision v1: is no local folder.* hub did not deliver"
+    with pytest.raises(ModelError, match=message):
         resolve_source("nobody/nothing", revision="v1")
 
 
@@ -124,9 +116,8 @@ def test_another_kind_of_file_is_refused(folder: Path) -> None:
 )
 def test_a_malformed_config_is_one_sentence(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
-    with pytest.raises(
-        ModelError, match=r"config\.json: (cannot be used|needs Python code)"
-    ) as caught:
+    message = r"config\.json: (cannot be used|needs Python code)"
+    with pytest.raises(ModelError, match=message) as caught:
         read_model_config(resolve_source(folder))
     assert "\n" not in str(caught.value)
 

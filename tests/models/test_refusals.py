@@ -18,109 +18,50 @@ from tests.support import VOCABULARY, tiny_config
 
 # -- refusals of real families ---------------------------------------------------------------------
 
+HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2}
+LAYERS = HIDDEN | {"num_attention_heads": 4, "intermediate_size": 64}
+DECODER = {"d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True}
+EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+OPT = {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1}
+GPT = {"n_layer": 2, "n_head": 4}
+
+# family -> (configuration class, its arguments, the reason)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": (
         "BertConfig",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "is_decoder": True,
-        },
+        LAYERS | {"is_decoder": True},
         r"decoder\.bias shares its weights with .*predictions\.bias",
     ),
     "dots1": (
         "Dots1Config",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-        },
-        r"e_score_correction_bias, which belongs to its weights but is not trained",
+        LAYERS | EXPERTS | {"num_key_value_heads": 2},
+        "e_score_correction_bias, which belongs to its weights but is not trained",
     ),
     "pegasus": (
         "PegasusConfig",
-        {
-            "d_model": 32,
-            "decoder_layers": 3,
-            "decoder_attention_heads": 4,
-            "decoder_ffn_dim": 64,
-            "is_decoder": True,
-        },
+        DECODER | {"decoder_layers": 3},
         r"embed_positions\.weight, which belongs to its weights but is not trained",
     ),
     "bart": (
         "BartConfig",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "decoder_attention_heads": 4,
-            "decoder_ffn_dim": 64,
-            "is_decoder": True,
-        },
+        DECODER | {"encoder_layers": 2, "decoder_layers": 2},
         r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
     ),
-    "rwkv": (
-        "RwkvConfig",
-        {"hidden_size": 32, "num_hidden_layers": 2},
-        "does not run with stand-ins for its layers",
-    ),
+    "rwkv": ("RwkvConfig", HIDDEN, "does not run with stand-ins for its layers"),
     "mixtral": (
         "MixtralConfig",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "num_local_experts": 4,
-            "output_router_logits": True,
-        },
+        LAYERS | {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
         "output_router_logits asks for the routers' balancing loss, which is not built",
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "use_bidirectional_attention": True,
-        },
+        HIDDEN | {"intermediate_size": 64, "use_bidirectional_attention": True},
         "use_bidirectional_attention shows every token the one it should predict",
     ),
-    "opt": (
-        "OPTConfig",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "ffn_dim": 64,
-            "word_embed_proj_dim": 32,
-            "layerdrop": 0.1,
-        },
-        r"layerdrop",
-    ),
-    "bloom": (
-        "BloomConfig",
-        {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-        "return more than hidden states",
-    ),
-    "gptj": (
-        "GPTJConfig",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-        "return more than hidden states",
-    ),
+    "opt": ("OPTConfig", HIDDEN | OPT, "layerdrop"),
+    "bloom": ("BloomConfig", GPT | {"hidden_size": 32}, "return more than hidden states"),
+    "gptj": ("GPTJConfig", GPT | {"n_embd": 32, "rotary_dim": 4}, "return more than hidden states"),
     "t5": (
         "T5Config",
         {"d_model": 32, "num_layers": 2, "num_heads": 4},
@@ -289,55 +230,45 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
 @pytest.mark.parametrize("model", [Toy, IgnoresItsBox])
 def test_a_model_that_keeps_to_the_rules_is_accepted(model):
     toy = model()
-    findings = probe_model(toy, toy.layers)
-    assert (findings.returns_tuple, findings.before, findings.after) == (
-        False,
-        ["embed.weight"],
-        [],
-    )
+    found = probe_model(toy, toy.layers)
+    assert (found.returns_tuple, found.before, found.after) == (False, ["embed.weight"], [])
 
 
-def skeleton_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Skeleton:
-    monkeypatch.setattr(skeleton_module, "build_model", lambda *_: model)
-    return Skeleton(model.config, dtype=torch.float32)
-
-
-def test_weights_shared_between_layers_are_refused(monkeypatch):
-    model = build_model(tiny_config("llama"), "auto", torch.float32)
-    layers: Any = model.model.layers  # type: ignore[union-attr]
+def share_between_layers(model: Any) -> None:
+    layers = model.model.layers
     layers[2].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
-    with pytest.raises(
-        ModelError,
-        match=r"layers\.2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0",
-    ):
-        skeleton_of(model, monkeypatch)
 
 
-def test_a_parameter_that_the_forward_never_uses_is_refused(monkeypatch):
-    model = build_model(tiny_config("llama"), "auto", torch.float32)
+def add_an_unused_parameter(model: Any) -> None:
     model.unused = nn.Linear(2, 2, device="meta")
-    with pytest.raises(
-        ModelError,
-        match=r"unused\.weight is used neither before the first nor after the last layer",
-    ):
-        skeleton_of(model, monkeypatch)
 
 
-def test_a_parameter_used_at_both_ends_is_refused(monkeypatch):
-    model = build_model(tiny_config("llama"), "auto", torch.float32)
-    base: Any = model.model
-    base.norm.register_forward_hook(
-        lambda *_: [base.embed_tokens(torch.zeros(1, 1, dtype=torch.long))].clear()
-    )
-    with pytest.raises(ModelError, match=r"embed_tokens\.weight is used at both ends"):
-        skeleton_of(model, monkeypatch)
+def use_the_embedding_at_both_ends(model: Any) -> None:
+    def embed_again(*_: object) -> None:
+        model.model.embed_tokens(torch.zeros(1, 1, dtype=torch.long))
+
+    model.model.norm.register_forward_hook(embed_again)
 
 
-def test_a_second_stack_of_as_many_layers_is_refused(monkeypatch):
-    model = build_model(tiny_config("llama"), "auto", torch.float32)
+def add_a_second_stack(model: Any) -> None:
     model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
-    with pytest.raises(
-        ModelError,
-        match=r"expected exactly one list of 3 decoder layers, found model\.layers, encoder",
-    ):
-        skeleton_of(model, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            share_between_layers,
+            r"2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0",
+        ),
+        (add_an_unused_parameter, r"unused\.weight is used neither before the first nor after the"),
+        (use_the_embedding_at_both_ends, r"embed_tokens\.weight is used at both ends"),
+        (add_a_second_stack, r"exactly one list of 3 decoder layers, found model\.layers, encoder"),
+    ],
+)
+def test_a_real_model_that_was_changed_is_refused(change, reason, monkeypatch):
+    model = build_model(tiny_config("llama"), "auto", torch.float32)
+    change(model)
+    monkeypatch.setattr(skeleton_module, "build_model", lambda *_: model)
+    with pytest.raises(ModelError, match=reason):
+        Skeleton(model.config, dtype=torch.float32)

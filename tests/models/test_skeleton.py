@@ -12,31 +12,23 @@ from torch import nn
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.family import build_model, choose_attention
 from megatrain.models.skeleton import Skeleton
+from tests.delays import failing
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
     VOCABULARY,
-    differing,
     engine_of,
     plain_model,
     tiny_config,
 )
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
-TIED = {
-    "llama-tied",
-    "qwen2-tied",
-    "falcon-7b",
-    "falcon-rw",
-    "falcon-40b",
-    "gpt-neox-tied",
-    "gpt2",
-    "opt",
-    "gemma2",
-    "gemma3",
-    "cohere",
-}
-TIED |= {"ctrl", "opt-projected", "gpt-bigcode"}
+TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
+TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode"}
+
+
+def skeleton_of(family: str, **changes: object) -> Skeleton:
+    return Skeleton(tiny_config(family, **changes), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -46,15 +38,14 @@ def test_logits_are_those_of_the_model_s_own_forward(family):
     ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-    with engine_of(config, model=model) as engine:
+    with engine_of(config, weights=model) as engine:
         torch.testing.assert_close(engine.logits(ids), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
     config = tiny_config(family)
-    model = plain_model(config)
-    shape = Skeleton(config, dtype=torch.float32).anatomy
+    model, shape = plain_model(config), skeleton_of(family).anatomy
     specs = [spec for block in shape.blocks for spec in block.layout.tensors]
     assert {spec.name: spec.shape for spec in specs} == {
         name: tuple(p.shape) for name, p in model.named_parameters()
@@ -62,19 +53,14 @@ def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
     assert len(specs) == len({spec.name for spec in specs})
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layers == config.num_hidden_layers == 3
-    assert [block.name for block in shape.blocks] == [
-        "embed",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-        "head",
-    ]
+    names = [block.name for block in shape.blocks]
+    assert names == ["embed", "layers.0", "layers.1", "layers.2", "head"]
     assert (shape.hidden_size, shape.vocab_size) == (32, VOCABULARY)
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_tied_heads_live_in_embed(family):
-    shape = Skeleton(tiny_config(family), dtype=torch.float32).anatomy
+    shape = skeleton_of(family).anatomy
     embed = [spec.name for spec in shape.embed.layout.tensors]
     head = [spec.name for spec in shape.head.layout.tensors]
     assert embed[0].rsplit(".", 2)[1] in ("embed_tokens", "word_embeddings", "embed_in", "wte", "w")
@@ -88,26 +74,23 @@ def test_tied_heads_live_in_embed(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "falcon-rw"])
 def test_a_block_has_one_segment_of_each_kind(family):
-    shape = Skeleton(tiny_config(family), dtype=torch.float32).anatomy
+    shape = skeleton_of(family).anatomy
     for block in shape.blocks:
         decays = [segment.decay for segment in block.layout.segments()]
         assert decays == sorted(set(decays), reverse=True)
 
 
 def test_learned_positions_belong_to_embed_and_the_final_norm_to_the_head():
-    shape = Skeleton(tiny_config("gpt2"), dtype=torch.float32).anatomy
-    assert [spec.name for spec in shape.embed.layout.tensors] == [
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-    ]
-    assert [spec.name for spec in shape.head.layout.tensors] == [
-        "transformer.ln_f.weight",
-        "transformer.ln_f.bias",
+    shape = skeleton_of("gpt2").anatomy
+    ends = [[spec.name for spec in end.layout.tensors] for end in (shape.embed, shape.head)]
+    assert ends == [
+        ["transformer.wte.weight", "transformer.wpe.weight"],
+        ["transformer.ln_f.weight", "transformer.ln_f.bias"],
     ]
 
 
 def test_only_matrices_decay():
-    layouts = layouts_of(Skeleton(tiny_config("falcon-rw"), dtype=torch.float32).anatomy)
+    layouts = layouts_of(skeleton_of("falcon-rw").anatomy)
     for spec in (spec for layout in layouts for spec in layout.tensors):
         assert spec.decay == (len(spec.shape) == 2 and not spec.name.endswith("bias")), spec.name
 
@@ -143,16 +126,12 @@ def test_building_leaves_torch_as_it_was():
 
 
 def test_bound_parameters_are_the_flat_memory():
-    skeleton = Skeleton(tiny_config("llama-tied"), dtype=torch.float32)
+    skeleton = skeleton_of("llama-tied")
     for block in skeleton.anatomy.blocks:
         flat = torch.randn(block.layout.numel)
         parameters = skeleton.bind(block, flat)
-        assert (
-            differing(
-                dict(enumerate(parameters)), dict(enumerate(block.layout.views(flat).values()))
-            )
-            == []
-        )
+        views = block.layout.views(flat).values()
+        assert all(map(torch.equal, parameters, views))
         flat.zero_()
         assert not any(p.any() for p in parameters)
     owner, leaf = skeleton.owner("lm_head.weight")
@@ -160,16 +139,12 @@ def test_bound_parameters_are_the_flat_memory():
 
 
 def test_a_mode_that_was_interrupted_is_set_again(monkeypatch):
-    skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    skeleton = skeleton_of("llama")
     skeleton.set_training(False)
-    with monkeypatch.context() as patch:
-
-        def train(_: bool) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(skeleton.layers[1], "train", train)
-        with pytest.raises(KeyboardInterrupt):
-            skeleton.set_training(True)
+    once = failing(skeleton.layers[1].train, 1, KeyboardInterrupt())
+    monkeypatch.setattr(skeleton.layers[1], "train", once)
+    with pytest.raises(KeyboardInterrupt):
+        skeleton.set_training(True)
     skeleton.set_training(True)
     assert all(layer.training for layer in skeleton.layers)
 
@@ -178,9 +153,7 @@ def test_attention_that_cannot_cap_logits_is_not_chosen():
     assert choose_attention(tiny_config("llama"), "auto") == "sdpa"
     assert choose_attention(tiny_config("gemma2"), "auto") == "eager"
     assert choose_attention(tiny_config("gemma2"), "sdpa") == "sdpa"
-    assert (
-        Skeleton(tiny_config("gemma2"), dtype=torch.float32).config._attn_implementation == "eager"
-    )
+    assert skeleton_of("gemma2").config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(
@@ -194,27 +167,22 @@ def test_attention_that_cannot_cap_logits_is_not_chosen():
     ],
 )
 def test_it_knows_whether_training_draws_random_numbers(family, changes, draws):
-    assert Skeleton(tiny_config(family, **changes), dtype=torch.float32).has_dropout is draws
+    assert skeleton_of(family, **changes).has_dropout is draws
 
 
 def test_a_dry_call_has_shapes_and_no_data():
     skeleton = Skeleton(tiny_config("llama"), dtype=torch.bfloat16)
     hidden, calls = skeleton.dry_call(2, 40)
-    assert (tuple(hidden.shape), hidden.dtype, hidden.is_meta) == (
-        (2, 40, 32),
-        torch.bfloat16,
-        True,
-    )
+    assert (tuple(hidden.shape), hidden.dtype) == ((2, 40, 32), torch.bfloat16)
+    assert hidden.is_meta
     assert len(calls) == 3
 
 
 def test_whether_documents_are_separated_is_found_once():
-    skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    skeleton = skeleton_of("llama")
     assert skeleton.separates_documents()
-    skeleton.move_buffers(
-        torch.device("meta")
-    )  # as an engine moves them to its device, where the zeros are not
+    skeleton.move_buffers(torch.device("meta"))  # as an engine does, to where the zeros are not
     assert skeleton.separates_documents()
-    bound = Skeleton(tiny_config("llama"), dtype=torch.float32)
+    bound = skeleton_of("llama")
     bound.move_buffers(torch.device("meta"))
     assert not bound.separates_documents()

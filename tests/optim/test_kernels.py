@@ -1,4 +1,4 @@
-"""What the kernels' speed and safety rest on: packed instructions, no GIL, a cache that may fail."""
+"""The kernels' speed and safety rest on packed instructions, no GIL, and a cache that may fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The split of the master weight is exact: every pattern comes back, and the weight is the nearest bfloat16."""
+"""The split of the master weight is exact: every pattern comes back, and the weight is the nearest
+bfloat16."""
 
 from __future__ import annotations
 
@@ -8,35 +9,24 @@ from torch import Tensor
 
 from megatrain.optim import AdamW, split
 from megatrain.optim.split import join_master, split_master
+from tests.compare import bits
 
-LOW_HALVES = (
-    0x0000,
-    0x0001,
-    0x7FFF,
-    0x8000,
-    0x8001,
-    0xFFFF,
-)  # exact, just above, below, at and above a tie, just below the next
+# exact, just above, below, at and above a tie, just below the next
+LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 
 def every_high_half() -> Tensor:
-    """All 65,536 upper halves with each of LOW_HALVES: signed zeros, denormals, infinities and NaN of every kind among them."""
+    """All 65,536 upper halves with each of LOW_HALVES: zeros, denormals, infinities, every NaN."""
     high = torch.arange(1 << 16, dtype=torch.int64)
-    bits = torch.cat([(high << 16) + low for low in LOW_HALVES])
-    return bits.to(torch.int32).view(torch.float32)  # narrowing keeps the low 32 bits
+    patterns = torch.cat([(high << 16) + low for low in LOW_HALVES])
+    return patterns.to(torch.int32).view(torch.float32)  # narrowing keeps the low 32 bits
 
 
 def sampled(count: int = 1 << 22) -> Tensor:
     """Random patterns over the whole range of 32 bits."""
-    return (
-        torch.randint(-(1 << 31), 1 << 31, (count,), generator=torch.Generator().manual_seed(0))
-        .to(torch.int32)
-        .view(torch.float32)
-    )
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator)
+    return patterns.to(torch.int32).view(torch.float32)
 
 
 @pytest.mark.parametrize("patterns", [every_high_half, sampled])
@@ -50,9 +40,7 @@ def test_the_halves_are_those_of_the_definition(patterns):
     master = patterns()
     weight, remainder = split_master(master)
     u = bits(master).to(torch.int64) & 0xFFFFFFFF
-    assert torch.equal(
-        weight.view(torch.int16).to(torch.int64) & 0xFFFF, ((u + 0x8000) >> 16) & 0xFFFF
-    )
+    assert torch.equal(bits(weight).to(torch.int64) & 0xFFFF, ((u + 0x8000) >> 16) & 0xFFFF)
     assert torch.equal(remainder.to(torch.int64) & 0xFFFF, u & 0xFFFF)
 
 
@@ -61,15 +49,11 @@ def test_the_weight_is_the_nearest_bfloat16_with_ties_away_from_zero():
     master = master[master.abs() < torch.finfo(torch.bfloat16).max]
     weight, remainder = split_master(master)
     tie = remainder == -0x8000
-    assert torch.equal(
-        weight[~tie].view(torch.int16), master[~tie].to(torch.bfloat16).view(torch.int16)
-    )
-    assert bool((weight[tie].double().abs() > master[tie].double().abs()).all())
-    toward_zero = (weight[tie].view(torch.int16) - 1).view(torch.bfloat16)
-    assert torch.equal(
-        (weight[tie].double() - master[tie].double()).abs(),
-        (toward_zero.double() - master[tie].double()).abs(),
-    )
+    assert torch.equal(bits(weight[~tie]), bits(master[~tie].to(torch.bfloat16)))
+    away, exact = weight[tie].double(), master[tie].double()
+    assert bool((away.abs() > exact.abs()).all())
+    toward_zero = (bits(weight[tie]) - 1).view(torch.bfloat16).double()
+    assert torch.equal((away - exact).abs(), (toward_zero - exact).abs())
 
 
 def test_every_split_weight_is_a_bfloat16_that_a_checkpoint_gives_back():
@@ -83,10 +67,8 @@ def test_chunks_do_not_show(monkeypatch):
     master = sampled(10_007)
     whole = split_master(master)
     monkeypatch.setattr(split, "CHUNK", 1000)
-    assert all(
-        torch.equal(a.view(torch.int16), b.view(torch.int16))
-        for a, b in zip(split_master(master), whole, strict=True)
-    )
+    for in_chunks, at_once in zip(split_master(master), whole, strict=True):
+        assert torch.equal(bits(in_chunks), bits(at_once))
 
 
 def test_shapes_are_kept_and_strides_are_not_trusted():
@@ -101,11 +83,8 @@ def test_shapes_are_kept_and_strides_are_not_trusted():
 
 def test_out_writes_into_the_given_views():
     master = torch.randn(3, 5, generator=torch.Generator().manual_seed(3))
-    weights, remainders, masters = (
-        torch.zeros(20, dtype=torch.bfloat16),
-        torch.zeros(20, dtype=torch.int16),
-        torch.zeros(20),
-    )
+    weights, remainders = torch.zeros(20).bfloat16(), torch.zeros(20, dtype=torch.int16)
+    masters = torch.zeros(20)
     split_master(master, out=(weights[2:17], remainders[2:17]))
     join_master(weights[2:17], remainders[2:17], out=masters[2:17])
     assert torch.equal(masters[2:17], master.flatten())
@@ -119,12 +98,9 @@ def test_the_kernel_splits_as_this_module_does():
     master = every_high_half()
     master = master[master.abs() < torch.finfo(torch.bfloat16).max]
     weight, remainder = split_master(master)
-    views = {
-        "weight": weight.clone(),
-        "remainder": remainder.clone(),
-        "grad": torch.zeros_like(weight),
-    }
+    views = {"weight": weight.clone(), "remainder": remainder.clone()}
     views |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    views["grad"] = torch.zeros_like(weight)
     AdamW().update(views, lr=0.0, weight_decay=0.0, step=1, grad_scale=1.0)
-    assert torch.equal(views["weight"].view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(bits(views["weight"]), bits(weight))
     assert torch.equal(views["remainder"], remainder)

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.commands import Row, metrics_of
-from tests.support import differing
+from tests.compare import differing
 
 # What may differ between two runs of the same steps.
 CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time", "shares", "advice", "eval_s")

@@ -6,30 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms import chunked as module_under_test
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.transforms.skippable import skippable, skipping
 from megatrain.models.transforms.token_wise import token_wise, treats_tokens_alike
 from megatrain.planner.cost.footprint import Footprint, layer_peak_bytes
-from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients
+from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients, layer_of
 from tests.support import tiny_config
 
-SEVERAL = (
-    "llama",
-    "qwen3",
-    "gemma2",
-    "phi3",
-    "falcon-7b",
-    "falcon-rw",
-    "gpt-neox",
-    "gpt2",
-    "cohere",
-    "ctrl",
-    "opt",
-    "mixtral",
-)
+SEVERAL = [
+    *("llama", "qwen3", "gemma2", "phi3", "falcon-7b", "falcon-rw"),
+    *("gpt-neox", "gpt2", "cohere", "ctrl", "opt", "mixtral"),
+]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 FOUND = {
     **dict.fromkeys(("llama", "mistral-sliding", "qwen2", "phi3"), ("mlp", *NORMS)),
@@ -46,28 +35,9 @@ FOUND = {
 }
 
 
-def layer_of(
-    family: str, dtype: torch.dtype, chunk: int | None = None
-) -> tuple[Skeleton, nn.Module, LayerCall]:
-    """A decoder layer of random weights, and what it receives besides hidden states."""
-    skeleton = Skeleton(tiny_config(family), dtype=dtype)
-    if chunk:
-        skeleton.chunk_layers(chunk)
-    block = skeleton.anatomy.blocks[1]
-    values = torch.randn(block.layout.numel, generator=torch.Generator().manual_seed(3)) * 0.2
-    skeleton.bind(block, values.to(dtype))
-    skeleton.bind(
-        skeleton.anatomy.embed, torch.zeros(skeleton.anatomy.embed.layout.numel, dtype=dtype)
-    )
-    with torch.no_grad():
-        _, calls = skeleton.embed({"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)})
-    return skeleton, skeleton.layers[0], calls[0]
-
-
 def dtype_of(family: str) -> torch.dtype:
-    return (
-        torch.bfloat16 if family == "mixtral" else torch.float32
-    )  # torch knows its grouped products on meta in no other
+    # torch knows its grouped matmuls on meta in no other
+    return torch.bfloat16 if family == "mixtral" else torch.float32
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -125,8 +95,7 @@ def test_what_treats_them_alike_is_not() -> None:
 )
 def test_gradients_are_those_of_the_whole_layer(family: str, chunk: int) -> None:
     dtype = dtype_of(family)
-    _, whole, call = layer_of(family, dtype)
-    _, chunked, _ = layer_of(family, dtype, chunk)
+    (whole, call), (chunked, _) = layer_of(family, dtype), layer_of(family, dtype, chunk)
     assert_close(gradients(chunked, dtype, call), gradients(whole, dtype, call), dtype)
 
 
@@ -134,20 +103,14 @@ def test_gradients_are_those_of_the_whole_layer(family: str, chunk: int) -> None
 def test_chunks_that_nobody_reads_are_left_out(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, whole, call = layer_of(family, torch.float32)
-    _, chunked, _ = layer_of(family, torch.float32, 4)
+    (whole, call), (chunked, _) = (layer_of(family, torch.float32, n) for n in (None, 4))
     names = skippable(chunked, (ROWS, TOKENS, HIDDEN), torch.float32, call)
     assert ("mlp" in names) == (family != "gemma2")  # whose norm behind it needs its values
     monkeypatch.setattr(
-        module_under_test,
-        "uninitialised",
-        lambda x: torch.full(x.shape, float("nan"), dtype=x.dtype),
+        module_under_test, "uninitialised", lambda x: x.new_full(x.shape, float("nan"))
     )
-    assert_close(
-        gradients(chunked, torch.float32, call, names),
-        gradients(whole, torch.float32, call),
-        torch.float32,
-    )
+    found = gradients(chunked, torch.float32, call, names)
+    assert_close(found, gradients(whole, torch.float32, call), torch.float32)
     mlp = chunked.get_submodule("mlp")
     chunks = chunks_of(mlp)
     assert chunks is not None
@@ -158,7 +121,7 @@ def test_chunks_that_nobody_reads_are_left_out(
 
 def test_a_gradient_of_many_chunks_is_rounded_once() -> None:
     mlp, exact = (
-        layer_of("llama", dtype, chunk)[1].get_submodule("mlp")
+        layer_of("llama", dtype, chunk)[0].get_submodule("mlp")
         for dtype, chunk in ((torch.bfloat16, 1), (torch.float32, None))
     )
     exact.load_state_dict({name: p.detach().float() for name, p in mlp.named_parameters()})

@@ -21,16 +21,9 @@ from megatrain.models.transforms.fp8 import (
     quantize,
 )
 from megatrain.optim import AdamW
-from tests.support import (
-    bits,
-    distance,
-    engine_of,
-    full_batches,
-    gradients_of,
-    plain_model,
-    tiny_config,
-    train_engine,
-)
+from tests.compare import bits, distance
+from tests.runs import gradients_of, train_engine
+from tests.support import engine_of, full_batches, plain_model, tiny_config
 
 ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16")
 ALL_FP8 = Fp8Policy(keep_output=(), ends=0)
@@ -79,22 +72,19 @@ def test_quantised_rows_are_near_at_any_size(size):
     assert values.dtype == FP8 and scales.dtype == torch.float32 and scales.shape == (300, 1)
     back = values.float() * scales
     amax = rows.abs().amax(1, keepdim=True).float()
-    assert torch.equal(values.float().abs().amax(1), torch.full((300,), FP8_MAX)), (
-        "every row uses the whole range"
-    )
+    # every row uses the whole range
+    assert torch.equal(values.float().abs().amax(1), torch.full((300,), FP8_MAX))
     smallest = amax / FP8_MAX * 2.0**-6  # below it e4m3's steps are equal
-    assert (
-        (back - rows).abs() <= torch.maximum(rows.abs().float(), smallest) * HALF_STEP * 1.001
-    ).all()
+    bound = torch.maximum(rows.abs().float(), smallest) * HALF_STEP * 1.001
+    assert ((back - rows).abs() <= bound).all()
 
 
 def test_rows_have_scales_of_their_own():
     rows = torch.cat([random(1, 32) * 1e6, random(1, 32)])
     values, scales = quantize(rows)
     alone, scale = quantize(rows[1:])
-    assert torch.equal(bits(values[1:].float()), bits(alone.float())) and torch.equal(
-        scales[1:], scale
-    )
+    assert torch.equal(bits(values[1:].float()), bits(alone.float()))
+    assert torch.equal(scales[1:], scale)
 
 
 def test_zeros_stay_zeros():
@@ -151,17 +141,10 @@ def test_biases_stay_out_of_it():
 @pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
 def test_a_policy_chooses_each_product(product):
     x, dy = random(2, 8, 64), random(2, 8, 48, seed=3)
-    plain = run(linear(), x, dy)
-    modes: dict[str, Any] = {
-        name: "fp8" if name == product else "bfloat16"
-        for name in ("output", "grad_input", "grad_weight")
-    }
-    chosen = Fp8Policy(**modes)
-    ours = run(linear(chosen), x, dy)
-    same = dict(
-        zip(("output", "grad_input", "grad_weight"), map(torch.equal, ours, plain), strict=True)
-    )
-    assert same == {name: name != product for name in same}
+    plain, products = run(linear(), x, dy), ("output", "grad_input", "grad_weight")
+    modes: Any = {name: "fp8" if name == product else "bfloat16" for name in products}
+    ours = run(linear(Fp8Policy(**modes)), x, dy)
+    assert [*map(torch.equal, ours, plain)] == [name != product for name in products]
 
 
 def test_a_frozen_weight_costs_no_gradient():
@@ -206,9 +189,7 @@ def test_who_takes_part(name, module, output):
 
 
 def test_its_share_of_a_models_products():
-    layers = [
-        nn.ModuleDict({"mlp": nn.Linear(32, 48), "gate": nn.Linear(32, 16)}) for _ in range(4)
-    ]
+    layers = [nn.ModuleDict({"mlp": nn.Linear(32, 48), "gate": nn.Linear(32, 16)})] * 4
     assert Fp8Policy().share(layers) == pytest.approx((2 + 2 * 2 / 3) / 4 * 48 / 64)
     assert ALL_BF16.share(layers) == ALL_FP8.share([]) == 0
     assert ALL_FP8.share(layers) == pytest.approx(48 / 64)
@@ -218,8 +199,7 @@ def test_its_share_of_a_models_products():
     ("family", "count"), [("llama", 7), ("qwen3", 7), ("gpt-neox", 4), ("gpt2", 0)]
 )
 def test_parameters_keep_their_names_and_stay_the_same(family, count):
-    engine = engine_of(tiny_config(family), precision="bfloat16")
-    with engine:
+    with engine_of(family, precision="bfloat16") as engine:
         layer = engine.skeleton.layers[1]
         before = dict(layer.named_parameters())
         assert apply_fp8(layer, ALL_FP8) == count
@@ -242,10 +222,7 @@ def test_the_cpu_has_no_units_for_it():
 
 
 def fp8_engine(policy: Fp8Policy | None):
-    config = tiny_config("llama")
-    engine = engine_of(
-        config, model=plain_model(config), precision="bfloat16", optimizer=AdamW(lr=3e-3)
-    )
+    engine = engine_of("llama", precision="bfloat16", optimizer=AdamW(lr=3e-3))
     if policy is not None:
         for layer in engine.skeleton.layers:
             assert apply_fp8(layer, policy) == 7
@@ -266,9 +243,8 @@ def test_gradients_are_near_and_training_ends_where_bf16_ends():
             torch.cat([g.flatten() for g in gradients_of(engine).values()])
             for engine in (plain, ours)
         )
-        assert (
-            0.01 < distance(found, expected) < 0.6
-        )  # large weights on few values: fp8's 3% a product grow through three layers
+        # large weights on few values: fp8's 3% a matmul grow through three layers
+        assert 0.01 < distance(found, expected) < 0.6
         steps = [full_batches(0)] * 40
         for engine in (plain, ours):
             engine.step(0.0)
@@ -276,9 +252,7 @@ def test_gradients_are_near_and_training_ends_where_bf16_ends():
             assert losses[-1] < 0.01 * losses[0]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch's tracer does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # traced
 def test_compilers_can_trace_it():
     config = tiny_config("llama", num_hidden_layers=1)
     model: Any = plain_model(config, dtype=torch.bfloat16)

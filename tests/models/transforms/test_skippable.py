@@ -13,31 +13,19 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms import skippable as module_under_test
 from megatrain.models.transforms.skippable import skippable, skipping
-from tests.support import FAMILIES, MORE_FAMILIES, differing, tiny_config
+from tests.compare import differing
+from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
 ROWS, TOKENS, HIDDEN = 2, 11, 32
 
 LLAMA_LIKE = ("mlp.down_proj",)
-NEOX = (
-    "attention.dense",
-    "mlp.dense_4h_to_h",
-)  # attention and MLP are added to the residual stream side by side
+# attention and MLP are added to the residual stream side by side
+NEOX = ("attention.dense", "mlp.dense_4h_to_h")
 FALCON = ("self_attention.dense", "mlp.dense_4h_to_h")
+LLAMAS = ("llama", "llama-tied", "mistral-sliding", "qwen2", "qwen2-tied", "qwen3")
 EXPECTED = {
-    **dict.fromkeys(
-        (
-            "llama",
-            "llama-tied",
-            "mistral-sliding",
-            "qwen2",
-            "qwen2-tied",
-            "qwen3",
-            "phi3",
-            "stablelm",
-        ),
-        LLAMA_LIKE,
-    ),
+    **dict.fromkeys((*LLAMAS, "phi3", "stablelm"), LLAMA_LIKE),
     **dict.fromkeys(("falcon-7b", "falcon-7b-untied", "falcon-40b"), FALCON),
     **dict.fromkeys(("gpt-neox", "gpt-neox-tied"), NEOX),
     "falcon-rw": FALCON[1:],
@@ -54,15 +42,18 @@ EXPECTED = {
 }
 
 
-def layer_of(family: str, dtype: torch.dtype, **changes: object) -> tuple[nn.Module, LayerCall]:
+def layer_of(
+    family: str, dtype: torch.dtype, chunk: int | None = None, **changes: object
+) -> tuple[nn.Module, LayerCall]:
     """A decoder layer of random weights, and what it receives besides hidden states."""
     skeleton = Skeleton(tiny_config(family, **changes), dtype=dtype)
+    if chunk:
+        skeleton.chunk_layers(chunk)
     block = skeleton.anatomy.blocks[1]
     generator = torch.Generator().manual_seed(3)
     skeleton.bind(block, (torch.randn(block.layout.numel, generator=generator) * 0.2).to(dtype))
-    skeleton.bind(
-        skeleton.anatomy.embed, torch.zeros(skeleton.anatomy.embed.layout.numel, dtype=dtype)
-    )
+    embed = skeleton.anatomy.embed
+    skeleton.bind(embed, torch.zeros(embed.layout.numel, dtype=dtype))
     with torch.no_grad():
         _, calls = skeleton.embed({"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)})
     return skeleton.layers[0], calls[0]
@@ -71,23 +62,17 @@ def layer_of(family: str, dtype: torch.dtype, **changes: object) -> tuple[nn.Mod
 def gradients(
     layer: nn.Module, dtype: torch.dtype, call: LayerCall, skipped: tuple[str, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """Of a random loss with respect to hidden states and every parameter."""
+    """A random loss's, with respect to hidden states and every parameter."""
     generator = torch.Generator().manual_seed(5)
-    hidden, grad = (
-        torch.randn(ROWS, TOKENS, HIDDEN, generator=generator).to(dtype) for _ in range(2)
-    )
+    shape = (ROWS, TOKENS, HIDDEN)
+    hidden, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     hidden.requires_grad_()
     with skipping(layer, skipped):
         output = layer(hidden, *call.args, **call.kwargs)
     output = output[0] if isinstance(output, tuple) else output
     parameters = dict(layer.named_parameters())
-    return dict(
-        zip(
-            ["hidden", *parameters],
-            torch.autograd.grad(output, [hidden, *parameters.values()], grad),
-            strict=True,
-        )
-    )
+    grads = torch.autograd.grad(output, [hidden, *parameters.values()], grad)
+    return dict(zip(["hidden", *parameters], grads, strict=True))
 
 
 @pytest.fixture
@@ -111,10 +96,8 @@ def test_products_that_only_feed_the_residual_stream_are_found(family: str) -> N
 @pytest.mark.parametrize("family", [family for family in ALL if EXPECTED[family]])
 def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype) -> None:
     layer, call = layer_of(family, dtype)
-    assert (
-        differing(gradients(layer, dtype, call), gradients(layer, dtype, call, EXPECTED[family]))
-        == []
-    )
+    without = gradients(layer, dtype, call, EXPECTED[family])
+    assert differing(gradients(layer, dtype, call), without) == []
 
 
 @pytest.mark.usefixtures("garbage")
@@ -138,9 +121,8 @@ def test_dropout_after_a_product_keeps_it() -> None:
     assert skippable(layer.train(), (ROWS, TOKENS, HIDDEN), torch.float32, call) == ()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch.compile does that to autograd functions
+# torch.compile does that to autograd functions
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("family", ["llama", "falcon-40b", "gpt2"])
 def test_a_compiled_layer_has_a_graph_with_and_one_without(family: str) -> None:
     layer, call = layer_of(family, torch.bfloat16)

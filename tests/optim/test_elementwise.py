@@ -1,0 +1,107 @@
+"""Every elementwise optimizer with moments of every type: any cut into ranges gives the same bits,
+padding stays zero, and values out of range are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import GROUP
+from megatrain.optim import OPTIMIZERS, AdamW, Lion, WholeTensors
+from megatrain.optim.elementwise import MOMENTS
+from tests.compare import differing
+from tests.optim.arrays import PLAIN, PRECISIONS, clone, new_views, per, random_grad
+
+KINDS: list[Any] = [kind for kind in OPTIMIZERS.values() if not issubclass(kind, WholeTensors)]
+every_optimizer = pytest.mark.parametrize(
+    "optimizer",
+    [kind(moments=moments) for kind, moments in product(KINDS, MOMENTS)],
+    ids=lambda optimizer: f"{optimizer.name}-{optimizer.moments}",
+)
+FAR = 5_000_000_000  # beyond 32 bits
+
+
+@PRECISIONS
+@every_optimizer
+def test_any_cut_into_ranges_gives_the_same_bits_and_another_place_others(optimizer, precision):
+    n = 300 * GROUP
+    whole = new_views(optimizer, precision, n)
+    optimizer.update(whole, **PLAIN, step=1)
+    whole["grad"] = random_grad(precision, n, seed=7)
+    cut, elsewhere = clone(whole), clone(whole)
+    optimizer.update(whole, **PLAIN, step=2, first=FAR)
+    edges = [GROUP * edge for edge in (0, 1, 2, 19, 64, 299, 300)]
+    if optimizer.moments != "int8":
+        edges += [1, 2, 19, 1024, 1087, 5000]
+    for start, stop in pairwise(sorted(set(edges))):
+        part = {
+            key: view[start // per(optimizer, key) : stop // per(optimizer, key)]
+            for key, view in cut.items()
+        }
+        optimizer.update(part, **PLAIN, step=2, first=FAR + start)
+    assert differing(cut, whole) == []
+    optimizer.update(elsewhere, **PLAIN, step=2)
+    changed = float((elsewhere["exp_avg"] != whole["exp_avg"]).float().mean())
+    assert changed == 0 if optimizer.moments == "float32" else 0.05 < changed < 0.6
+    assert torch.equal(elsewhere["weight"], whole["weight"])
+
+
+@PRECISIONS
+@every_optimizer
+def test_padding_stays_zero_and_the_gradient_is_only_read(optimizer, precision):
+    """Within a group and beyond."""
+    n, end = 32 * GROUP, 1000
+    views = new_views(optimizer, precision, n)
+    for step in (1, 2, 100_000):
+        views["grad"] = random_grad(precision, n, step)
+        for name in {"weight", "remainder", "grad"} & views.keys():
+            views[name][end:] = 0
+        grad = views["grad"].clone()
+        optimizer.update(views, lr=1e-2, weight_decay=0.1, step=step, grad_scale=0.5)
+        assert torch.equal(views["grad"], grad)
+    for name, view in views.items():
+        assert not view[-(-end // per(optimizer, name)) :].any(), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_declares_what_the_store_needs(name):
+    optimizer = OPTIMIZERS[name]()
+    assert optimizer.name == name
+    names = [state.name for state in optimizer.state_arrays]
+    assert len(set(names)) == len(names)
+    assert not {"weight", "remainder", "grad"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (AdamW, {"lr": -1e-5}, "optimizer.lr: -1e-05 "),
+        (AdamW, {"lr": float("nan")}, "optimizer.lr"),
+        (AdamW, {"lr": float("inf")}, "optimizer.lr"),
+        (AdamW, {"lr": "1e-5"}, "optimizer.lr: expected a number"),
+        (AdamW, {"betas": (0.9, 1.0)}, r"optimizer.betas\[1\]: 1.0 .* below 1"),
+        (AdamW, {"betas": (-0.1, 0.9)}, r"optimizer.betas\[0\]"),
+        (AdamW, {"betas": (0.9,)}, "optimizer.betas: expected two numbers"),
+        (AdamW, {"betas": 0.9}, "optimizer.betas: expected two numbers"),
+        (AdamW, {"eps": 0.0}, "optimizer.eps"),
+        (AdamW, {"eps": 1e-50}, "optimizer.eps"),
+        (AdamW, {"weight_decay": -0.1}, "optimizer.weight_decay"),
+        (AdamW, {"weight_decay": True}, "optimizer.weight_decay: expected a number"),
+        (AdamW, {"moments": "float16"}, "moments: 'float16' is none of float32, bfloat16, int8"),
+        (Lion, {"betas": (0.9, 1.0)}, r"optimizer.betas\[1\]: 1.0 .* below 1"),
+        (Lion, {"moments": "int4"}, "moments: 'int4' is none of float32, bfloat16, int8"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(kind, options, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)
+
+
+def test_betas_from_a_list_are_a_value():
+    betas: Any = [0.9, 0.95]
+    assert AdamW(betas=betas) == AdamW(betas=(0.9, 0.95))
+    assert hash(AdamW(betas=betas)) == hash(AdamW(betas=(0.9, 0.95)))

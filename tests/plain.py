@@ -1,0 +1,151 @@
+"""The plain PyTorch loop that the engine has to agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatrain.engine.engine import Engine
+from megatrain.engine.step import mix
+from megatrain.models.anatomy import decays
+from tests.runs import Steps, Trace, gradients_of, masters_of
+from tests.support import Batch, micro_batches
+
+MAX_NORM, DECAY = 0.5, 0.1  # as `engine_of` has them
+
+
+def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Summed cross-entropy of the next token, as transformers shifts it."""
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in batch.items()}
+    labels = inputs.pop("labels")[:, 1:].flatten()
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+
+
+def plain_gradients(
+    model: nn.Module, batches: Iterable[Batch], denominator: float | None = None
+) -> float:
+    """Accumulate into .grad; returns the loss, over all targets unless told otherwise."""
+    batches = list(batches)
+    total = 0.0
+    for batch in batches:
+        loss = plain_loss(model, batch) / (denominator or count_targets(batches))
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        named[name] = parameter.grad.cpu()
+    return named
+
+
+def count_targets(batches: Iterable[Batch]) -> float:
+    return float(sum((batch["labels"][:, 1:] != -100).sum() for batch in batches))
+
+
+def plain_optimizer(
+    model: nn.Module, lr: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """torch's, or one that is made alike, with the usual exclusions from weight decay."""
+    of_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        of_kind[decays(name, tuple(parameter.shape))].append(parameter)
+    groups = [
+        {"params": of_kind[True], "weight_decay": DECAY},
+        {"params": of_kind[False], "weight_decay": 0.0},
+    ]
+    make: Any = kind
+    made: torch.optim.Optimizer = make(groups, lr=lr)
+    return made
+
+
+def train_plain(
+    model: nn.Module,
+    steps: Steps,
+    rates: Sequence[float],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    max_norm: float = MAX_NORM,
+    backwards: bool = False,
+) -> Trace:
+    """What the engine must reproduce: accumulate, clip_grad_norm_, AdamW.
+
+    Args:
+        optimizers: in AdamW's place. Each one's rate follows `rates` in proportion.
+        backwards: take each step's micro-batches in opposite order.
+    """
+    optimizers = optimizers or [plain_optimizer(model, rates[0])]
+    trace, first = Trace(), [[g["lr"] for g in each.param_groups] for each in optimizers]
+    for batches, lr in zip(steps, rates, strict=True):
+        ordered = list(reversed(batches)) if backwards else batches
+        trace.losses.append(plain_gradients(model, ordered))
+        trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        for each, base in zip(optimizers, first, strict=True):
+            for group, rate in zip(each.param_groups, base, strict=True):
+                group["lr"] = rate * lr / rates[0]
+            each.step()
+        model.zero_grad()
+    trace.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def gradients_without_recompute(
+    model: nn.Module, batches: Sequence[Batch], engine: Engine, step: int
+) -> float:
+    """Plain autograd over whole graphs, dropout seeded before each block as the engine seeds it.
+
+    Returns:
+        The loss.
+    """
+    number = 0
+
+    def seed(block: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            torch.manual_seed(mix(engine.seed, step, block, number))
+
+        return hook
+
+    path = engine.anatomy.blocks[1].layout.tensors[0].name.split(".0.")[0]
+    layers: Any = model.get_submodule(path)
+    handles = [model.register_forward_pre_hook(seed(0))]
+    handles += [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
+    total = 0.0
+    for number, batch in enumerate(batches):  # noqa: B007  (`seed` reads it)
+        total += plain_gradients(model, [batch], count_targets(batches))
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
+    """Train a bfloat16 engine, and beside it fp32 masters by torch on the engine's own gradients.
+
+    Returns:
+        The masters that torch.optim.AdamW has made.
+    """
+    assert engine.max_grad_norm is not None
+    masters = nn.ParameterDict(
+        {name.replace(".", "/"): master.clone() for name, master in masters_of(engine).items()}
+    )
+    optimizer = plain_optimizer(masters, rates[0])
+    for step, lr in enumerate(rates):
+        engine.forward_backward(micro_batches(step))
+        for name, gradient in gradients_of(engine).items():
+            assert gradient.dtype == torch.bfloat16
+            masters[name.replace(".", "/")].grad = gradient.float()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        norm = float(nn.utils.clip_grad_norm_(masters.parameters(), engine.max_grad_norm))
+        assert norm > engine.max_grad_norm, "clipping must be active"
+        optimizer.step()
+        assert abs(engine.step(lr) - norm) <= 1e-6 * norm
+    return {name.replace("/", "."): master.detach() for name, master in masters.items()}
