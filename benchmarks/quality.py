@@ -28,7 +28,7 @@ import megatrain
 from megatrain.config import Config, load_config
 from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
-from megatrain.engine.activations.codecs import CODECS, Codec
+from megatrain.engine.activations.codecs import CODECS, GroupScaled
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import update_threads
 from megatrain.models.transforms.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply_fp8
@@ -73,7 +73,7 @@ VARIANTS = {
 class Watched:
     """A codec, and how far from what was kept it is: the relative error of every boundary, in the order of their keeping."""
 
-    codec: Codec
+    codec: GroupScaled
     errors: list[float] = field(default_factory=list)
 
     def nbytes(self, numel: int) -> int:

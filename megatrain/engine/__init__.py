@@ -1,0 +1,1 @@
+"""A training step: sweeps, gradients, updates, activations. `megatrain.Engine` runs it."""

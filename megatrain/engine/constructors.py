@@ -1,4 +1,4 @@
-"""How engines are made: from a checkpoint, a configuration or a plan. Every keyword is spelled out."""
+"""How engines are made and filled: from a checkpoint, a configuration or a plan."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
+
 from megatrain.engine.build import prepare, prepare_planned, read_config
+from megatrain.engine.masters import draw_weights
 from megatrain.engine.resolved import Weights
+from megatrain.memory.store import Store
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
+from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
+from megatrain.storage.weights import load_weights
 
 
 class Constructors(ABC):
     """The constructors of `Engine`, whose `__init__` takes what `engine.build.prepare` decides."""
 
-    @abstractmethod
-    def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None: ...
+    skeleton: Skeleton
+    store: Store
+    device: torch.device
+    seed: int
+    source: ModelSource | None = None  # of the weights; None if they were drawn
+    trust_remote_code = False
 
     @abstractmethod
-    def draw_weights(self) -> None: ...
+    def weights_changed(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -51,11 +61,12 @@ class Constructors(ABC):
             revision: branch, tag or commit of a hub id.
             optimizer: default: AdamW with its own defaults.
             precision: "auto" is bfloat16 where the hardware is fast at it, else float32.
-            attention: "auto" is the fastest implementation that honours the family's masks and softcaps.
+            attention: "auto" is the fastest implementation that honours the family's masks and
+                softcaps.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            tokens_per_step, seq_len: of a step and of its rows, which are planned as full ones.
-            settings: "auto" plans as the command line does, if the two above are given; without them
-                everything is streamed. An mt.Settings is taken at its word.
+            tokens_per_step, seq_len: tokens of a step and of its rows, which are planned as full.
+            settings: "auto" plans as the command line does, if the two above are given; without
+                them everything is streamed. An mt.Settings is taken at its word.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
 
         Raises:
@@ -98,11 +109,11 @@ class Constructors(ABC):
         memory: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
-        """An engine with random weights, by the family's own rule.
+        """An engine with random weights, drawn by the family's own rule.
 
         Args:
             config: a transformers configuration, or the folder or hub id of one.
-            optimizer, ...: as `from_pretrained`, whose errors this raises, too.
+            optimizer, ...: as `from_pretrained`, which raises the same errors.
         """
         prepared = prepare(
             read_config(config, trust_remote_code),
@@ -122,15 +133,25 @@ class Constructors(ABC):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Self:
-        """The engine that a plan of `mt.plan` describes, its weights read or drawn as the plan's job says.
+        """The engine that a plan of `mt.plan` describes, its weights read or drawn as planned.
 
-        Raises:
-            PlanError: the plan does not fit, or was made for another machine.
+        Raises PlanError: the plan does not fit, or was made for another machine.
         """
         prepared = prepare_planned(plan)
         weights: Weights = plan.made_of.weights
         found = resolve_source(weights.source, weights.revision) if weights.source else None
         return cls(**prepared.arguments())._filled(found, weights.trust_remote_code)
+
+    def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
+        """Read all weights. Raises ModelError and StorageError."""
+        load_weights(self.skeleton.anatomy, self.store, source)
+        self.source, self.trust_remote_code = source, trust_remote_code
+        self.weights_changed()
+
+    def draw_weights(self) -> None:
+        """Draw all weights at random by the family's own rule, from the engine's seed."""
+        draw_weights(self.skeleton, self.store, self.seed, self.device)
+        self.weights_changed()
 
     def _filled(self, source: ModelSource | None, trust_remote_code: bool) -> Self:
         """This engine with the weights of `source`, or random ones; closed if that fails."""

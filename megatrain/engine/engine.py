@@ -1,5 +1,6 @@
-"""The engine: a model whose parameters and optimizer state live in host RAM, and which trains by streaming
-through the device."""
+"""The engine: a model that trains by streaming through the device, its parameters and optimizer
+state in host RAM.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +9,53 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from megatrain.engine.batches import Batch, check_batches, check_type_of_loss
+from megatrain.engine.batches import Batch, count_targets
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
-from megatrain.engine.landing import AppliedGradients, UpdateArguments
-from megatrain.engine.masters import draw_weights
+from megatrain.engine.landing import AppliedGradients
 from megatrain.engine.parts import open_parts
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.step import NotFiniteLoss
 from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import Loss, next_token
-from megatrain.models.anatomy import Anatomy
-from megatrain.models.pretrained import ModelSource
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
 from megatrain.settings import Settings
-from megatrain.storage.weights import load_weights
 
 T = TypeVar("T")
 
 
 class Engine(Constructors):
-    """Trains a skeleton whose weights stream from a host store. Close it, or use it as a context manager.
+    """Trains a skeleton whose weights stream from a store. Close it, or use it in a `with`.
 
-    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until something
-    is loaded. Engines of one process share PyTorch's random state, so only one may compute at a time.
+    Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until
+    something is loaded. Engines of one process share PyTorch's random state, so only one may
+    compute at a time.
 
     Args:
         skeleton: the model without weights.
         optimizer: hyper-parameters and update rule.
-        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with fp8
-            matmuls) or "float32".
-        max_grad_norm: clip the global gradient norm to this. None: no clipping and no model-sized gradient
-            buffer, `train_step` only. `Settings.second_backward` clips without such a buffer.
-        device: where to compute. On the CPU the same schedule runs with worker threads for streams.
+        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with
+            fp8 matmuls) or "float32".
+        max_grad_norm: clip the global gradient norm to this. None: no clipping, no model-sized
+            gradient buffer, and `train_step` only. `Settings.second_backward` clips without such a
+            buffer.
+        device: where to compute. On the CPU the same schedule runs with threads for streams.
         settings: what the planner chooses, or the caller.
         seed: of dropout and of random initialisation.
 
     Attributes:
-        parts: memory, threads and buffers, for tests and for who reads the code.
+        parts: memory, threads and buffers, for tests.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
-
-    source: ModelSource | None = None  # where the weights came from, set by `from_pretrained`
-    trust_remote_code = False
 
     def __init__(
         self,
@@ -72,16 +68,17 @@ class Engine(Constructors):
         settings: Settings,
         seed: int = 0,
     ) -> None:
-        self.skeleton, self.optimizer, self.precision = skeleton, optimizer, precision
+        self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
+        self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed
         self.updates = self.skipped = 0
         if settings.second_backward and max_grad_norm is None:
             raise ConfigError(
-                "second_backward: without max_grad_norm there is no norm to wait for; set max_grad_norm, "
-                "or leave second_backward out"
+                "second_backward: without max_grad_norm there is no norm to wait for; set "
+                "max_grad_norm, or leave second_backward out"
             )
-        self._computed = False  # a forward_backward that no step has followed yet
+        self._computed = False  # True: `step` may follow
         self._targets = 0
         self._closed = False
         if precision == "fp8":
@@ -106,38 +103,28 @@ class Engine(Constructors):
             self.store = self.parts.store
             self._resources = resources.pop_all()  # until here a failure gives everything back
 
-    # -- weights ----------------------------------------------------------------------------------
-
-    def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
-        """Read all weights. Raises ModelError and StorageError."""
-        load_weights(self.anatomy, self.store, source)
-        self.source, self.trust_remote_code = source, trust_remote_code
-        self.weights_changed()
-
-    def draw_weights(self) -> None:
-        """Draw all weights at random by the family's own rule, from the engine's seed."""
-        draw_weights(self.skeleton, self.store, self.seed, self.device)
-        self.weights_changed()
-
-    # -- training -------------------------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Loss = next_token
     ) -> StepResult:
-        """Gradients of the mean loss over all targets of all micro-batches, however they are cut. Follow it with `step`.
+        """Gradients of the mean loss over all targets of all micro-batches. Follow it with `step`.
 
         Args:
-            micro_batches: dicts of CPU tensors: input_ids int64 [batch, tokens]; labels int64 of the same shape, -100 where there is no
-                target, not shifted (the loss shifts, as transformers does); attention_mask or position_ids if needed.
+            micro_batches: dicts of CPU tensors: input_ids int64 [batch, tokens]; labels int64 of
+                the same shape, -100 where there is no target, not shifted (the loss shifts, as
+                transformers does); attention_mask or position_ids if needed. How the targets are
+                cut into micro-batches does not change what is computed.
 
         Raises:
-            MegaTrainError: called twice without `step`, or without gradient clipping (use `train_step`).
-            DataError: a micro-batch lacks something, or holds a token that the model does not know.
+            MegaTrainError: called twice without `step`, or without gradient clipping (use
+                `train_step`).
+            DataError: a micro-batch lacks a tensor, or has a token that the model does not know.
         """
         if self.max_grad_norm is None:
             raise MegaTrainError(
-                "max_grad_norm is None, so gradients are not kept: use train_step, which updates during "
-                "backward"
+                "max_grad_norm is None, so gradients are not kept: use train_step, which updates "
+                "during backward"
             )
         return self._forward_backward(micro_batches, loss)
 
@@ -148,20 +135,17 @@ class Engine(Constructors):
         parts = self.parts
         if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
-        parts.passes.forget()  # what an interrupted step left
-        check_batches(micro_batches, self.anatomy.vocab_size)
-        check_type_of_loss(loss)
+        parts.passes.waiting = None  # left by an interrupted step
+        denominator = count_targets(micro_batches, loss, self.anatomy.vocab_size)
         parts.sink.begin_step()
-        denominator = sum(loss.denominator(batch) for batch in micro_batches)
         self._targets = round(denominator)
         if denominator == 0:
             self._computed = True
             return StepResult(0.0, 0)
         parts.passes.step = self.updates + self.skipped
         with self._computing("a step's activations"):
-            total = parts.passes.forward_backward(
-                micro_batches, loss, 1.0 / denominator, check_loss=check_loss
-            )
+            scale = 1.0 / denominator
+            total = parts.passes.forward_backward(micro_batches, loss, scale, check_loss=check_loss)
         result = StepResult(
             float(total.loss) / denominator,
             self._targets,
@@ -172,20 +156,20 @@ class Engine(Constructors):
         return result
 
     def step(self, lr: float | None = None) -> float:
-        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host while the
-        caller goes on.
+        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host
+        while the caller goes on.
 
         Args:
             lr: learning rate of this step; default: the optimizer's.
 
         Returns:
-            The global gradient norm before clipping. If it is not finite the step is skipped, and the state
-            stays as it was, bit for bit.
+            The global gradient norm before clipping. If it is not finite the step is skipped, and
+            the state stays as it was, bit for bit.
 
         Raises:
             MegaTrainError: no `forward_backward` came before.
-            DivergedError: with two-pass clipping, a gradient of the second pass is not finite after other
-                blocks were updated.
+            DivergedError: with two-pass clipping, a gradient of the second pass is not finite after
+                other blocks were updated.
         """
         self._check_usable()
         if not self._computed:
@@ -193,10 +177,10 @@ class Engine(Constructors):
         self._computed = False
         parts = self.parts
         finished = parts.sink.finished()
-        computed = bool(finished) or parts.passes.waiting
+        computed = finished or parts.passes.waiting
         norm = parts.gradients.norm(finished) if computed else 0.0
         if not computed or not math.isfinite(norm):
-            parts.passes.forget()
+            parts.passes.waiting = None
             self.skipped += 1
             return norm
         assert self.max_grad_norm is not None
@@ -208,24 +192,23 @@ class Engine(Constructors):
         with parts.updater.all_or_nothing():
             parts.streamer.invalidate()
             self.updates += 1
-            in_forward_order = sorted(
-                finished, key=lambda g: g.block
-            )  # the next forward needs embed first
-            for gradient in in_forward_order:
+            # in forward order, in which the next step needs the blocks
+            for gradient in sorted(finished, key=lambda gradient: gradient.block):
                 parts.updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
         return norm
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None
     ) -> StepResult:
-        """`forward_backward` and `step` in one. Without gradient clipping, blocks are updated while backward
-        still runs.
+        """`forward_backward` and `step` in one.
+
+        Without gradient clipping, blocks are updated while backward still runs.
 
         Args: as `forward_backward` and `step`.
 
         Raises:
-            DivergedError: without clipping, a gradient is not finite after other blocks were updated. (A
-                step whose loss is not finite is skipped.)
+            DivergedError: without clipping, a gradient is not finite after other blocks were
+                updated. (A step whose loss is not finite is skipped.)
         """
         if self.max_grad_norm is None:
             return self._train_unclipped(micro_batches, loss, self._rate(lr))
@@ -268,7 +251,8 @@ class Engine(Constructors):
         parts, sink = self.parts, self.parts.sink
         assert isinstance(sink, AppliedGradients)
         sink.begin_step()
-        sink.apply_with(UpdateArguments(lr, self.updates + 1, grad_scale))
+        submit, step = parts.updater.submit, self.updates + 1
+        sink.apply = partial(submit, lr=lr, step=step, grad_scale=grad_scale, check_finite=True)
         begun = sink.finished()  # grows while `backward` runs
         with parts.updater.all_or_nothing(begun):
             result = backward()
@@ -290,21 +274,16 @@ class Engine(Constructors):
             raise ConfigError(f"lr: {lr!r} is not a number; give a learning rate such as 1e-5")
         return lr
 
-    def _computing(
-        self, what: str, *, lengths_vary: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """While layers run; `what` names in an error of memory what did not fit."""
-        varies = self.settings.lengths_vary if lengths_vary is None else lengths_vary
-        return computing(self.device, what, lengths_vary=varies)
+    def _computing(self, what: str) -> AbstractContextManager[None]:
+        """While layers run. `what`: computed there, for the error if it does not fit."""
+        return computing(self.device, what, lengths_vary=self.settings.lengths_vary)
 
-    # -- using the model ------------------------------------------------------------------------------------------------------
+    # -- using the model --------------------------------------------------------------------------
 
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> EvalResult:
-        """Mean loss over all targets, in evaluation mode. Raises DataError as `forward_backward`."""
+        """Mean loss over all targets in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
-        check_batches(micro_batches, self.anatomy.vocab_size)
-        check_type_of_loss(loss)
-        targets = sum(loss.denominator(batch) for batch in micro_batches)
+        targets = count_targets(micro_batches, loss, self.anatomy.vocab_size)
         if targets == 0:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
@@ -313,32 +292,38 @@ class Engine(Constructors):
         self.parts.compute.take_stalls()
         return EvalResult(mean, round(targets))
 
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, tokens, vocab] on the device, whole: for checks, not for training. Returns when they are computed."""
-        return self._logits(input_ids, slice(None))
+    def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
+        """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.
 
-    def _logits(self, input_ids: torch.Tensor, positions: slice) -> torch.Tensor:
+        Returns when they are computed.
+        """
         self._check_usable()
-        # In `generate` rows grow by a token at a time. Compiled layers keep the kernel that they saw first.
+        # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
         varies = self.settings.lengths_vary or not self.settings.compile
-        with self._computing("these logits", lengths_vary=varies), torch.no_grad():
+        with computing(self.device, "these logits", lengths_vary=varies), torch.no_grad():
             logits = self.parts.passes.logits(input_ids, positions)
-        self.parts.compute.synchronize()  # wait: uploads still read the store, which a step would update
+        self.parts.compute.synchronize()  # wait: uploads read the store, which a step would update
         self.parts.compute.take_stalls()
         return logits
 
     def generate(
         self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()
     ) -> list[int]:
-        """Greedy continuation of input_ids [1, tokens]. Every token streams the whole model once: for a look, not for serving."""
+        """Greedy continuation of input_ids [1, tokens].
+
+        Every token streams the whole model once: for a look, not for serving.
+        """
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(int(self._logits(context, slice(-1, None))[0, 0].argmax()))
+            tokens.append(int(self.logits(context, slice(-1, None))[0, 0].argmax()))
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every tensor as the device computes with it, on the CPU; the next step changes what lies in host RAM."""
+        """(name, weight) of every tensor as the device computes with it, on the CPU.
+
+        Valid until the next step: those in host RAM are views of the store.
+        """
         for block in self.anatomy.blocks:
             self.wait_ready(block.index)
             yield from block.layout.views(self.store.lasting("weight", block.index)).items()
@@ -354,18 +339,10 @@ class Engine(Constructors):
 
         save_pretrained(self, folder, *describe_source(self.source, self.trust_remote_code))
 
-    # -- state ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.skeleton.anatomy
-
-    @property
-    def hf_config(self) -> Any:
-        return self.skeleton.config
+    # -- state ------------------------------------------------------------------------------------
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last update of a block is done. Every reader of the store calls this first."""
+        """Return once the last update of a block is done. Every reader of the store calls this."""
         self._check_usable()
         self.parts.updater.wait_ready(block)
 
@@ -388,12 +365,12 @@ class Engine(Constructors):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Tell the engine that the store was written from outside, so that no block on the device is taken for current."""
+        """Tell the engine that the store was written from outside: uploaded blocks are stale."""
         self._check_usable()
         self.parts.streamer.invalidate()
 
     def close(self) -> None:
-        """Finish running updates, stop the threads, give the memory back. Closing twice is closing once."""
+        """Finish running updates, stop the threads, free the memory. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -407,10 +384,5 @@ class Engine(Constructors):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,4 +1,6 @@
-"""Weight gradients from backward to the optimizer: summed in fp32 on the device, measured there, then downloaded once."""
+"""Weight gradients from backward to the optimizer: summed in fp32 on the device, measured there,
+downloaded once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class OpenSum:
 
     buffer: Buffer
     sums: dict[str, Sum]
-    arriving: Event | None
+    arriving: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Gradient:
 
     Attributes:
         block: number of the block in execution order.
-        values: [numel] in the gradient's dtype on the host; of a resident block on the device, where
-            it may still be the fp32 accumulator, rounded by whoever applies it. Empty if `stored`.
+        values: [numel] in the gradient's dtype on the host. Of a resident block on the device,
+            perhaps still the fp32 accumulator, which the optimizer rounds. Empty if `stored`.
         landed: completes when `values` and `square_sum` are there.
         square_sum: sum of squares, one fp32 element on the host.
         stored: the gradient waits on NVMe, in the store's array.
@@ -55,7 +57,7 @@ class Gradient:
 
 
 class GradientSink(ABC):
-    """Receives the finished gradients of a step: gives each its landing place and lists those that came."""
+    """Receives the finished gradients of a step: gives each its landing place, and lists them."""
 
     def __init__(self) -> None:
         self._finished: list[Gradient] = []
@@ -66,12 +68,15 @@ class GradientSink(ABC):
 
     @abstractmethod
     def place(self, block: int) -> torch.Tensor | None:
-        """Where a block's finished gradient lands, [numel] in its dtype: on the host, or on the device
-        for a resident block. None leaves a resident block's in its fp32 accumulator."""
+        """The memory where a block's finished gradient lands: [numel] in its dtype.
+
+        On the host, or on the device for a resident block; None leaves a resident block's in its
+        fp32 accumulator.
+        """
 
     @abstractmethod
     def take(self, gradient: Gradient) -> None:
-        """A block's gradient is computed, and its download is queued."""
+        """Receive a gradient that is computed, and whose download is queued."""
 
     def finished(self) -> Sequence[Gradient]:
         """The gradients of the step so far, in the order in which backward finished them."""
@@ -79,7 +84,7 @@ class GradientSink(ABC):
 
 
 class Gradients:
-    """Sums each block's gradient over the micro-batches of a step, in fp32 and in micro-batch order.
+    """Sums each block's gradient over the micro-batches of a step, in fp32, in their order.
 
     The order is the same wherever the sums live, so the number of groups does not change a bit.
 
@@ -87,10 +92,11 @@ class Gradients:
         layouts: of all blocks, in execution order.
         dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
         resident: number of first blocks that live on the device; their gradients do not leave it.
-        own: blocks whose accumulator stays on the device for the whole step: those that keep it
-            between groups, and a tied embedding, whose gradient begins at the head and ends at embed.
+        own: blocks with an accumulator of their own for the whole step (`schedule.own_sums`); the
+            others take turns in a ring.
         sink: receives the finished gradients.
-        host_sums: returns a block's fp32 array on the host, if accumulators travel there between groups.
+        host_sums: returns a block's fp32 array on the host, if accumulators wait there between
+            groups.
     """
 
     def __init__(
@@ -110,9 +116,7 @@ class Gradients:
         self.compute, self.upload, self.download = compute, upload, download
         self.sink, self.host_sums = sink, host_sums
         device, pinned = compute.device, compute.is_cuda
-        self._own = {
-            block: Buffer(torch.zeros(layouts[block].numel, device=device)) for block in own
-        }
+        self._own = {b: Buffer(torch.zeros(layouts[b].numel, device=device)) for b in own}
         passing = [layout.numel for block, layout in enumerate(layouts) if block not in self._own]
         sizes = sum_buffers(passing, travel=host_sums is not None)
         self._ring = [Buffer(torch.zeros(size, device=device)) for size in sizes]
@@ -122,17 +126,18 @@ class Gradients:
         ]
         self._square_sums = torch.zeros(len(layouts), device=device)
         self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
+        # these land with their gradients, for updates that start before the norm is known
         self._landed_square_sums = torch.zeros(len(layouts), pin_memory=pinned)
-        self._turn = 0
+        self._turn = 0  # counts the buffers taken from the ring
         self._open: dict[int, OpenSum] = {}
-        self._sums_landed: dict[int, Event] = {}
-        self._started: set[int] = set()
+        self._sums_landed: dict[int, Event] = {}  # of accumulators that wait on the host
+        self._started: set[int] = set()  # blocks that an earlier group, or this one, added to
         self._only_measured = False
 
     def begin_step(self, *, only_measured: bool = False) -> None:
         """Forget the sums of the previous step, or of its first backward.
 
-        only_measured: finished gradients count in the norm and are dropped; the sink sees none.
+        only_measured: finished gradients count in the norm and are dropped; the sink gets none.
         """
         self._only_measured = only_measured
         self._started.clear()
@@ -140,16 +145,18 @@ class Gradients:
         self._open.clear()
 
     def open(self, block: int) -> None:
-        """Make the block's sum ready to be added to: nothing in the step's first group, what earlier groups left in later ones."""
+        """Make the block's sum ready to be added to: empty in the step's first group, else what the
+        groups before have left."""
         if block in self._open:
             return  # a tied embedding is opened by the head and closed by embed
-        layout = self.layouts[block]
-        buffer = self._own.get(block) or self._next_in_ring()
+        buffer = self._own.get(block)
+        if buffer is None:
+            self._turn += 1
+            buffer = self._ring[self._turn % len(self._ring)]
+        layout, fresh = self.layouts[block], block not in self._started
         flat = buffer.flat[: layout.numel]
-        fresh = block not in self._started
-        opened = self._open[block] = OpenSum(
-            buffer, {name: Sum(view, fresh) for name, view in layout.views(flat).items()}, None
-        )
+        sums = {name: Sum(view, fresh) for name, view in layout.views(flat).items()}
+        opened = self._open[block] = OpenSum(buffer, sums)
         if fresh:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
             for start, stop in layout.gaps():
@@ -158,40 +165,36 @@ class Gradients:
             opened.arriving = buffer.free = self._fetch_sum(block, flat, buffer)
         self._started.add(block)
 
-    def _next_in_ring(self) -> Buffer:
-        self._turn += 1
-        return self._ring[self._turn % len(self._ring)]
-
     def _fetch_sum(self, block: int, flat: torch.Tensor, buffer: Buffer) -> Event:
         assert self.host_sums is not None
         source, free, written = self.host_sums(block), buffer.free, self._sums_landed[block]
 
         def job(_: Event) -> None:
             self.upload.wait(free)  # wait: another block's sum still leaves this buffer
-            self.upload.wait(
-                written
-            )  # wait: this block's sum of the previous group may still be on its way down
+            self.upload.wait(written)  # wait: this sum may still be on its way down
             flat.copy_(source, non_blocking=True)
 
         return self.upload.submit(job)
 
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Add one micro-batch's gradients, by tensor name, to the block's open sum. None counts as zero."""
+        """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
         sums = self.sums(block)
         for name, gradient in gradients.items():
             if gradient is not None:
                 sums[name].add(gradient)
 
     def sums(self, block: int) -> dict[str, Sum]:
-        """The open sums of a block's tensors by name, to be added to by what is computed from now on."""
+        """The open sums of a block's tensors by name, to be added to by what is computed next."""
         opened = self._open[block]
-        self.compute.wait(opened.arriving, "upload")
+        self.compute.wait(opened.arriving, "upload")  # wait: earlier groups' sums are on their way
         opened.arriving = None
         return opened.sums
 
     def close(self, block: int, *, last_group: bool) -> None:
-        """The block's backward of this group is complete. In the last group, round, measure and download
-        its gradient, and hand it to the sink."""
+        """The block's backward of this group is complete.
+
+        In the last group, round, measure and download its gradient, and hand it to the sink.
+        """
         for open_sum in self.sums(block).values():
             open_sum.fill()
         buffer = self._open.pop(block).buffer
@@ -202,7 +205,7 @@ class Gradients:
             self.sink.take(self._finish(block, flat, buffer))
         elif block not in self._own:
             assert self.host_sums is not None
-            buffer.free = self._sums_landed[block] = self._send(flat, self.host_sums(block))
+            buffer.free = self._sums_landed[block] = self._send((flat, self.host_sums(block)))
 
     def _finish(self, block: int, total: torch.Tensor, buffer: Buffer) -> Gradient:
         """Measure the gradient as it will be applied, rounded, and send it on its way."""
@@ -216,37 +219,33 @@ class Gradients:
         finished = self._rounded(block, total)
         self._square_sums[block] = square_sum(finished)
         buffer.free = self.compute.record()  # from here on only the staging buffer is read
-        landed = self._send(finished, target, (self._square_sums[block : block + 1], scalar))
+        landed = self._send((finished, target), (self._square_sums[block : block + 1], scalar))
         self._staging[block % GRADIENT_STAGES].free = landed
         return Gradient(block, target, landed, scalar)
 
     def _rounded(self, block: int, total: torch.Tensor) -> torch.Tensor:
         """`total` in the gradients' dtype, in a staging buffer."""
         staging = self._staging[block % GRADIENT_STAGES]
-        self.compute.wait(
-            staging.free, "download"
-        )  # wait: an earlier gradient still leaves this buffer
+        # wait: an earlier gradient still leaves this buffer
+        self.compute.wait(staging.free, "download")
         return staging.flat[: total.numel()].copy_(total)
 
-    def _send(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        scalar: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Event:
+    def _send(self, *copies: tuple[torch.Tensor, torch.Tensor]) -> Event:
+        """Download what was computed so far, each (source, target)."""
         ready = self.compute.record()
 
         def job(_: Event) -> None:
             self.download.wait(ready)  # wait: the gradient must have been computed
-            target.copy_(source, non_blocking=True)
-            if scalar is not None:
-                scalar[1].copy_(scalar[0], non_blocking=True)
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
 
         return self.download.submit(job)
 
     def norm(self, finished: Sequence[Gradient]) -> float:
-        """Global L2 norm of the finished gradients as they will be applied. Waits for the computation
-        only, not for downloads."""
+        """Global L2 norm of the finished gradients as they will be applied.
+
+        Waits for the computation only, not for downloads.
+        """
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before any update
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
@@ -255,9 +254,10 @@ class Gradients:
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat array, fp32 from any dtype: rows first, so that no long chain of additions
-    loses digits."""
-    rows: torch.Tensor = torch.linalg.vector_norm(
-        flat.view(-1, BLOCK_ALIGNMENT), dim=1, dtype=torch.float32
-    )
-    return rows.double().square().sum().float()
+    """Sum of squares of a flat array of any dtype, an fp32 scalar.
+
+    Rows first, so that no long chain of additions loses digits.
+    """
+    rows = flat.view(-1, BLOCK_ALIGNMENT)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms.double().square().sum().float()

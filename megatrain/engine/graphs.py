@@ -1,4 +1,6 @@
-"""A layer's graph between forward and backward: its two ends, and what it saved, which may wait in host RAM meanwhile."""
+"""A layer's graph between forward and backward: its two ends, and what it saved, which may be
+offloaded to host RAM meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from megatrain.models.recorder import LayerCall
 
 
 class Beginning(torch.autograd.Function):
-    """Hidden states as the first node of a graph, which unlike a leaf does not hold on to them; with a version counter of their own."""
+    """Hidden states as the first node of a graph, which unlike a leaf does not keep them alive.
+
+    They get a version counter of their own.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
@@ -30,20 +35,26 @@ class Beginning(torch.autograd.Function):
 
 @dataclass
 class Graph:
-    """The ends of a layer's graph: what its input began with, and the root that its output was."""
+    """The ends of a layer's graph.
+
+    Attributes:
+        given: where its input begins.
+        root: where its output ends.
+        hidden: its input, if that stays on the device. Not every graph saves it, but the planner
+            counts it for all.
+        saved: what it saved, if that is offloaded.
+    """
 
     given: GradientEdge
     root: GradientEdge
-    hidden: (
-        Tensor | None
-    )  # its input, if that stays on the device: not every graph saves it, but the plan reckons with it
+    hidden: Tensor | None
     saved: SavedTensors | None
 
     def gradients(
         self, parameters: Collection[Tensor], grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Of the hidden states and of `parameters`, where `grad` is the output's. Once: the graph is spent."""
-        wanted: list[Any] = [self.given, *parameters]  # torch's annotation knows no mixture of both
+        """Gradients of input and `parameters` from the output's `grad`. Spends the graph."""
+        wanted: list[Any] = [self.given, *parameters]  # torch annotates no mixture
         with self.saved or nullcontext():
             return torch.autograd.grad([self.root], wanted, [grad], allow_unused=True)
 
@@ -55,12 +66,14 @@ def run_for_graph(
     call: LayerCall,
     saved: SavedTensors | None = None,
 ) -> tuple[Graph, Tensor]:
-    """The graph of `run(index, hidden, call)`, and its output, both hidden states [batch, tokens, hidden].
+    """The graph of `run(index, hidden, call)`, and its output, detached.
 
-    saved: catches what the graph saves; None leaves that in its place.
+    Args:
+        hidden: the layer's input [batch, tokens, hidden], as is its output.
+        saved: takes what the graph saves; None leaves that in place.
 
-    Raises ModelError for a layer that writes over its input, which another graph may have saved: where the input were a leaf, PyTorch
-    itself would refuse.
+    Raises ModelError for a layer that writes over its input, which another graph may have saved.
+    Of a leaf PyTorch itself would refuse that.
     """
     with torch.enable_grad(), saved.caught() if saved else nullcontext():
         given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
@@ -72,16 +85,18 @@ def run_for_graph(
         )
     if saved:
         saved.leave(hidden.shape[0] * hidden.shape[1])
-    return Graph(
-        get_gradient_edge(given), get_gradient_edge(output), None if saved else hidden, saved
-    ), output.detach()
+    ends = get_gradient_edge(given), get_gradient_edge(output)
+    return Graph(*ends, None if saved else hidden, saved), output.detach()
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that a graph saved, as a view of memory that travels whole."""
+    """A tensor that a graph saved, as a view of memory that travels whole.
 
-    number: int  # of the memory, in the order in which it was first seen
+    `number`: of the memory, in the order in which it was first seen.
+    """
+
+    number: int
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -89,7 +104,8 @@ class Saved:
 
 
 class SavedTensors:
-    """What one graph saved for backward: sent to host RAM when it is whole, and fetched back in time for its gradients.
+    """The tensors that one graph saved for backward: sent to host RAM when the graph is complete,
+    and fetched back for its gradients.
 
     Memory travels whole and once, however many views of it were saved.
 
@@ -104,43 +120,35 @@ class SavedTensors:
         self.parked: Parked | None = None
 
     def caught(self) -> AbstractContextManager[Any]:
-        """While the graph is made."""
+        """While the graph is made: take what it saves."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, tokens: int) -> None:
-        """The graph is whole, of so many tokens."""
+        """The graph is complete: send what it saved. `tokens`: of its micro-batch."""
         self._numbers.clear()
         self.parked = self._keeper.park_all(self._memory, tokens)
         self._memory = []
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if (
-            tensor.device != self._keeper.compute.device
-            or address in self._stays
-            or storage.nbytes() == 0
-        ):
+        address, device = storage.data_ptr(), self._keeper.compute.device
+        if tensor.device != device or address in self._stays or storage.nbytes() == 0:
             return tensor.detach()
         number = self._numbers.setdefault(address, len(self._memory))
         if number == len(self._memory):
-            self._memory.append(
-                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            )
-        return Saved(
-            number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        )
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        offset = int(tensor.storage_offset())
+        return Saved(number, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: Tensor | Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         memory = self._memory[packed.number].view(packed.dtype)
-        return memory.as_strided(
-            packed.shape, packed.stride, memory.storage_offset() + packed.offset
-        )
+        offset = memory.storage_offset() + packed.offset
+        return memory.as_strided(packed.shape, packed.stride, offset)
 
     def __enter__(self) -> None:
-        """Fetch what is needed while gradients are computed."""
+        """While gradients are computed: what the graph saved is on the device."""
         assert self.parked is not None
         self._memory = self._keeper.take_all(self.parked)
 

@@ -1,7 +1,8 @@
-"""The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss, and back. Logits never exist whole.
+"""The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss,
+and back.
 
-Of a chunk's logits there is one array: their gradient is written over them. The softmax runs in fp32, fused without any fp32 copy of them,
-else on a few rows at a time.
+Logits never exist whole, and a chunk's only once: their gradient is written over them. The softmax
+runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a time.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from torch import Tensor
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.losses import Loss, Targets
 
-FP32_TEMPORARY_BYTES = (
-    32 << 20
-)  # unless fused, the softmax runs in fp32 on as many rows as fit this: an L2 cache's worth
+# The fp32 copy of the rows that an unfused softmax takes at a time: an L2 cache's worth.
+FP32_TEMPORARY_BYTES = 32 << 20
 
-# Autograd's nodes, by name. A factor's or a scale's gradient needs the factors, never the result.
+# Autograd's nodes, by name. A product's gradient needs its factors, never its result.
 VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackward0"}
 PRODUCTS = {"AddmmBackward0", "DivBackward0", "MmBackward0", "MulBackward0", "SummedLinearBackward"}
 
 Project = Callable[[Tensor], Tensor]  # hidden [n, hidden] -> logits [n, vocab]
 
 
-# -- log-probabilities --------------------------------------------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label] in fp32 from logits of any dtype. The gradient, one-hot less softmax, is rounded once, to that dtype."""
+    """log softmax(logits)[label] in fp32 from logits of any dtype.
+
+    The gradient, one-hot minus softmax, is rounded once, to the logits' dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, consumed: bool, fused: bool) -> Tensor:
@@ -52,17 +55,17 @@ class TokenLogprobs(torch.autograd.Function):
         result = logits.detach() if ctx.consumed else logits.detach().clone()
         write = compiled(scaled_softmax_) if ctx.fused else scaled_softmax_
         factor = -grad / total
-        for rows in pieces(logits, ctx.fused):
-            write(result[rows], top[rows], factor[rows])
+        for part in pieces(logits, ctx.fused):
+            write(result[part], top[part], factor[part])
         of_labels = -grad * logprobs.expm1()  # 1 - p of the label itself, without the cancellation
-        result[torch.arange(len(labels), device=labels.device), labels] = of_labels.squeeze(1).to(
-            result.dtype
-        )
+        rows = torch.arange(len(labels), device=labels.device)
+        result[rows, labels] = of_labels.squeeze(1).to(result.dtype)
         return result, None, None, None
 
 
 def row_statistics(logits: Tensor, labels: Tensor) -> Tensor:
-    """The largest logit of each row, the sum of exp(logit - largest), and the log-probability of the row's label [n, 1]; fp32 [3, n, 1]."""
+    """fp32 [3, n, 1]: each row's largest logit, its sum of exp(logit - largest), and the
+    log-probability of its label in `labels` [n, 1]."""
     top = logits.amax(dim=1, keepdim=True).float()
     total = (logits - top).exp_().sum(dim=1, keepdim=True)
     return torch.stack([top, total, logits.gather(1, labels) - top - total.log()])
@@ -75,43 +78,45 @@ def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel, made when it is first called and once more for other numbers of rows.
+    """`function` as one kernel, compiled at its first call and once more for other numbers of rows.
 
-    Forms of the kernel are not tried out: to time one that writes over the logits, torch would save these in pinned host RAM, up to 4 GiB
-    that are never given back.
+    Variants are not timed against each other: to time one that writes over the logits, torch would
+    save these in pinned host RAM, up to 4 GiB that are never given back.
     """
     return torch.compile(function, options={"triton.autotune_pointwise": False})
 
 
 def pieces(logits: Tensor, fused: bool = False) -> Iterator[slice]:
-    """Slices of rows whose fp32 copy stays within FP32_TEMPORARY_BYTES; all rows at once if there is no such copy."""
-    step = len(logits) if fused else FP32_TEMPORARY_BYTES // (4 * logits.shape[-1])
-    return (slice(start, start + max(1, step)) for start in range(0, len(logits), max(1, step)))
+    """Slices of rows whose fp32 copy fits FP32_TEMPORARY_BYTES; all rows, without one, if fused."""
+    step = max(1, len(logits) if fused else FP32_TEMPORARY_BYTES // (4 * logits.shape[-1]))
+    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
-    """Log-probabilities of `labels` [n] under `logits` [n, vocab]; fp32 [n], differentiable in the logits.
+    """Log-probabilities of `labels` [n] under `logits` [n, vocab]: fp32 [n], differentiable.
 
-    Logits that a product has just made are used up: backward writes their gradient over them. `fused` compiles the passes over them, which
-    takes a C compiler.
+    Logits that a matmul has just made are used up: backward writes their gradient over them.
+    `fused` compiles the passes over them, which takes a C compiler.
     """
-    return TokenLogprobs.apply(logits, labels, nobody_needs(logits), fused)  # type: ignore[no-untyped-call, no-any-return]
+    consumed = not_needed(logits)
+    return TokenLogprobs.apply(logits, labels, consumed, fused)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def nobody_needs(logits: Tensor) -> bool:
-    """Whether no gradient is computed from the logits themselves, as a softcap's would be, nor are they the caller's own leaf."""
+def not_needed(logits: Tensor) -> bool:
+    """True if no gradient is computed from the logits themselves, as a softcap's would be, and they
+    are not the caller's own leaf."""
     node = logits.grad_fn
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
     return node is not None and node.name() in PRODUCTS
 
 
-# -- the loss -----------------------------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 
 
 @dataclass
 class LossSum:
-    """Sums over targets, as scalars on the device: of the loss, and of each metric that the loss names."""
+    """Sums over targets, scalars on the device: of the loss, and of each metric that it names."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -129,16 +134,13 @@ class LossSum:
 def loss_sum(
     project: Project, hidden: Tensor, targets: Targets, loss: Loss, chunk: int, fused: bool = False
 ) -> LossSum:
-    """The loss over a micro-batch's targets without gradients.
-
-    Args: as `loss_and_gradients`.
-    """
+    """The loss over a micro-batch's targets without gradients. Args: as `loss_and_gradients`."""
     total = LossSum.zero(hidden.device)
     with torch.no_grad():
         for part in targets.chunks(chunk):
             logits = project(hidden.index_select(0, part.index))
             total.add(*loss(token_logprobs(logits, part.labels, fused), part))
-            del logits  # this chunk's would live until the next one's are there
+            del logits  # or they would live until the next chunk's are there
     return total
 
 
@@ -158,11 +160,11 @@ def loss_and_gradients(
 
     Args:
         hidden: output of the last layer, [tokens, hidden].
-        chunk: targets whose logits exist at a time.
+        chunk: number of targets whose logits exist at a time.
         parameters: of the head, a tied embedding's included.
-        add: is called with each chunk's gradients of the parameters.
-        sums: accumulators of the parameters. Linear layers then add their weights' gradients to them
-            directly, and `add` gets None for those.
+        add: called with each chunk's gradients of the parameters.
+        sums: accumulators of the parameters. Linear layers then add their weights' gradients to
+            them directly, and `add` gets None for those.
         fused: compile the passes over the logits.
     """
     total = LossSum.zero(hidden.device)
@@ -173,10 +175,10 @@ def loss_and_gradients(
             with nullcontext() if sums is None else SummingInto(parameters, sums):
                 logits = project(rows)
             value, metrics = loss(token_logprobs(logits, part.labels, fused), part)
-            del logits  # this chunk's would live until the next one's are there
+            del logits  # or they would live until the next chunk's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total.add(value, metrics)
         grad_hidden.index_copy_(0, part.index, grads[0])
         add(list(grads[1:]))
-        del grads  # as large as the weights, if they were not summed at once
+        del grads  # as large as the weights, if they were not summed directly
     return total, grad_hidden

@@ -1,16 +1,16 @@
-"""The two sinks of finished gradients: stored until the global norm is known, or applied at once."""
+"""The sinks of finished gradients: stored until the global norm is known, or applied at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 import torch
 
 from megatrain.engine.gradients import Gradient, GradientSink
-from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.engine.streams import Compute, Event, Lane, release_after
 from megatrain.engine.update import Updater
 from megatrain.memory.lease import Lease
 from megatrain.memory.slab import Slab
@@ -20,8 +20,8 @@ from megatrain.schedule import LANDING_BUFFERS
 
 @contextmanager
 def blocked_by_updates(compute: Compute, store: Store) -> Iterator[None]:
-    """While this thread waits for memory that updates use: notes what the computation loses by it, and
-    which part of that the NVMe drive caused."""
+    """While this thread waits for memory that updates use: account for the time lost, and for the
+    part of it that NVMe causes."""
     event, before = Event(), store.nvme_waited_s
     with compute.blocked("update", event):
         yield
@@ -30,14 +30,15 @@ def blocked_by_updates(compute: Compute, store: Store) -> Iterator[None]:
 
 @final
 class StoredGradients(GradientSink):
-    """Gradients wait in the store's arrays until the norm is known. Those on NVMe are written there as
-    soon as they have landed in a staging buffer.
+    """Gradients wait in the store's arrays until the norm is known.
+
+    Those on NVMe are written there as soon as they have landed in a staging buffer.
 
     Args:
         store: has an array "grad" for every block.
         compute: accounts for waits.
-        one_group: resident blocks' gradients are rounded into the store. With several groups they stay
-            in their accumulators.
+        one_group: resident blocks' gradients are rounded into the store. With several groups they
+            stay in their accumulators.
     """
 
     def __init__(self, store: Store, compute: Compute, *, one_group: bool) -> None:
@@ -56,30 +57,19 @@ class StoredGradients(GradientSink):
             return None
         if not self.store.is_on_nvme("grad", block):
             return self.store.array("grad", block)
-        lease = self._leases[block] = self.store.lease(
-            block, ["grad"], changes=True, overwrites=True
-        )
+        lease = self.store.lease(block, ["grad"], changes=True, overwrites=True)
+        self._leases[block] = lease
         with blocked_by_updates(self.compute, self.store):
             return lease.wait()["grad"]  # wait: updates may still read all staging buffers
 
     def take(self, gradient: Gradient) -> None:
         lease = self._leases.pop(gradient.block, None)
-        if lease is not None:
-            self._write(gradient, lease)
+        if lease is not None:  # its release has the gradient written to the drive
+            assert self._lane is not None
+            landed = gradient.landed
+            self._lane.submit(lambda _: release_after(landed, lease, self.store))
             gradient = replace(gradient, values=torch.empty(0), stored=True)
         self._finished.append(gradient)
-
-    def _write(self, gradient: Gradient, lease: Lease) -> None:
-        def job(_: Event) -> None:
-            try:
-                gradient.landed.synchronize()  # wait: the download still writes the staging buffer
-            except BaseException as error:
-                self.store.stop(error)  # or readers would wait for a lease that is never released
-                raise
-            lease.release()
-
-        assert self._lane is not None
-        self._lane.submit(job)
 
     def close(self) -> None:
         if self._lane is not None:
@@ -112,25 +102,19 @@ class GradientRing:
         self._slab.close()
 
 
-@dataclass(frozen=True)
-class UpdateArguments:
-    """What the optimizer needs beside a gradient: learning rate, number of the step from 1, clip factor."""
-
-    lr: float
-    step: int
-    grad_scale: float
-
-
 @final
 class AppliedGradients(GradientSink):
-    """Each block is updated as soon as its gradient has landed: without clipping, or in the second pass of
-    two-pass clipping.
+    """Each block is updated as soon as its gradient has landed: without clipping, or in the second
+    pass of two-pass clipping.
 
     Args:
         store: its "grad" array does not exist.
         compute: accounts for waits.
         ring: landing buffers of streamed blocks.
-        updater: applies the gradients.
+        updater: knows when a landing buffer has been read.
+
+    Attributes:
+        apply: queues the update of a block, with the step's learning rate and clip factor.
     """
 
     def __init__(
@@ -138,11 +122,7 @@ class AppliedGradients(GradientSink):
     ) -> None:
         super().__init__()
         self.store, self.compute, self.ring, self.updater = store, compute, ring, updater
-        self._arguments: UpdateArguments | None = None
-
-    def apply_with(self, arguments: UpdateArguments) -> None:
-        """From now on gradients are applied with these."""
-        self._arguments = arguments
+        self.apply: Callable[[Gradient], None] | None = None  # set for each step
 
     def place(self, block: int) -> torch.Tensor | None:
         if self.store.is_resident(block):
@@ -154,9 +134,6 @@ class AppliedGradients(GradientSink):
         return buffer[: self.store.layouts[block].numel]
 
     def take(self, gradient: Gradient) -> None:
-        assert self._arguments is not None
+        assert self.apply is not None
         self._finished.append(gradient)  # first: an update that was begun must be known of
-        given = self._arguments
-        self.updater.submit(
-            gradient, lr=given.lr, step=given.step, grad_scale=given.grad_scale, check_finite=True
-        )
+        self.apply(gradient)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatrain.memory.store import Store
@@ -12,23 +14,17 @@ from megatrain.optim.split import CHUNK, split_master
 
 def draw_weights(skeleton: Skeleton, store: Store, seed: int, device: torch.device) -> None:
     """Draw every block's weights by the family's own rule, on `device`."""
-
-    def write(block: int, master: torch.Tensor) -> None:
-        write_master(store, block, master)
-
-    initialize(skeleton, seed, device, write)
+    initialize(skeleton, seed, device, partial(write_master, store))
 
 
 def write_master(store: Store, block: int, master: torch.Tensor) -> None:
-    """Set a block's weights from flat fp32 values [numel] on any device.
-
-    A split master is written piece by piece: on a GPU both halves at once would need as much again.
-    """
-    if "remainder" not in store.arrays:
-        with store.lease(block, ["weight"], changes=True) as arrays:
+    """Set a block's weights from flat fp32 values [numel] on any device."""
+    names = [name for name in ("weight", "remainder") if name in store.arrays]
+    with store.lease(block, names, changes=True) as arrays:
+        if "remainder" not in arrays:
             arrays["weight"].copy_(master)
-        return
-    with store.lease(block, ["weight", "remainder"], changes=True) as arrays:
+            return
+        # piece by piece: on a GPU both halves at once would need as much memory again
         targets = [torch.split(array, CHUNK) for array in arrays.values()]
         for piece, *into in zip(torch.split(master, CHUNK), *targets, strict=True):
             for target, half in zip(into, split_master(piece), strict=True):

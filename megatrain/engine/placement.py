@@ -1,94 +1,60 @@
-"""What every block keeps, and where: precision, placement over the tiers, and the store that follows from both."""
+"""Where the arrays of each block are: their placement, and the store that follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import OnNvme, Store
 from megatrain.optim import Optimizer
-from megatrain.schedule import Level, blocks_on_nvme, holds, summed_blocks
+from megatrain.schedule import blocks_on_nvme, holds, summed_blocks
 from megatrain.settings import Settings
 
-PRECISIONS = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp8": torch.bfloat16,
-}  # what weights are stored and sent as
+# the dtype in which weights are stored and transferred
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which blocks live where, of a model with `blocks` of them.
-
-    Attributes:
-        resident: the first so many live on the device, with their optimizer state.
-        summed: the first so many keep fp32 gradient sums on the device from group to group; 0 if there is one group.
-        several: there are several groups, so that the other blocks' sums travel.
-        on_nvme: these keep the arrays of this level in these folders.
-    """
-
-    blocks: int
-    resident: int
-    summed: int
-    several: bool
-    on_nvme: tuple[int, ...] = ()
-    nvme_arrays: Level = "state"
-    nvme_folders: tuple[Path, ...] = ()
-
-    @classmethod
-    def of(cls, settings: Settings, blocks: int) -> Placement:
-        resident, several = min(settings.resident, blocks), settings.groups > 1
-        far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
-        summed = summed_blocks(blocks, settings.groups, resident, settings.sums_on_device)
-        return cls(
-            blocks, resident, summed, several, far, settings.nvme_arrays, settings.nvme_folders
-        )
-
-    @property
-    def sums_travel(self) -> bool:
-        return self.several and self.summed < self.blocks
+def sums_on_device(settings: Settings, blocks: int) -> int:
+    """Number of blocks, the first ones, whose fp32 accumulators stay there between groups."""
+    resident = min(settings.resident, blocks)
+    return summed_blocks(blocks, settings.groups, resident, settings.sums_on_device)
 
 
 def open_store(
     layouts: Sequence[FlatLayout],
     optimizer: Optimizer,
     precision: str,
-    placement: Placement,
+    settings: Settings,
     *,
     gradients: bool,
     device: torch.device,
-    threads: int,
 ) -> Store:
-    """The arrays of every block, each on the tier where `placement` puts it.
+    """The arrays of every block, each on the tier where `settings` put it.
 
     gradients: they are stored until the global norm is known.
     """
-    dtype = PRECISIONS[precision]
+    dtype, blocks, several = PRECISIONS[precision], len(layouts), settings.groups > 1
+    resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
     kept = [ArraySpec("weight", dtype, transferred=True)]
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
-    sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if placement.sums_travel else []
-    far = {
-        spec.name: placement.on_nvme
-        for spec in [*kept, *grad]
-        if holds(placement.nvme_arrays, spec.name)
-    }
+    # between groups the other blocks' accumulators wait in host RAM
+    travel = several and summed < blocks
+    sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if travel else []
+    far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
+    names = [spec.name for spec in (*kept, *grad) if holds(settings.nvme_arrays, spec.name)]
     return Store(
         layouts,
         [*kept, *grad, *sums],
-        first={"grad_sum": placement.summed} if sums else {},
-        resident=placement.resident,
-        resident_arrays=kept
-        if placement.several
-        else [*kept, *grad],  # between groups, sums hold the gradient
-        on_nvme=OnNvme(far, placement.nvme_folders),
+        first={"grad_sum": summed} if sums else {},
+        resident=resident,
+        # with several groups a resident block's gradient stays in its accumulator
+        resident_arrays=kept if several else [*kept, *grad],
+        on_nvme=OnNvme(dict.fromkeys(names, far), settings.nvme_folders),
         device=device,
-        threads=threads,
+        threads=settings.update_threads,
     )

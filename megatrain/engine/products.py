@@ -1,7 +1,9 @@
-"""Weight gradients that never exist by themselves: linear layers and embeddings add theirs straight to an fp32 sum.
+"""Weight gradients that never exist by themselves: linear layers and embeddings add theirs straight
+to an fp32 accumulator.
 
-Autograd would make a gradient as large as the weight, rounded to bf16, for every chunk or micro-batch, to be added afterwards: 12 bytes of
-memory traffic per element. A product that adds to the sum moves 8, most of them while it computes; an embedding touches only its rows.
+Autograd would make a gradient as large as the weight, rounded to bf16, for every chunk or
+micro-batch, to be added afterwards: 12 bytes of memory traffic per element. A matmul that adds to
+the accumulator moves 8, most of them while it computes; an embedding touches only its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from megatrain import cuda
 
 @dataclass
 class Sum:
-    """A sum of one parameter's gradients, fp32, of the parameter's shape. If `empty`, whatever `total` holds does not count yet."""
+    """The fp32 accumulator of one parameter's gradients, of the parameter's shape.
+
+    `empty`: whatever `total` holds does not count.
+    """
 
     total: Tensor
     empty: bool
@@ -34,18 +39,13 @@ class Sum:
         self.empty = False
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add a @ b. On CUDA a product of bf16 matrices is neither rounded nor stored in between; on the CPU it is."""
-        if a.dtype == self.total.dtype:
-            torch.addmm(self.total, a, b, beta=0 if self.empty else 1, out=self.total)
-        elif self.total.is_cuda:
-            torch.addmm(
-                self.total,
-                a,
-                b,
-                out_dtype=self.total.dtype,
-                beta=0 if self.empty else 1,
-                out=self.total,
-            )
+        """Add a @ b. On CUDA the product of bf16 matrices is neither rounded nor stored in between;
+        on the CPU it is."""
+        total, beta = self.total, 0 if self.empty else 1
+        if a.dtype == total.dtype:
+            torch.addmm(total, a, b, beta=beta, out=total)
+        elif total.is_cuda:
+            torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
         else:
             self.add(a @ b)
         self.empty = False
@@ -54,7 +54,8 @@ class Sum:
         """Add rows[i] to row index[i], in an order that does not change from run to run."""
         self.fill()
         rows = rows.to(self.total.dtype)
-        if not self.total.is_cuda:  # several threads would add to one row in whichever order they come: so first each row's own, then once
+        if not self.total.is_cuda:
+            # threads would add to one row in any order: first sum what goes to each row
             index, place = index.unique(return_inverse=True)  # type: ignore[no-untyped-call]
             rows = torch.ops.aten.embedding_dense_backward(rows, place, len(index), -1, False)
         self.total.index_put_((index,), rows, accumulate=True)
@@ -85,7 +86,10 @@ extern "C" __global__ void add_bfloat16(Float4* total, const Half8* gradient, in
 
 
 def added_as_vectors(total: Tensor, gradient: Tensor) -> bool:
-    """Add a bf16 gradient to an fp32 sum on the GPU, if both suit vector loads. PyTorch's kernel for mixed dtypes takes twice as long."""
+    """Add a bf16 gradient to an fp32 sum on the GPU; False if they do not suit vector loads.
+
+    PyTorch's kernel for mixed dtypes takes twice as long.
+    """
     if not total.is_cuda or (total.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
         return False
     count = cuda.vectors([total, gradient], 8)
@@ -95,15 +99,12 @@ def added_as_vectors(total: Tensor, gradient: Tensor) -> bool:
     return True
 
 
-UNSUMMED_RULES = (
-    "max_norm",
-    "scale_grad_by_freq",
-    "sparse",
-)  # of an embedding; with one of these, autograd makes its gradient
+# Rules of an embedding whose gradient autograd makes.
+UNSUMMED_RULES = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
 class SummedLinear(torch.autograd.Function):
-    """A linear layer whose weight's gradient goes to a Sum; to autograd the weight has none."""
+    """A linear layer whose weight's gradient goes to a Sum; for autograd the weight has none."""
 
     @staticmethod
     def forward(ctx: Any, into: Sum, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,33 +121,32 @@ class SummedLinear(torch.autograd.Function):
 
 
 class SummedEmbedding(torch.autograd.Function):
-    """An embedding whose weight's gradient goes to a Sum; to autograd the weight has none."""
+    """An embedding whose weight's gradient goes to a Sum; for autograd the weight has none."""
 
     @staticmethod
     def forward(ctx: Any, into: Sum, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.into, ctx.padding = (
-            into,
-            None if padding is None else padding % len(weight),
-        )  # a token whose row has no gradient
+        # a token whose row has no gradient; negative ones count from the end
+        ctx.padding = None if padding is None else padding % len(weight)
+        ctx.into = into
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         (ids,) = ctx.saved_tensors
-        rows = (
-            grads[0].masked_fill((ids == ctx.padding).unsqueeze(-1), 0)
-            if ctx.padding is not None
-            else grads[0]
-        )
+        rows = grads[0]
+        if ctx.padding is not None:
+            rows = rows.masked_fill((ids == ctx.padding).unsqueeze(-1), 0)
         ctx.into.add_rows(ids.flatten(), rows.flatten(0, -2))
         return None, None, None, None
 
 
 class SummingInto(TorchFunctionMode):
-    """While active, linear layers and embeddings whose weight is one of `parameters` send its gradient to that parameter's sum.
+    """While active, linear layers and embeddings whose weight is one of `parameters` add its
+    gradient to that parameter's sum.
 
-    Whatever else uses a parameter has its gradient from autograd as ever, to be added by the caller. Not for compiled modules.
+    Other uses of a parameter have their gradient from autograd, to be added by the caller. Not for
+    compiled modules.
     """
 
     def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum]) -> None:
@@ -154,11 +154,7 @@ class SummingInto(TorchFunctionMode):
         self._sums = {id(parameter): into for parameter, into in zip(parameters, sums, strict=True)}
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:

@@ -1,4 +1,4 @@
-"""A training job on one machine with every question answered but those of the planner."""
+"""A training job on one machine, with everything decided but what the planner decides."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from megatrain.engine.head import token_logprobs
 from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
+from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
@@ -25,18 +26,18 @@ from megatrain.planner.job import Job, StepTokens, WholeUpdate
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.schedule import UNCHANGED
 
-# Attention computes what the mask hides, and the mask takes a byte an entry: long sequences of short
-# examples would cost more than their padding.
+# Attention computes what the mask hides, and the mask takes a byte an entry: packing short examples
+# into longer sequences would cost more than their padding.
 AUTO_PACKED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job computes, in what precision, and how fast that is.
+    """Where a job computes, in which precision, and how fast.
 
     Attributes:
         compiles: a C compiler and Triton are at hand; None: look for them here.
-        drives_assumed: folders for NVMe on drives that nobody measured.
+        drives_assumed: folders for NVMe on drives that were not measured.
         here: False for a machine that is only described.
     """
 
@@ -51,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where an engine's weights come from: a folder, a GGUF file or a hub id; None draws them at random."""
+    """Where weights come from: a folder, a GGUF file or a hub id; None draws them at random."""
 
     source: str | None
     revision: str | None = None
@@ -60,13 +61,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job on one machine, decided once from a config or from keywords, before anything is allocated.
+    """A job on one machine, decided once from a config or from keywords; nothing is allocated yet.
 
     Attributes:
         compile: fuse the layers' element-wise parts.
         packed_to: tokens of the sequences into which examples are packed; None: one example each.
-        lengths_vary: sequences have lengths of their own, so that micro-batches are padded and seldom have
-            the same shape twice.
+        lengths_vary: sequences are of variable length, so that micro-batches are padded and seldom
+            have the same shape twice.
         nvme_folders: folders for what host RAM has no room for.
         gpu_limit: bytes of GPU memory to use; None: what is free.
     """
@@ -109,7 +110,8 @@ def resolve(
     Args:
         packing: of examples into sequences of `seq_len`; None: every row is full as it is.
         compile: "auto" compiles on a GPU where a compiler is at hand and all rows have one length.
-        micro_batch_tokens, layer_chunk_tokens: the user's; None and "auto" leave them to the planner.
+        micro_batch_tokens, layer_chunk_tokens: the user's; None and "auto" leave them to the
+            planner.
     """
     device = machine.device.type
     packed = packs(skeleton, packing, seq_len, device)
@@ -124,7 +126,7 @@ def resolve(
         sizes,
         head_loss=next_token_on_meta,
         runs_on=device,
-        padded=packed,  # rows padded at their ends need no mask: causal attention never sees that
+        padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
         compiled=compile,
         fp8=machine.precision == "fp8",
         layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
@@ -159,7 +161,7 @@ def make_job(
     keeps_best: bool = True,
     checkpoints_written: int | None = None,
 ) -> Job:
-    """What the planner is asked.
+    """The planner's question.
 
     Args:
         asked: options that the user sets, by the fields of `planner.job.Asked`.
@@ -212,7 +214,7 @@ def room_on_drives(
 def packs(
     skeleton: Skeleton, packing: bool | Literal["auto"] | None, seq_len: int, device_type: str
 ) -> bool:
-    """True if examples are packed into sequences: "auto" does on a GPU, where sequences are short."""
+    """True if examples are packed into sequences; "auto": on a GPU, if sequences are short."""
     pays = device_type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
     return (packing is True or (packing == "auto" and pays)) and skeleton.separates_documents()
 
@@ -226,8 +228,8 @@ def compiler_at_hand(machine: Machine) -> bool:
 
 
 def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> list[int]:
-    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or one row and its
-    doublings up to the largest that pays."""
+    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or one row
+    and its doublings up to the largest that pays."""
     if wanted is not None:
         return [wanted]
     largest = max(seq_len, AUTO_MICRO_BATCH_TOKENS[device_type])
@@ -240,7 +242,7 @@ def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
     return -token_logprobs(logits, labels).sum()
 
 
-# -- what the planner needs to know of an optimizer -----------------------------------------------
+# -- what the planner needs to know of an optimizer ------------------------------------------------
 
 
 def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -252,39 +254,35 @@ def with_lighter_moments(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]
 
 
 def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, float], ...]:
-    """Bytes per parameter of each of the optimizer's arrays; empty where blocks differ: `whole_update`."""
-    if isinstance(optimizer, WholeTensors):
+    """Bytes per parameter of each array; empty where blocks differ, as `whole_update` tells."""
+    if optimizer.whole_tensors:
         return ()
     layouts = layouts_of(skeleton.anatomy)
     numel = sum(layout.numel for layout in layouts)
-    return tuple(
-        (
-            array.name,
-            sum(layout.per(array.per).numel for layout in layouts) * array.dtype.itemsize / numel,
-        )
-        for array in optimizer.state_arrays
-    )
+    return tuple((name, sum(sizes) / numel) for name, sizes in _bytes_of(optimizer, layouts))
+
+
+def _bytes_of(
+    optimizer: Optimizer, layouts: Sequence[FlatLayout]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, bytes of every block) of each array of state."""
+    for array in optimizer.state_arrays:
+        sizes = (layout.per(array.per).numel * array.dtype.itemsize for layout in layouts)
+        yield array.name, tuple(sizes)
 
 
 def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None:
     """Memory and work of an optimizer of whole tensors for every block; None for any other."""
-    if not isinstance(optimizer, WholeTensors):
+    if not optimizer.whole_tensors:
         return None
-    layouts = layouts_of(skeleton.anatomy)
-    scratch = optimizer.scratch(layouts)
-    state = tuple(
-        (
-            array.name,
-            tuple(layout.per(array.per).numel * array.dtype.itemsize for layout in layouts),
-        )
-        for array in optimizer.state_arrays
-    )
+    whole, layouts = cast(WholeTensors, optimizer), layouts_of(skeleton.anatomy)
+    scratch, state = whole.scratch(layouts), tuple(_bytes_of(optimizer, layouts))
     numel = sum(layout.numel for layout in layouts)
     return WholeUpdate(
         state_bytes=state,
-        product_flops=tuple(optimizer.product_flops(layout) for layout in layouts),
+        product_flops=tuple(whole.product_flops(layout) for layout in layouts),
         bytes_per_parameter=sum(sum(sizes) for _, sizes in state) / numel,
-        passes_bytes=optimizer.passes_bytes,
+        passes_bytes=whole.passes_bytes,
         host_scratch=scratch.host,
         device_scratch=scratch.device,
     )

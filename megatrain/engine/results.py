@@ -1,4 +1,4 @@
-"""What the engine's calls return."""
+"""Results of the engine's calls."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step saw.
+    """The result of one step.
 
     Attributes:
-        loss: sum of losses over sum of targets, over all micro-batches of the step; 0 if there was no target.
+        loss: sum of losses over number of targets, of all micro-batches; 0 if there was no target.
         grad_norm: global L2 norm before clipping; None until `step` was called.
-        skipped: no update was made: a non-finite loss or gradient, or no target.
-        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update, wait_download,
-            wait_nvme).
-        metrics: sums over the step's targets of what the loss returns beside its own sum.
+        skipped: no update was made, for a non-finite loss or gradient, or for lack of targets.
+        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
+            wait_download, wait_nvme).
+        metrics: the loss's further metrics, summed over the step's targets.
     """
 
     loss: float

@@ -1,7 +1,9 @@
-"""Who runs when: one lane per transfer direction and one for updates, the compute stream, and the events between them.
+"""Who runs when: a lane for each direction of transfers and one for updates, the compute stream,
+and the events between them.
 
-A lane is a worker thread with a queue; on CUDA its jobs enqueue work on the lane's own stream, on the CPU they do the work themselves. So
-the CPU runs the same asynchronous order as the GPU, and a missing wait shows up there as a wrong number.
+A lane is a worker thread with a queue. On CUDA its jobs enqueue work on the lane's own stream, on
+the CPU they do the work themselves. So the CPU runs in the same asynchronous order as the GPU, and
+a missing wait shows there as a wrong number.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Any
 
 import torch
 
+from megatrain.memory.lease import Lease
+from megatrain.memory.store import Store
+
 # [Note: who waits for whom]
 #
 # compute runs forward, backward and the updates of resident blocks. It waits for upload (the
@@ -25,6 +30,8 @@ import torch
 #   them.
 # fetch brings offloaded activations back, once they have landed and compute has left their ring.
 # update runs one block after another on a pool of threads, once the block's gradient has landed.
+#   Updates of whole tensors wait there for a stream of their own, which orthogonalises directions
+#   (workspace.py).
 # With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
 #   gradients on to the drive behind their downloads.
 #
@@ -39,18 +46,22 @@ def _cuda_event(timed: bool = False) -> Any:
 class Event:
     """Marks the completion of a piece of work.
 
-    `host` is set once the work is done (CPU) or enqueued (CUDA); `cuda` then completes with it. `update_wait_s` and `nvme_wait_s`
-    are the parts of the work's duration that a lane spent waiting for a deferred update and for a drive, for the stall attribution.
+    Attributes:
+        host: set once the work is done (CPU) or enqueued (CUDA).
+        cuda: a torch.cuda.Event that completes with the work; None on the CPU.
+        error: what stopped the work.
+        update_wait_s, nvme_wait_s: the part of the work's duration in which its lane waited for a
+            deferred update, and for a drive; for the attribution of stalls.
     """
 
     def __init__(self) -> None:
         self.host = threading.Event()
-        self.cuda: Any = None  # a torch.cuda.Event
+        self.cuda: Any = None
         self.error: BaseException | None = None
         self.update_wait_s = self.nvme_wait_s = 0.0
 
     def wait_host(self) -> None:
-        """Block this thread until the work is done or enqueued; re-raise the error that stopped it."""
+        """Block this thread until the work is done or enqueued. Raises what stopped it."""
         self.host.wait()
         if self.error is not None:
             raise self.error
@@ -66,18 +77,21 @@ class Event:
         self.host.set()
 
 
-Job = Callable[
-    [Event], object
-]  # receives its own completion event, to note on it how long it waited for what
+# receives its own completion event, to note on it how long it waited for what
+Job = Callable[[Event], object]
 
 
 class Lane:
     """Runs jobs in order on one worker thread, and on CUDA on one stream.
 
-    After a job fails every later one fails with the same error: nothing may compute with what did not arrive.
+    After a job has failed every later one fails with the same error: nothing may compute with what
+    did not arrive.
 
     Args:
         device: a CUDA device gives the lane a stream; None or CPU gives it none.
+
+    Attributes:
+        delay: tests inject sleeps here: before every job, in its thread and on its stream.
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
@@ -85,9 +99,7 @@ class Lane:
         self.stream: Any = None
         if device is not None and device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.delay: Callable[[], None] | None = (
-            None  # tests inject sleeps here: before every job, in its thread and on its stream
-        )
+        self.delay: Callable[[], None] | None = None
         self._queue: queue.SimpleQueue[tuple[Job, Event] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
@@ -111,16 +123,14 @@ class Lane:
                 event.cuda.synchronize()
 
     def close(self) -> None:
-        """Finish what is queued, on the GPU too, then stop the thread: the memory that jobs read and write may go afterwards."""
+        """Finish what is queued, on the GPU too, then stop the thread.
+
+        The memory that jobs read and write may be freed afterwards.
+        """
         self._queue.put(None)
         self._thread.join()
         if self.stream is not None:
             self.stream.synchronize()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What stopped this lane, if anything did."""
-        return self._error
 
     def _run(self) -> None:
         if self.stream is not None:
@@ -130,14 +140,11 @@ class Lane:
             if self._error is None:
                 try:
                     self._perform(job, event)
-                except BaseException as error:  # noqa: BLE001  carried to whoever waits, on its own thread
+                except BaseException as error:  # noqa: BLE001  carried to the thread that waits
                     self._error = error
             event.finish(self._error)
-            del (
-                item,
-                job,
-                event,
-            )  # or an idle lane would hold on to what its last job used: a store that nobody closed, say
+            # or an idle lane would keep alive what its last job used, such as a store
+            del item, job, event
 
     def _perform(self, job: Job, event: Event) -> None:
         if self.stream is None:
@@ -153,8 +160,21 @@ class Lane:
             event.cuda.record(self.stream)
 
 
+def release_after(landed: Event, lease: Lease, store: Store) -> None:
+    """Release the staging buffers of a transfer to or from the device."""
+    try:
+        landed.synchronize()  # wait: the transfer may still use the staging buffers
+    except BaseException as error:
+        store.stop(error)  # or others would wait for buffers that are never released
+        raise
+    lease.release()
+
+
 class Compute:
-    """The stream that computes: CUDA's current stream, or simply the calling thread. Accounts for the time it waits, by cause."""
+    """The stream that computes: CUDA's current stream, or simply the calling thread.
+
+    Accounts for the time that it waits, by cause.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,7 +183,10 @@ class Compute:
         self._timed: list[tuple[str, Event, Any, Any]] = []
 
     def wait(self, event: Event | None, cause: str) -> None:
-        """What is computed next runs after `event`. `cause` names the wait in the metrics: upload, update or download."""
+        """Let what is computed next run after `event`.
+
+        cause: upload, update or download, for the metrics.
+        """
         if event is None:
             return
         with self.blocked(cause, event):
@@ -173,7 +196,8 @@ class Compute:
 
     @contextmanager
     def blocked(self, cause: str, event: Event) -> Iterator[None]:
-        """While this thread waits: for how long nothing is computed, by `cause` but for the parts that `event` names."""
+        """While this thread waits: account for it under `cause`, but for the parts that `event` has
+        under update and NVMe."""
         if not self.is_cuda:
             started = time.perf_counter()
             yield
@@ -181,9 +205,8 @@ class Compute:
             return
         stream = torch.cuda.current_stream(self.device)
         before, after = _cuda_event(timed=True), _cuda_event(timed=True)
-        before.record(
-            stream
-        )  # first: if what is waited for is not even queued yet, the GPU runs dry while the host waits for that
+        # before the host waits: if the work is not even queued yet, the GPU runs dry meanwhile
+        before.record(stream)
         yield
         after.record(stream)
         self._timed.append((cause, event, before, after))
@@ -209,7 +232,7 @@ class Compute:
             self._stall_s[f"wait_{name}"] = self._stall_s.get(f"wait_{name}", 0.0) + part
 
     def take_stalls(self) -> dict[str, float]:
-        """Seconds of waiting by cause since the last call. On CUDA call it only after a synchronisation."""
+        """Seconds of waiting by cause since the last call. On CUDA only after `synchronize`."""
         for cause, event, before, after in self._timed:
             self._add(cause, event, before.elapsed_time(after) / 1000)
         self._timed.clear()

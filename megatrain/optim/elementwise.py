@@ -48,6 +48,7 @@ class Elementwise(ABC):
     """
 
     name: ClassVar[str]
+    whole_tensors: ClassVar[bool] = False
     plain_s: ClassVar[float]  # seconds of one thread a parameter, with fp32 moments; as `codec_s`
     moment_names: ClassVar[tuple[str, ...]]
     moments: str

@@ -19,6 +19,7 @@ class Frozen:
 
     name: ClassVar[str] = "frozen"
     state_arrays: ClassVar[tuple[StateArray, ...]] = ()
+    whole_tensors: ClassVar[bool] = False
     arithmetic: ClassVar[None] = None
 
     def compile(self) -> None:

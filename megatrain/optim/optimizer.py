@@ -1,4 +1,4 @@
-"""The contracts of optimizers: what they declare, and updates of flat ranges."""
+"""The contract of optimizers: what they declare, and updates of flat ranges."""
 
 from __future__ import annotations
 
@@ -27,24 +27,35 @@ class StateArray:
 UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for
 
 
-class UpdateOptions(TypedDict):
-    """What all elements of an update have in common.
+class StepOptions(TypedDict):
+    """What all blocks of an update have in common.
 
     step: number of the update, from 1.
     grad_scale: multiplies the gradient first (the clip factor).
     """
 
     lr: float
-    weight_decay: float
     step: int
     grad_scale: float
 
 
+class UpdateOptions(StepOptions):
+    """What all elements of a range have in common."""
+
+    weight_decay: float
+
+
 @runtime_checkable
 class Optimizer(Protocol):
-    """What all have in common. Store, planner and checkpoint read `state_arrays`."""
+    """What all have in common. Store, planner and checkpoint read `state_arrays`.
+
+    Attributes:
+        whole_tensors: True for one that updates whole tensors in stages (whole_tensors.py:
+            WholeTensors), False for one that updates any range of elements (RangeOptimizer).
+    """
 
     name: ClassVar[str]
+    whole_tensors: ClassVar[bool]
 
     @property
     def state_arrays(self) -> tuple[StateArray, ...]: ...
@@ -64,7 +75,7 @@ class Optimizer(Protocol):
 
 
 class RangeOptimizer(Optimizer, Protocol):
-    """Updates any range of a block, element by element; others whole tensors (whole_tensors.py)."""
+    """Updates any range of a block, element by element."""
 
     def update(
         self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]

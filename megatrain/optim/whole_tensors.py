@@ -1,8 +1,9 @@
-"""The contract of optimizers that update whole tensors, as making a matrix orthogonal needs all of it.
+"""The contract of optimizers that update whole tensors, as orthogonalising a matrix needs it whole.
 
-Such an update comes in stages. The pieces of a stage may run at once, from many threads, and a stage begins when the one before is
-complete; what lies between two stages runs in one thread. So a tensor of any size keeps all threads busy. Pieces follow from shapes alone,
-and any number of threads gives the same bits.
+Such an update comes in stages. The pieces of a stage may run at once, from many threads. A stage
+begins when the one before is complete; what lies between two stages runs in one thread. So a tensor
+of any size keeps all threads busy. Pieces follow from shapes alone, so the number of threads does
+not change a bit.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from megatrain.memory.layout import FlatLayout, TensorSpec
-from megatrain.optim.optimizer import StateArray
+from megatrain.optim.optimizer import StateArray, StepOptions
 from megatrain.optim.split import join_master, split_master
 
 HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
@@ -29,40 +30,50 @@ Stage = Sequence[Piece]
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of a block with all that its update reads and writes: "weight", "remainder" (bfloat16 precision only), "grad", and of the
-    optimizer's arrays those that have this tensor. `flats` are 1-D, each with its padding."""
+    """A tensor of a block with everything that its update reads and writes.
+
+    `flats`: "weight", "remainder" (bfloat16 precision only), "grad", and those of the optimizer's
+    arrays that have this tensor; 1-D, each with its padding.
+    """
 
     spec: TensorSpec
     flats: dict[str, Tensor]
 
     @property
     def split(self) -> bool:
-        """Whether the master weight lies in two halves."""
+        """True if the master weight is stored in two halves."""
         return "remainder" in self.flats
 
 
 class Workspace(Protocol):
-    """Memory and arithmetic that a stage borrows."""
+    """Memory and matmuls that a stage borrows."""
 
     def directions(self, numel: int) -> Tensor:
-        """A flat bfloat16 tensor beside the weights, until the block's update is complete."""
+        """A flat bfloat16 tensor on the weights' device, until the block's update is complete."""
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
-        """Each of these parts of `directions` becomes `function` of it, computed where matrix products are fast."""
+        """Replace each of `tensors`, parts of `directions`, by `function` of it.
+
+        It is computed where matmuls are fast.
+        """
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Bytes that updates need beyond state, at most: in host RAM for the directions of a block, and where matrix products are fast."""
+    """The most bytes that an update needs beside the state.
+
+    `host`: in host RAM, for a block's directions. `device`: where matmuls are fast.
+    """
 
     host: int
     device: int
 
 
 class WholeTensors(ABC):
-    """An optimizer that updates whole tensors. Its hyper-parameters are those of a frozen dataclass, as in AdamW."""
+    """An optimizer that updates whole tensors: a frozen dataclass of hyper-parameters, as AdamW."""
 
     name: ClassVar[str]
+    whole_tensors: ClassVar[bool] = True
     arithmetic: ClassVar[float | None] = None  # as `Optimizer.arithmetic`
     lr: float
     weight_decay: float
@@ -73,40 +84,35 @@ class WholeTensors(ABC):
 
     @abstractmethod
     def compile(self) -> None:
-        """Prepare whatever the first update would otherwise pay for."""
+        """As `Optimizer.compile`."""
 
     @abstractmethod
     def stages(
-        self,
-        tensors: Sequence[TensorState],
-        workspace: Workspace,
-        *,
-        lr: float,
-        step: int,
-        grad_scale: float,
+        self, tensors: Sequence[TensorState], workspace: Workspace, **options: Unpack[StepOptions]
     ) -> Iterator[Stage]:
-        """Update these tensors in place, when the pieces of all stages were run. Padding stays zero.
+        """Stages which, once all their pieces were run, have updated these tensors in place.
 
-        A float32 gradient beside bfloat16 weights is rounded to bfloat16 first. `step` counts updates from 1, `grad_scale` multiplies the
-        gradient first. CUDA tensors are updated on the current stream, by a stage's pieces in their order. Weight decay applies where the
-        tensor's `spec` says so.
+        A float32 gradient beside bfloat16 weights is rounded to bfloat16 first. CUDA tensors are
+        updated on the current stream, if a stage's pieces are run in order. Weight decay applies
+        where a tensor's `spec` says so. Padding stays zero.
         """
 
     @abstractmethod
     def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
-        """What updating any of these blocks takes."""
+        """Enough for the update of any of these blocks."""
 
     @property
     @abstractmethod
     def passes_bytes(self) -> float:
-        """Memory traffic of a parameter's update beyond reading and writing its state once, and reading its gradient."""
+        """Memory traffic of a parameter's update, in bytes, beyond one read and write of its state
+        and one read of its gradient."""
 
     @abstractmethod
     def product_flops(self, layout: FlatLayout) -> float:
-        """Of the matrix products in a block's update."""
+        """FLOPs of the matmuls in a block's update."""
 
 
-# -- where a piece is computed by torch -----------------------------------------------------------------------------------------------
+# -- pieces that torch computes --------------------------------------------------------------------
 
 
 def gradient_of(grad: Tensor, weight: Tensor, grad_scale: float) -> Tensor:
@@ -115,12 +121,12 @@ def gradient_of(grad: Tensor, weight: Tensor, grad_scale: float) -> Tensor:
 
 
 def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
-    """A new fp32 tensor."""
+    """The master weight, a new fp32 tensor."""
     return weight.float().clone() if remainder is None else join_master(weight, remainder)
 
 
 def write_master(master: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
-    """Contiguous tensors of one shape."""
+    """Write the fp32 `master` to its halves, or to `weight` alone; contiguous, of one shape."""
     if remainder is None:
         weight.copy_(master)
     else:

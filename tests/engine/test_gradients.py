@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.gradients import Gradient, Gradients, GradientSink, square_sum
-from megatrain.engine.placement import Placement
+from megatrain.engine.placement import open_store, sums_on_device
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
+from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
 
@@ -241,8 +242,11 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
     ids=str,
 )
 def test_where_state_and_sums_live(settings, resident, summed, travel):
-    found = Placement.of(settings, 6)
-    assert (found.resident, found.summed, found.sums_travel) == (resident, summed, travel)
+    layouts = [FlatLayout.pack([("w", (4,), True)])] * 6
+    made = open_store(layouts, AdamW(), "bfloat16", settings, gradients=True, device=CPU)
+    with made as store:
+        assert (store.resident, sums_on_device(settings, 6)) == (resident, summed)
+        assert ("grad_sum" in store.arrays) == travel
 
 
 def test_a_failed_download_is_raised_by_the_norm():

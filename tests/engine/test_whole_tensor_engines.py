@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain import schedule
-from megatrain.engine.update import HostWorkspace
+from megatrain.engine.workspace import HostWorkspace
 from megatrain.models.anatomy import decays
 from megatrain.optim import Muon
 from megatrain.schedule import LEVELS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.update import HostWorkspace
+from megatrain.engine.workspace import HostWorkspace
 from megatrain.optim import Muon
 from megatrain.optim.muon import _product_bytes
 from megatrain.settings import ALL, Settings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.engine.update import HostWorkspace, InPlace
+from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon, muon

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from megatrain import schedule
-from megatrain.engine.placement import Placement, open_store
+from megatrain.engine.placement import open_store
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
@@ -222,10 +222,9 @@ def test_the_engine_allocates_what_the_plan_says(
         layouts,
         AdamW(),
         "bfloat16",
-        Placement.of(settings, 6),
+        settings,
         gradients=True,
         device=torch.device("cpu"),
-        threads=1,
     ) as store:
         planned = Layout.of(choices, TINY_JOB, shape, LAPTOP)
         arrays = [*planned.array_bytes, "NVMe staging"]

@@ -1,1 +1,1 @@
-"""Activations between forward and backward: where they wait (`offload`) and in which form (`codecs`)."""
+"""Activations between forward and backward: where they are (offload), in which form (codecs)."""

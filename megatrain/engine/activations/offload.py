@@ -1,6 +1,8 @@
-"""The layers' inputs between forward and backward: where they lie, or in host RAM, sent down and fetched back beside the computation.
+"""Activations between forward and backward: on the device, or in host RAM, sent down and fetched
+back beside the computation.
 
-What a retained layer's graph saved may wait in host RAM beside them. A codec may keep inputs in fewer bits, here or there.
+These are the activation checkpoints (layers' inputs) of recomputed layers, which a codec may keep
+in fewer bits, and in host RAM what a retained layer's graph saved.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatrain.engine.activations.codecs import Codec
+from megatrain.engine.activations.codecs import GroupScaled
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
@@ -22,35 +24,13 @@ from megatrain.schedule import rings
 TOUCHING_THREADS = 8  # for the first touch of host memory
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
-Kept = Any  # what `Boundaries.park` returns
-
-
-class Boundaries(Protocol):
-    """Keeps hidden states [batch, tokens, hidden] of one group of micro-batches at a time."""
-
-    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
-        """Make room for the inputs of `layers` layers and what `graphs` more saved, of micro-batches of so many tokens each."""
-
-    def park(self, hidden: torch.Tensor) -> Kept:
-        """Keep a boundary. The caller lets go of it."""
-
-    def expect(self, kept: Iterable[Kept]) -> None:
-        """All that is kept, in the order in which it will be taken."""
-
-    def take(self, kept: Kept) -> torch.Tensor:
-        """The boundary on the device, valid until `release`."""
-
-    def release(self, kept: Kept) -> None:
-        """What was computed so far has read what was taken; it is not needed again."""
-
-    def close(self) -> None:
-        """Give memory back; no transfer may be under way."""
+Kept = Any  # what `park` returns
 
 
 class OnDevice:
-    """Boundaries stay where they are; or what a codec made of them does."""
+    """Activation checkpoints stay on the device, or what a codec made of them. As `Offload`."""
 
-    def __init__(self, codec: Codec | None = None) -> None:
+    def __init__(self, codec: GroupScaled | None = None) -> None:
         self.codec = codec
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None: ...
@@ -58,19 +38,16 @@ class OnDevice:
     def park(self, hidden: torch.Tensor) -> Kept:
         if self.codec is None:
             return hidden
-        place = Place.of(hidden, self.codec)
-        flat = torch.empty(place.nbytes, dtype=torch.uint8, device=hidden.device)
-        place.write(hidden, flat)
-        return place, flat
+        nbytes = self.codec.nbytes(hidden.numel())
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=hidden.device)
+        self.codec.encode(hidden, flat)
+        return flat, hidden.shape, hidden.dtype
 
     def expect(self, kept: Iterable[Kept]) -> None: ...
 
     def take(self, kept: Kept) -> torch.Tensor:
-        if self.codec is None:
-            hidden: torch.Tensor = kept
-            return hidden
-        place: Place = kept[0]
-        return place.read(kept[1])
+        hidden: torch.Tensor = kept if self.codec is None else self.codec.decode(*kept)
+        return hidden
 
     def release(self, kept: Kept) -> None: ...
 
@@ -79,24 +56,13 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a stretch of bytes a contiguous tensor lies, or what a codec made of it."""
+    """Where a contiguous tensor is in a stretch of bytes, or what a codec made of it."""
 
     start: int
     nbytes: int
     shape: torch.Size
     dtype: torch.dtype
-    codec: Codec | None = None
-
-    @classmethod
-    def of(cls, hidden: torch.Tensor, codec: Codec | None) -> Place:
-        """At the beginning."""
-        return cls(
-            0,
-            codec.nbytes(hidden.numel()) if codec else hidden.nbytes,
-            hidden.shape,
-            hidden.dtype,
-            codec,
-        )
+    codec: GroupScaled | None = None
 
     def write(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
         if self.codec:
@@ -105,13 +71,14 @@ class Place:
             self._view(flat).copy_(tensor)
 
     def read(self, flat: torch.Tensor) -> torch.Tensor:
-        """What lies there, with a version counter of its own: transfers into the rest of a ring must not look like changes of it to a
-        graph that saves it. What was encoded is a tensor of its own altogether."""
-        return (
-            self.codec.decode(self._part(flat), self.shape, self.dtype)
-            if self.codec
-            else self._view(flat).data
-        )
+        """The tensor, in `flat` or decoded from it.
+
+        A view has a version counter of its own: to a graph that saves it, transfers into the rest
+        of a ring must not look like changes of it.
+        """
+        if self.codec:
+            return self.codec.decode(self._part(flat), self.shape, self.dtype)
+        return self._view(flat).data
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.start : self.start + self.nbytes]
@@ -121,19 +88,8 @@ class Place:
 
 
 @dataclass
-class Parked:
-    """Tensors in host RAM, and, once they were asked for, on their way back."""
-
-    places: tuple[Place, ...]
-    host: torch.Tensor  # uint8
-    landed: Event
-    stretch: Stretch | None = None
-    arrived: Event | None = None
-
-
-@dataclass
 class Stretch:
-    """A part of a ring, and the event after which it may be overwritten; None while that is not known."""
+    """A part of a ring. `free`: the event after which it may be overwritten, once that is known."""
 
     start: int
     flat: torch.Tensor
@@ -144,6 +100,17 @@ class Stretch:
         return self.start + self.flat.numel()
 
 
+@dataclass
+class Parked:
+    """Tensors in host RAM. `stretch`, `arrived`: of their way back, once that was asked for."""
+
+    places: tuple[Place, ...]
+    host: torch.Tensor  # uint8
+    landed: Event
+    stretch: Stretch | None = None
+    arrived: Event | None = None
+
+
 class Ring:
     """Device memory given out from the front to the end and then again, freed in the same order."""
 
@@ -152,16 +119,18 @@ class Ring:
         self._given: deque[Stretch] = deque()
 
     def take(self, nbytes: int) -> tuple[Stretch, Event | None] | None:
-        """The next `nbytes`, and the event after which they are free; None if somebody still uses some of them."""
+        """The next `nbytes`, and the event after which they are free.
+
+        None if it is not known of all of them when they will be.
+        """
         start = round_up(self._given[-1].stop, ALIGNMENT) if self._given else 0
         if start + nbytes > self.flat.numel():
             start = 0
-        reused = [
-            number
-            for number, old in enumerate(self._given)
-            if old.start < start + nbytes and start < old.stop
-        ]
-        older = [self._given[number] for number in range(reused[-1] + 1 if reused else 0)]
+        reused = 0  # number of stretches, the oldest ones, up to the last that overlaps
+        for number, old in enumerate(self._given, 1):
+            if old.start < start + nbytes and start < old.stop:
+                reused = number
+        older = [self._given[number] for number in range(reused)]
         if any(old.free is None for old in older):
             return None
         for _ in older:
@@ -170,13 +139,13 @@ class Ring:
         return self._given[-1], older[-1].free if older else None
 
     def give_back(self, event: Event) -> None:
-        """Nobody will use what was given out after `event`."""
+        """What was given out is free after `event`."""
         for stretch in self._given:
             stretch.free = stretch.free or event
 
 
 class Room:
-    """Host RAM for one kind of what is parked. It is given out from the front on, and all at once is free again."""
+    """Host RAM for one kind of activations, given out from the front until the next `begin`."""
 
     def __init__(self, name: str, pinned: bool) -> None:
         self.name, self.pinned = name, pinned
@@ -184,6 +153,7 @@ class Room:
         self._slab = self._used = 0
 
     def begin(self) -> None:
+        """All of it is free again."""
         self._slab = self._used = 0
 
     @property
@@ -191,72 +161,80 @@ class Room:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes`; more memory, if there was less than was needed."""
-        while (
-            self._slab < len(self._slabs) and self._used + nbytes > self._slabs[self._slab].nbytes
-        ):
+        """The next `nbytes`, of more memory if there is not enough."""
+        slabs = self._slabs
+        while self._slab < len(slabs) and self._used + nbytes > slabs[self._slab].nbytes:
             self._slab, self._used = self._slab + 1, 0
-        if self._slab == len(self._slabs):
-            self._slabs.append(
-                Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS)
-            )
+        if self._slab == len(slabs):
+            self._add(nbytes)
         self._used += nbytes
-        return self._slabs[self._slab].bytes[self._used - nbytes : self._used]
+        return slabs[self._slab].bytes[self._used - nbytes : self._used]
 
     def renew(self, nbytes: int) -> None:
-        """So much in one piece, instead of what there was."""
+        """Replace the memory by `nbytes` in one piece."""
         self.close()
-        self._slabs = (
-            [Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS)]
-            if nbytes
-            else []
-        )
+        if nbytes:
+            self._add(nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        slab = Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS)
+        self._slabs.append(slab)
 
     def close(self) -> None:
-        for slab in self._slabs:
-            slab.close()
-        self._slabs = []
+        while self._slabs:
+            self._slabs.pop().close()
 
 
 class Offload:
-    """What is parked waits in host RAM, and comes back in the order in which backward needs it.
+    """Parked activations wait in host RAM, and come back in the order in which backward needs them.
 
-    Copies go through rings of device memory, filled and read on the computing stream: memory that the computation frees never waits for a
-    transfer.
+    Copies go through rings of device memory, which the compute stream fills and reads: memory that
+    the computation frees never waits for a transfer. All that is parked belongs to one accumulation
+    group.
 
     Args:
-        row: bytes of a token's boundary, as it is kept.
-        codec: of boundaries, which are encoded into a ring and decoded out of one; graphs travel as they are.
+        row: bytes of a token's activation checkpoint, as it is kept.
+        codec: encodes checkpoints into a ring, and decodes them out of one; what graphs saved
+            travels as it is.
     """
 
     _down: Ring
     _up: Ring
-    _last_down: Event
-    _last_up: Event
+    _largest: int  # bytes of the piece that the rings were made for
 
     def __init__(
-        self, row: int, compute: Compute, download: Lane, fetch: Lane, codec: Codec | None = None
+        self,
+        row: int,
+        compute: Compute,
+        download: Lane,
+        fetch: Lane,
+        codec: GroupScaled | None = None,
     ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
-        self._tokens = self._layers = 0  # of the group; and those whose graphs are parked
-        self._largest = 0  # piece that the rings were made for
-        self._counts = rings(1, 0)
+        self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
+        self._counts = rings(1, 0)  # leaving, coming
         self._drop_rings()
         self._expected: deque[Parked] = deque()
+        self._last_down = self._last_up = compute.record()
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
-        """Make room for boundaries: on the device for the largest micro-batch, in host RAM for all. What is there stays, if enough."""
-        # Behind all that an abandoned step had queued, whether or not it came to note the events of that.
-        self._last_down, self._last_up = (
-            lane.submit(lambda _: None) for lane in (self.download, self.fetch)
-        )
+        """Make room for the checkpoints of `layers` layers and what the graphs of `graphs` save.
+
+        On the device for the largest micro-batch, in host RAM for all. Memory stays if it suffices.
+
+        Args:
+            tokens: of each micro-batch of the group.
+        """
+        # behind everything that an abandoned step has queued, whether or not it noted the events
+        self._last_down = self.download.submit(lambda _: None)
+        self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
         self._counts = rings(len(tokens), graphs)
         self._make_rings(max(tokens) * self.row)
-        self._up.give_back(self.compute.record())  # what an abandoned step had asked for
+        self._up.give_back(self.compute.record())  # what an abandoned step has asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._expected.clear()
         self._boundaries.begin()
@@ -264,25 +242,21 @@ class Offload:
         self._make_room(self._boundaries, layers * sum(tokens) * self.row)
 
     def _make_rings(self, largest: int) -> None:
-        """On the device, for pieces of so many bytes."""
-        nbytes, device, (leaving, coming) = (
-            round_up(largest, ALIGNMENT),
-            self.compute.device,
-            self._counts,
-        )
+        """Rings for pieces of `largest` bytes."""
+        nbytes, (leaving, coming) = round_up(largest, ALIGNMENT), self._counts
         if self._largest >= nbytes and self._down.flat.numel() >= leaving * nbytes:
             return
         self._settle()
         nbytes = max(nbytes, self._largest)
         self._drop_rings()  # first: there may be no room for both
         self._down, self._up = (
-            Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=device))
+            Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=self.compute.device))
             for count in (leaving, coming)
         )
-        self._largest, made = nbytes, self.compute.record()
-        self.fetch.submit(
-            lambda _: self.fetch.wait(made)
-        )  # wait: zeros must be there before what is fetched
+        self._largest = nbytes
+        made = self.compute.record()
+        # wait: zeros must be there before what is fetched
+        self.fetch.submit(lambda _: self.fetch.wait(made))
 
     def _drop_rings(self) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.compute.device)
@@ -294,26 +268,30 @@ class Offload:
             room.renew(nbytes)
 
     def _settle(self) -> None:
-        """Wait for all transfers, an abandoned step's too."""
-        for event in (self._last_down, self._last_up):
-            event.synchronize()
+        """Wait for all transfers, an abandoned step's too: their memory is about to go."""
+        self._last_down.synchronize()
+        self._last_up.synchronize()
 
     def park(self, hidden: torch.Tensor) -> Parked:
-        """Send a boundary to the host; its device memory may be used again as soon as what was computed so far is done."""
-        place = Place.of(hidden, self.codec)
-        return self._send([hidden], [place], place.nbytes, self._boundaries)
+        """Send a checkpoint to the host. The caller lets go of it: its memory may be used again as
+        soon as what was computed so far is done."""
+        nbytes = self.codec.nbytes(hidden.numel()) if self.codec else hidden.nbytes
+        place = Place(0, nbytes, hidden.shape, hidden.dtype, self.codec)
+        return self._send([hidden], [place], nbytes, self._boundaries)
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
-        """Send what a graph of so many tokens saved, contiguous. The first one of a group shows how much room all will need."""
+        """Send what the graph of a micro-batch of `tokens` tokens saved, contiguous tensors.
+
+        The first graph of a group sizes the host buffer for all of them.
+        """
         places, nbytes = [], 0
         for tensor in tensors:
             places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
             nbytes += round_up(tensor.nbytes, ALIGNMENT)
         self._make_rings(nbytes)
         if self._layers:
-            self._make_room(
-                self._graphs, round_up(nbytes * self._tokens // tokens, ALIGNMENT) * self._layers
-            )
+            of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
+            self._make_room(self._graphs, of_layer * self._layers)
             self._layers = 0
         return self._send(tensors, places, nbytes, self._graphs)
 
@@ -336,42 +314,45 @@ class Offload:
         return Parked(tuple(places), host, landed)
 
     def expect(self, kept: Iterable[Parked]) -> None:
-        """What is parked, in the order in which it will be taken; the first start on their way back now."""
+        """Everything that will be taken, in that order; the first start on their way back now."""
         self._expected = deque(kept)
         self._ask()
 
     def _ask(self) -> None:
-        """Fetch what comes next, as far as there is room."""
+        """Fetch what comes next, as far as the ring has room."""
         while self._expected and (given := self._up.take(self._expected[0].host.numel())):
-            parked, (stretch, free) = self._expected.popleft(), given
-            parked.stretch = stretch
-            parked.arrived = self._last_up = self.fetch.submit(
-                partial(self._bring, parked, stretch.flat, free)
-            )
+            parked = self._expected.popleft()
+            parked.stretch, free = given
+            job = partial(self._bring, parked, parked.stretch.flat, free)
+            parked.arrived = self._last_up = self.fetch.submit(job)
 
     def _bring(self, parked: Parked, target: torch.Tensor, free: Event | None, _: Event) -> None:
-        self.fetch.wait(free)  # wait: the computation may still read what lay there
+        self.fetch.wait(free)  # wait: the computation may still read what was there
         self.fetch.wait(parked.landed)  # wait: this may still be on its way down
         target.copy_(parked.host, non_blocking=True)
 
     def take(self, parked: Parked) -> torch.Tensor:
-        """A boundary, on the device: valid until `release`."""
+        """A checkpoint on the device, valid until `release`."""
         (hidden,) = self.take_all(parked)
         return hidden
 
     def take_all(self, parked: Parked) -> list[torch.Tensor]:
-        """What was parked, on the device: valid until `release`. All is taken in the order that `expect` was told."""
+        """What was parked, on the device, valid until `release`. Taken in the order of `expect`."""
         assert parked.stretch is not None, "taken out of order"
-        self.compute.wait(parked.arrived, "upload")
+        self.compute.wait(parked.arrived, "upload")  # wait: it is on its way up
         return [place.read(parked.stretch.flat) for place in parked.places]
 
     def release(self, parked: Parked) -> None:
-        """What was computed so far has read it; the next one may come into its place."""
+        """What was computed so far has read it; another may come into its place."""
         assert parked.stretch is not None
         parked.stretch.free = self.compute.record()
         self._ask()
 
     def close(self) -> None:
+        """Free the memory; no transfer may be under way."""
         self._boundaries.close()
         self._graphs.close()
         self._drop_rings()
+
+
+Boundaries = OnDevice | Offload
