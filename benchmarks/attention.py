@@ -1,7 +1,6 @@
-"""Attention of rows of many lengths, forward and backward: the first time that a kernel meets a shape, and every other time.
-
-    python -m benchmarks.attention --heads 28 --shared-heads 4 --json out.json
-
+"""Attention of rows of many lengths, forward and backward: the first time that a kernel meets a
+shape, and every other time.
+python -m benchmarks.attention --heads 28 --shared-heads 4 --json out.json
 Causal, in bf16, on a CUDA device. Micro-batches have as many rows as fit their tokens.
 """
 
@@ -51,7 +50,8 @@ AGAIN = 4  # times; the best counts
 
 
 def random_inputs(rows: int, length: int, heads: tuple[int, int, int], size: int) -> list[Tensor]:
-    """Query, key and value [rows, heads, length, size], laid out as a layer's products leave them."""
+    """Query, key and value [rows, heads, length, size], laid out as a layer's products leave
+    them."""
     sizes = ((rows, length, count, size) for count in heads)
     return [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
@@ -104,7 +104,8 @@ def main() -> None:
     results = {name: measure(kernel, args) for name, kernel in KERNELS.items()}
     for name, result in results.items():
         print(
-            f"{name}: {result['first_s'] * 1e3:.1f} ms a new shape, {result['again_s'] * 1e3:.2f} ms one seen before; "
+            f"{name}: {result['first_s'] * 1e3:.1f} ms a new shape, "
+            f"{result['again_s'] * 1e3:.2f} ms one seen before; "
             f"host RAM +{result['host_bytes'] / MIB / len(args.lengths):.1f} MiB a shape"
         )
     if args.json:

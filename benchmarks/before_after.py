@@ -1,10 +1,10 @@
-"""Another checkout against this one, and `megatrain bench` against a loop of one's own, on this machine.
+"""Another checkout against this one, and `megatrain bench` against a loop of one's own.
 
     python -m benchmarks.before_after --before FOLDER --cases 7.6b-65k 7.6b-16k
 
-FOLDER holds the other checkout's package (`git archive COMMIT megatrain | tar x -C FOLDER`). The processes of a case
-run one after another, the other checkout's first and last, so that a drift of the machine shows. Prints a table and
-writes JSON.
+FOLDER holds the other checkout's package (`git archive COMMIT megatrain | tar x -C FOLDER`). The
+processes of a case run one after another, the other checkout's first and last, so that a drift of
+the machine shows. Prints a table and writes JSON.
 """
 
 from __future__ import annotations

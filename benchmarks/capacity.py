@@ -1,8 +1,8 @@
-"""Models and contexts that need every tier: what the plan said of each, byte by byte, and what was measured.
-
-    python -m benchmarks.capacity --only 101b-16k
-
-Each run leaves a JSON in benchmarks/results/<date>-<machine>. A case that this machine cannot hold fails with the plan's own words.
+"""Models and contexts that need every tier: what the plan said of each, byte by byte, and what was
+measured.
+python -m benchmarks.capacity --only 101b-16k
+Each run leaves a JSON in benchmarks/results/<date>-<machine>. A case that this machine cannot hold
+fails with the plan's own words.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from benchmarks.systems import OURS
 from megatrain.machine.datasheets import peak_tflops
 from megatrain.machine.hardware import GIB
 
-HEADINGS = ("case", "parameters", "tokens/step", "context", "TFLOP/s", "with attention", "tokens/s", "s/step", "planned", "GPU GiB",
-            "planned", "host GiB", "planned", "disk GiB", "bound by", "loss", "measured on")  # fmt: skip
+HEADINGS = (
+    *("case", "parameters", "tokens/step", "context", "TFLOP/s", "with attention", "tokens/s"),
+    *("s/step", "planned", "GPU GiB", "planned", "host GiB", "planned", "disk GiB"),
+    *("bound by", "loss", "measured on"),
+)
 
 
 def main() -> None:

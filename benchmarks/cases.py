@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """One training step. `overrides` are keys of our config; other systems cannot honour them and leave such a case out."""
+    """One training step. `overrides` are keys of our config; other systems cannot honour them and
+    leave such a case out."""
 
     name: str
     model: str  # a shape of `megatrain bench`, or a model folder
@@ -21,7 +22,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """What a case is to reach: TFLOP/s, a share of the step's time, or how many times another case's figure."""
+    """What a case is to reach: TFLOP/s, a share of the step's time, or how many times another
+    case's figure."""
 
     case: str
     words: str
@@ -59,7 +61,8 @@ CASES: Mapping[str, Case] = {
     )
 }
 
-# Five bytes a parameter: 43B in 251 GiB of RAM. The embedding is tied, since one that is only looked up counts in 6 x parameters x tokens
+# Five bytes a parameter: 43B in 251 GiB of RAM. The embedding is tied, since one that is only
+# looked up counts in 6 x parameters x tokens
 # and takes no time: of few layers that would be 7% of the rate.
 DEPTH = (
     *STREAMED_ONLY,
@@ -181,5 +184,6 @@ TARGETS = (
 
 
 def sweep_case(model: str, tokens: int) -> Case:
-    """One point of the sweep over tokens per step, in sequences of 1024 or, below that, of all the step's tokens."""
+    """One point of the sweep over tokens per step, in sequences of 1024 or, below that, of all the
+    step's tokens."""
     return Case(f"sweep-{model}-{tokens}", model, tokens, seq_len=min(1024, tokens))

@@ -1,9 +1,8 @@
 """Ours and its peers, one after another in fresh processes on this machine.
-
-    python -m benchmarks.compare --cases 1.8b-16k 7.6b-65k --systems ours resident zero3
-
-Each run leaves a JSON in benchmarks/results/<date>-<machine>, also when it failed; a table of the fastest variants is printed at the end.
-DeepSpeed needs `pip install deepspeed ninja` and a C++ compiler besides.
+python -m benchmarks.compare --cases 1.8b-16k 7.6b-65k --systems ours resident zero3
+Each run leaves a JSON in benchmarks/results/<date>-<machine>, also when it failed; a table of the
+fastest variants is printed at the end. DeepSpeed needs `pip install deepspeed ninja` and a C++
+compiler besides.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ def measure(cases: Sequence[Case], args: argparse.Namespace) -> list[Record]:
             for run in runs_of(case, system, args.micro_batch_tokens, args.steps, args.warmup):
                 record = execute(run, args.limit, folder)
                 records.append(record)
-                print(
-                    f"{run.name}: {record.error or f'{record.tflops:.4g} TFLOP/s'} ({record.wall_s:.0f} s in all)",
-                    flush=True,
-                )
+                ended = record.error or f"{record.tflops:.4g} TFLOP/s"
+                print(f"{run.name}: {ended} ({record.wall_s:.0f} s in all)", flush=True)
     return records
 
 
@@ -89,7 +86,8 @@ def _cells(record: Record) -> str:
     result = record.result
     memory = (result["gpu_peak_bytes"], result["host_bytes"])
     gpu, host = ("-" if count is None else f"{count / GIB:.1f}" for count in memory)
-    return f"{result['step_s']:.2f} | {record.tflops:.3g} | {result['tokens_per_s']:,.0f} | {gpu} | {host}"
+    rates = f"{record.tflops:.3g} | {result['tokens_per_s']:,.0f}"
+    return f"{result['step_s']:.2f} | {rates} | {gpu} | {host}"
 
 
 if __name__ == "__main__":

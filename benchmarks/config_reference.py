@@ -128,7 +128,8 @@ def _other_names() -> str:
         [
             "## Names of other trainers",
             "",
-            "Accepted at the top level and inside `train`, with the values of those trainers. Names",
+            "Accepted at the top level and inside `train`, with the values of those trainers. "
+            "Names",
             "that cannot be honoured are refused with the key to use instead, never ignored.",
             "",
             "| key | also accepted |",

@@ -1,11 +1,13 @@
-"""A small real model on a CPU: the engine against a plain PyTorch loop, the same micro-batches, alternating in one process.
+r"""A small real model on a CPU: the engine against a plain PyTorch loop in one process.
 
-    python benchmarks/cpu_loop.py --model .cache/demo/SmolLM2-135M-Instruct.Q4_1.gguf --tokens 2048 --seq-len 256 --rounds 3 \
-        --settings retained=30 resident=32 --json out.json
+    python benchmarks/cpu_loop.py --model .cache/demo/SmolLM2-135M-Instruct.Q4_1.gguf \
+        --tokens 2048 --seq-len 256 --rounds 3 --settings retained=30 resident=32 --json out.json
 
-The plain loop is what one would write with care: transformers' model in the same dtype with the same attention, no activation
-checkpointing, cross-entropy a chunk of tokens at a time, clip_grad_norm_, fused torch.optim.AdamW on fp32 masters if the model is bfloat16.
-CPU seconds count all threads; the best of several steps is little disturbed by what else the cores do.
+Both train the same micro-batches, in turn. The plain loop is what one would write with care:
+transformers' model in the same dtype with the same attention, no activation checkpointing,
+cross-entropy a chunk of tokens at a time, clip_grad_norm_, fused torch.optim.AdamW on fp32 masters
+if the model is bfloat16. CPU seconds count all threads; the best of several steps is little
+disturbed by what else the cores do.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ class PlainLoop:
         return total
 
     def backward(self, hidden: Tensor, labels: Tensor, targets: int) -> float:
-        """Cross-entropy and its gradients from the final norm's output; returns this micro-batch's share of the mean loss."""
+        """Cross-entropy and its gradients from the final norm's output; returns this micro-batch's
+        share of the mean loss."""
         leaf, total = hidden.detach().requires_grad_(), 0.0
         rows, wanted = leaf[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         for part, expected in zip(rows.split(self.chunk), wanted.split(self.chunk), strict=True):
@@ -155,7 +158,8 @@ def micro_batches(args: argparse.Namespace, vocabulary: int, step: int) -> list[
 
 
 def engine_step(engine: Engine, batches: list[Batch]) -> float:
-    """One optimizer step, its update included: it would otherwise run beside the other side's step."""
+    """One optimizer step, its update included: it would otherwise run beside the other side's
+    step."""
     loss = engine.train_step(batches).loss
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
@@ -168,12 +172,13 @@ def timed(step: Callable[[], float]) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "loss": loss}
 
 
-# -- parts --------------------------------------------------------------------------------------------------------------------------
+# -- parts ---------------------------------------------------------------------------------------
 
 
 class Parts:
-    """CPU seconds by part. Those of the computing thread are of the whole process: they count PyTorch's threads, and the lanes' work
-    that happens to run beside; a lane's own seconds are of its thread alone, and are part of the others'."""
+    """CPU seconds by part. Those of the computing thread are of the whole process: they count
+    PyTorch's threads, and the lanes' work that happens to run beside; a lane's own seconds are of
+    its thread alone, and are part of the others'."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -248,11 +253,12 @@ def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     return dict(sorted(parts.seconds.items(), key=lambda item: -item[1]))
 
 
-# -- the comparison -----------------------------------------------------------------------------------------------------------------
+# -- the comparison ------------------------------------------------------------------------------
 
 
 def summary(records: list[dict[str, float]], tokens: int) -> dict[str, Any]:
-    """The best step: whatever else the machine does makes a step slower, in CPU seconds too, since cores share caches and memory."""
+    """The best step: whatever else the machine does makes a step slower, in CPU seconds too, since
+    cores share caches and memory."""
     cpu, wall = (min(record[clock] for record in records) for clock in ("cpu_s", "wall_s"))
     return {
         "cpu_s": cpu,
@@ -322,9 +328,8 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     for side in ("plain", "engine"):
         figures = report[side]
-        print(
-            f"{side:7} {figures['cpu_s']:8.2f} CPU s  {figures['wall_s']:8.2f} s  {figures['tokens_per_s']:8.1f} tokens/s"
-        )
+        times = f"{figures['cpu_s']:8.2f} CPU s  {figures['wall_s']:8.2f} s"
+        print(f"{side:7} {times}  {figures['tokens_per_s']:8.1f} tokens/s")
     print(
         "engine / plain: "
         + ", ".join(f"{key} {value:.3f}" for key, value in report["engine_over_plain"].items())

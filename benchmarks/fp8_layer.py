@@ -1,10 +1,10 @@
-"""One decoder layer of Qwen2.5-7B's shape, forward and backward: bf16 against fp8 products by policy.
-
-    python benchmarks/fp8_layer.py --rows 16 4 --json out.json
-
-Three tables: the bare products of the layer (what fp8 could give), quantising their operands (what it costs), and the whole layer. Its
-TFLOP/s = 6 x parameters x tokens / seconds of forward and backward; attention's own arithmetic is not counted. Errors are relative L2
-distances from the same layer in float32, on 2 rows.
+"""One decoder layer of Qwen2.5-7B's shape, forward and backward: bf16 against fp8 products by
+policy.
+python benchmarks/fp8_layer.py --rows 16 4 --json out.json
+Three tables: the bare products of the layer (what fp8 could give), quantising their operands (what
+it costs), and the whole layer. Its TFLOP/s = 6 x parameters x tokens / seconds of forward and
+backward; attention's own arithmetic is not counted. Errors are relative L2 distances from the same
+layer in float32, on 2 rows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[16],
-        help="micro-batches of so many rows; the first for the small tables too",
+        help="rows of a micro-batch; the first for the small tables too",
     )
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument(
@@ -85,9 +85,14 @@ def arguments() -> argparse.Namespace:
 def layer_config(hidden: int) -> Any:
     heads = hidden // 128
     config = transformers.Qwen2Config(
-        hidden_size=hidden, intermediate_size=hidden * 37 // 7, num_attention_heads=heads, num_key_value_heads=heads // 7,
-        num_hidden_layers=1, vocab_size=128, max_position_embeddings=32768,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=hidden * 37 // 7,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 7,
+        num_hidden_layers=1,
+        vocab_size=128,
+        max_position_embeddings=32768,
+    )
     config._attn_implementation = "sdpa"
     return config
 
@@ -128,7 +133,7 @@ def show(title: str, records: Iterator[dict[str, Any]]) -> Records:
     return kept
 
 
-# -- the small tables ---------------------------------------------------------------------------------------------------------------
+# -- the small tables ----------------------------------------------------------------------------
 
 
 def products(layer: nn.Module, tokens: int, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -170,7 +175,8 @@ def products(layer: nn.Module, tokens: int, device: torch.device) -> Iterator[di
 def quantising(
     config: Any, tokens: int, device: torch.device, compiled: bool
 ) -> Iterator[dict[str, Any]]:
-    """Quantising activations and weights by rows and, transposed, by columns; GB/s counts one read in bf16 and one write in fp8."""
+    """Quantising activations and weights by rows and, transposed, by columns; GB/s counts one read
+    in bf16 and one write in fp8."""
     run = torch.compile(quantize) if compiled else quantize
     hidden, wide = config.hidden_size, config.intermediate_size
     for rows, columns in ((tokens, hidden), (tokens, wide), (wide, hidden)):
@@ -186,7 +192,7 @@ def quantising(
             }
 
 
-# -- the layer ----------------------------------------------------------------------------------------------------------------------
+# -- the layer -----------------------------------------------------------------------------------
 
 
 class Case:
@@ -245,17 +251,20 @@ def whole_layers(
             variant.compile(dynamic=False)
         for rows in args.rows:
             case, tokens = Case(variant, config, rows, args.seq_len, device), rows * args.seq_len
-            forward_ms, both_ms = (
-                milliseconds(case.forward, device),
-                milliseconds(case.forward_backward, device),
-            )
+            forward_ms = milliseconds(case.forward, device)
+            both_ms = milliseconds(case.forward_backward, device)
             yield {
-                "variant": name, "tokens": tokens, "forward_ms": forward_ms, "forward_backward_ms": both_ms,
+                "variant": name,
+                "tokens": tokens,
+                "forward_ms": forward_ms,
+                "forward_backward_ms": both_ms,
                 "tflops": 6 * parameters * tokens / both_ms / 1e9,
                 "tflops_recomputed": 6 * parameters * tokens / (forward_ms + both_ms) / 1e9,
-                "saved_mib": case.saved_bytes / 2**20, "output_error": errors[0], "grad_input_error": errors[1],
+                "saved_mib": case.saved_bytes / 2**20,
+                "output_error": errors[0],
+                "grad_input_error": errors[1],
                 "grad_weight_error": statistics.median(errors[2:]),
-            }  # fmt: skip
+            }
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""What benchmarks/goldens.py records: families, modes, optimizers, runs, and the plans that it asks for."""
+"""What benchmarks/goldens.py records: families, modes, optimizers, runs, and the plans that it asks
+for."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def plan_cases() -> Iterator[tuple[str, list[str]]]:
-    """(name, what follows `megatrain plan`): named shapes, single features, then every case of plan_cases.py."""
+    """(name, what follows `megatrain plan`): named shapes, single features, then every case of
+    plan_cases.py."""
     scratch = os.environ["GOLDENS_SCRATCH"]
     for model in (
         *(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "7b", "14b", "32b")),

@@ -1,17 +1,20 @@
-"""Two checkouts held against each other, bit for bit: losses, norms, every array, every checkpoint, every plan.
+"""Two checkouts held against each other, bit for bit: losses, arrays, checkpoints and plans.
 
     make goldens                                         # the working tree against the commit below
-    python -m benchmarks.goldens --against d89c17a       # the same, any commit, or a folder that holds the package
+    # the same, any commit, or a folder that holds the package
+    python -m benchmarks.goldens --against d89c17a
     python -m benchmarks.goldens --parts engines runs --device cuda
 
-Bits depend on processor, thread count and PyTorch release. So no digest is stored in the repository: both sides are
-recorded on one machine, each in a process of its own, with one thread and PyTorch's deterministic algorithms. What was
-recorded of a commit is kept in `.cache/goldens` and used again.
+Bits depend on processor, thread count and PyTorch release. So no digest is stored in the
+repository: both sides are recorded on one machine, each in a process of its own, with one thread
+and PyTorch's deterministic algorithms. What was recorded of a commit is kept in `.cache/goldens`
+and used again.
 
-Parts: `engines` trains tiny models of many families in many modes, optimizers and precisions, and digests losses, norms
-and every array of the store; `runs` trains through the command line and digests metrics and checkpoints; `plans` asks
-`megatrain plan --json` about known GPUs, for the configurations of plan_cases.py and for named shapes; `schema` lists the
-config's keys. Exits 1 and lists what differs, if anything does.
+Parts: `engines` trains tiny models of many families in many modes, optimizers and precisions, and
+digests losses, norms and every array of the store; `runs` trains through the command line and
+digests metrics and checkpoints; `plans` asks `megatrain plan --json` about known GPUs, for the
+configurations of plan_cases.py and for named shapes; `schema` lists the config's keys. Exits 1 and
+lists what differs, if anything does.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ PROCESS_BYTES = (
     450 << 20
 )  # what a process is taken to hold when it plans: the true figure is never the same twice
 
-# What a later commit removed or renamed on purpose; everything else has to be equal. Fields of plans and of the config.
+# What a later commit removed or renamed on purpose; everything else has to be equal. Fields of
+# plans and of the config.
 REMOVED = {"nvme_activations", "beta2_decay", "clip_threshold", "largest_group"}
 RENAMED = {"offload": "offload_activations"}  # before -> now
 # Words for readers, which may be rewritten: what they are about is compared, they are not.
@@ -50,7 +54,7 @@ WORDS = {"reasons", "why", "cost"}
 EXPLAINED = {("choices / layer_chunk_tokens", 0, None)}  # whole layers have one value in Python
 
 
-# -- recording, in a process that imports one of the two packages -------------------------------------------------------------
+# -- recording, in a process that imports one of the two packages --------------------------------
 
 
 def record(parts: Iterable[str], device: str) -> dict[str, Any]:
@@ -83,7 +87,8 @@ def record_engines(device: str) -> Iterator[tuple[str, Any]]:
 
 
 def trained(engine: Any, steps: int = 3) -> dict[str, Any]:
-    """Losses and norms as exact text, and a digest of each array of each block that outlives a step."""
+    """Losses and norms as exact text, and a digest of each array of each block that outlives a
+    step."""
     results = [engine.train_step(batches(step), lr=1e-3 * (step + 1)) for step in range(steps)]
     found = {
         "losses": [r.loss.hex() for r in results],
@@ -117,7 +122,7 @@ def batches(step: int) -> list[dict[str, Any]]:
     return made
 
 
-# -- through the command line -------------------------------------------------------------------------------------------------
+# -- through the command line --------------------------------------------------------------------
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -226,11 +231,12 @@ def record_schema(device: str) -> Iterator[tuple[str, Any]]:
         yield section, dict.fromkeys(node.get("properties", {}), "a key")
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------------
+# -- comparing -----------------------------------------------------------------------------------
 
 
 def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """One line for each place where two recordings differ, but for what was removed or renamed on purpose."""
+    """One line for each place where two recordings differ, but for what was removed or renamed on
+    purpose."""
     if isinstance(before, dict) and isinstance(now, dict):
         before = {
             RENAMED.get(key, key): value for key, value in before.items() if key not in REMOVED
@@ -265,15 +271,21 @@ def explained(before: Any, now: Any, where: str) -> bool:
 def recording(
     package: Path, parts: Sequence[str], device: str, kept_as: Path | None
 ) -> dict[str, Any]:
-    """What the package in this folder does, recorded in a process of its own or read from an earlier recording."""
+    """What the package in this folder does, recorded in a process of its own or read from an
+    earlier recording."""
     if kept_as is not None and kept_as.is_file():
         return dict(json.loads(kept_as.read_text()))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "recorded.json"
         environment = {
-            **os.environ, "PYTHONPATH": str(package), "GOLDENS_SCRATCH": scratch, "OMP_NUM_THREADS": "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONPATH": str(package),
+            "GOLDENS_SCRATCH": scratch,
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "TQDM_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         arguments = [
             sys.executable,
             __file__,
@@ -332,9 +344,8 @@ def main() -> int:
     found = [*differences(before, now)]
     for line in found:
         print(line)
-    print(
-        f"{len(now)} recordings on {given.device}: {f'{len(found)} differences' if found else 'all equal'}"
-    )
+    result = f"{len(found)} differences" if found else "all equal"
+    print(f"{len(now)} recordings on {given.device}: {result}")
     return 1 if found else 0
 
 

@@ -1,10 +1,13 @@
-"""Time of the LM head, forward and backward with loss, by variant and chunk size, against its matrix products alone.
+r"""Time of the LM head, forward and backward with loss, against its matrix products alone.
 
-    python benchmarks/head.py --tokens 65536 --hidden 3584 --vocabulary 152064 --chunks 2048 4096 8192 16384 --json out.json
-    python benchmarks/head.py --device cpu --tokens 1024 --hidden 576 --vocabulary 49152 --chunks 512 --variants products before eager
+    python benchmarks/head.py --tokens 65536 --hidden 3584 --vocabulary 152064 \
+        --chunks 2048 4096 8192 16384 --json out.json
+    python benchmarks/head.py --device cpu --tokens 1024 --hidden 576 --vocabulary 49152 \
+        --chunks 512 --variants products before eager
 
-Final norm and an untied linear head with random weights. Every variant adds the weight's gradient to the same kind of fp32 sum; the column
-"error" is the relative distance of that sum from the first variant's that has one.
+By variant and chunk size. Final norm and an untied linear head with random weights. Every variant
+adds the weight's gradient to the same kind of fp32 sum; the column "error" is the relative distance
+of that sum from the first variant's that has one.
 """
 
 from __future__ import annotations
@@ -68,11 +71,12 @@ class Problem:
         )
 
 
-# -- variants -----------------------------------------------------------------------------------------------------------------------
+# -- variants ------------------------------------------------------------------------------------
 
 
 def products(problem: Problem, chunk: int) -> None:
-    """The three matrix products of every chunk, and nothing else: what the head would take at best."""
+    """The three matrix products of every chunk, and nothing else: what the head would take at
+    best."""
     weight = problem.parameters[1].detach()
     for rows in problem.hidden.split(chunk):
         logits = rows @ weight.T
@@ -81,7 +85,8 @@ def products(problem: Problem, chunk: int) -> None:
 
 
 class FirstLogprobs(torch.autograd.Function):
-    """Log-probabilities as they were first built: softmax in fp32, twice, into a second array of the logits' size."""
+    """Log-probabilities as they were first built: softmax in fp32, twice, into a second array of
+    the logits' size."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -129,11 +134,12 @@ VARIANTS: dict[str, Callable[[Problem, int], None]] = {
 }
 
 
-# -- the embedding ------------------------------------------------------------------------------------------------------------------
+# -- the embedding -------------------------------------------------------------------------------
 
 
 def embedding_dense(total: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """The embedding's gradient as autograd makes it, a whole weight of mostly zeros, added to the fp32 sum."""
+    """The embedding's gradient as autograd makes it, a whole weight of mostly zeros, added to the
+    fp32 sum."""
     total.add_(torch.ops.aten.embedding_dense_backward(grad, ids, len(total), -1, False))
 
 
@@ -145,11 +151,12 @@ def embedding_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
 EMBEDDINGS = {"embedding, dense": embedding_dense, "embedding, rows": embedding_rows}
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """The best of `repeats`, after one to warm up. On a CPU, whose cores other programs use too, seconds of all threads' own time."""
+    """The best of `repeats`, after one to warm up. On a CPU, whose cores other programs use too,
+    seconds of all threads' own time."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     times = []
     for _ in range(repeats + 1):

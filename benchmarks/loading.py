@@ -1,9 +1,8 @@
-"""How fast a model comes from the disk and goes back: checkpoint, resume, export and loading, beside what the disk itself does.
-
-    python -m benchmarks.loading --model qwen2.5-7b --folder /scratch --json out.json
-
-Random weights through the engine of `megatrain train`. Bytes are those of the tensors; the page cache is dropped before each read. Peaks of
-host RAM show that no second copy is made.
+"""How fast a model comes from the disk and goes back: checkpoint, resume, export and loading,
+beside what the disk itself does.
+python -m benchmarks.loading --model qwen2.5-7b --folder /scratch --json out.json
+Random weights through the engine of `megatrain train`. Bytes are those of the tensors; the page
+cache is dropped before each read. Peaks of host RAM show that no second copy is made.
 """
 
 from __future__ import annotations
@@ -133,16 +132,18 @@ def forget(folder: Path) -> None:
 def table(report: dict[str, Any]) -> list[str]:
     """Markdown rows."""
     disk = report["disk"]
+    rates = [disk[f"{way}_bytes_per_s"] / 1e9 for way in ("write", "read")]
     rows = [
-        f"{report['model']}, {report['parameters']:,} parameters; the disk writes {disk['write_bytes_per_s'] / 1e9:.2f} GB/s and reads "
-        f"{disk['read_bytes_per_s'] / 1e9:.2f}; host RAM before: {report['host_bytes_before'] / GIB:.2f} GiB",
+        f"{report['model']}, {report['parameters']:,} parameters; "
+        f"the disk writes {rates[0]:.2f} GB/s and reads {rates[1]:.2f}; "
+        f"host RAM before: {report['host_bytes_before'] / GIB:.2f} GiB",
         "",
         "| what | GB | s | GB/s | host GiB, peak |",
         "|---|---|---|---|---|",
     ]
     return rows + [
-        f"| {way['name']} | {way['bytes'] / 1e9:.1f} | {way['seconds']:.1f} | {way['bytes_per_s'] / 1e9:.2f} | "
-        f"{way['host_bytes'] / GIB:.2f} |"
+        f"| {way['name']} | {way['bytes'] / 1e9:.1f} | {way['seconds']:.1f} "
+        f"| {way['bytes_per_s'] / 1e9:.2f} | {way['host_bytes'] / GIB:.2f} |"
         for way in report["ways"]
     ]
 

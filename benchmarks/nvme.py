@@ -1,9 +1,9 @@
-"""Training with arrays on NVMe: what the drive moves, alone and beside a step, against what it can; and what the computation waits for.
-
-    python -m benchmarks.nvme --model qwen2.5-7b --folder /scratch --json out.json memory.nvme_blocks=28
-
-Random weights and tokens through the engine of `megatrain train`. The drive is measured first, with the same pieces and threads as `doctor`
-uses. Bytes are the plan's: what an update reads and writes, and what sweeps read.
+"""Training with arrays on NVMe: what the drive moves, alone and beside a step, against what it can;
+and what the computation waits for.
+python -m benchmarks.nvme --model qwen2.5-7b --folder /scratch --json out.json memory.nvme_blocks=28
+Random weights and tokens through the engine of `megatrain train`. The drive is measured first, with
+the same pieces and threads as `doctor` uses. Bytes are the plan's: what an update reads and writes,
+and what sweeps read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def main() -> None:
 def measure(
     model: str, layers: int | None, folder: Path, steps: int, overrides: list[str]
 ) -> dict[str, Any]:
-    """Rates of the drive alone, of an update that nothing runs beside, and of whole steps; stalls of those."""
+    """Rates of the drive alone, of an update that nothing runs beside, and of whole steps; stalls
+    of those."""
     quiet_libraries()
     folder.mkdir(parents=True, exist_ok=True)
     write, read = disk_rates(folder)
@@ -121,21 +122,20 @@ def table(report: dict[str, Any]) -> list[str]:
     """What was found, for people."""
     disk, moved = report["disk"], report["bytes_read"] + report["bytes_written"]
     alone = report["update_alone_s"]
+    rates = [disk[f"{way}_bytes_per_s"] / 1e9 for way in ("write", "read")]
+    read, written = report["bytes_read"] / 1e9, report["bytes_written"] / 1e9
     rows = [
         f"{report['model']}, {report['parameters']:,} parameters, {report['choices']}",
-        f"the drive writes {disk['write_bytes_per_s'] / 1e9:.2f} GB/s and reads {disk['read_bytes_per_s'] / 1e9:.2f}; a step reads "
-        f"{report['bytes_read'] / 1e9:.2f} GB and writes {report['bytes_written'] / 1e9:.2f}: {report['drive_s']:.2f} s at these rates",
+        f"the drive writes {rates[0]:.2f} GB/s and reads {rates[1]:.2f}; a step reads "
+        f"{read:.2f} GB and writes {written:.2f}: {report['drive_s']:.2f} s at these rates",
     ]
     if alone is not None:
-        rows.append(
-            f"an update alone: {alone:.2f} s, {moved / alone / 1e9:.2f} GB/s, {report['drive_s'] / alone:.0%} of the drive's limit"
-        )
+        share = f"{report['drive_s'] / alone:.0%} of the drive's limit"
+        rows.append(f"an update alone: {alone:.2f} s, {moved / alone / 1e9:.2f} GB/s, {share}")
     rows.append(f"a step: predicted {report['predicted_step_s']:.2f} s")
     for number, one in enumerate(report["steps"]):
-        busy = f"{moved / one['seconds'] / 1e9:.2f} GB/s"
-        rows.append(
-            f"step {number + 1}: {one['seconds']:.2f} s, {busy}, {time_in_words(StepTime(**one['time']))}"
-        )
+        busy, parts = moved / one["seconds"] / 1e9, time_in_words(StepTime(**one["time"]))
+        rows.append(f"step {number + 1}: {one['seconds']:.2f} s, {busy:.2f} GB/s, {parts}")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own around `Engine.from_config(..., settings="auto")`, as ten lines of Python: what it reaches beside `megatrain bench`.
+"""A loop of one's own around `Engine.from_config(..., settings="auto")`, beside `megatrain bench`.
 
 python -m benchmarks.own_loop --model qwen2.5-7b --tokens-per-step 65536 --seq-len 1024
 """

@@ -1,8 +1,9 @@
-"""What lies in a GPU's memory at the worst moment of a step, by the line of code that asked for it, beside what the plan says.
-
-    python -m benchmarks.peak qwen2.5-7b --layers 3 train.tokens_per_step=16384 memory.resident=0 train.retained=0
-
-Of a compiled model the lines are those of the code that inductor wrote: what decides a layer's working set (decision 0030).
+"""What lies in a GPU's memory at the worst moment of a step, by the line of code that asked for it,
+beside what the plan says.
+python -m benchmarks.peak qwen2.5-7b --layers 3 train.tokens_per_step=16384 memory.resident=0
+train.retained=0
+Of a compiled model the lines are those of the code that inductor wrote: what decides a layer's
+working set (decision 0030).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
         raise SystemExit(
-            "error: this machine has no CUDA device, whose allocator keeps the record that this script reads"
+            "error: this machine has no CUDA device, whose allocator keeps the record that this "
+            "script reads"
         )
     report = measure(args.model, args.layers, args.overrides, args.steps)
     print("\n".join(table(report)))
@@ -54,7 +56,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(model: str, layers: int | None, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Peaks of every step, what the plan says, and what was alive at the peak of the last step beyond what was there before it."""
+    """Peaks of every step, what the plan says, and what was alive at the peak of the last step
+    beyond what was there before it."""
     quiet_libraries()
     config = bench_config(model, overrides)
     parts = prepare_shape(config, layers)
@@ -92,7 +95,8 @@ def measure(model: str, layers: int | None, overrides: list[str], steps: int) ->
 
 
 def alive_at_the_peak(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """(bytes, how many) by where they were asked for, the largest first: what was given out and not yet back at the worst moment."""
+    """(bytes, how many) by where they were asked for, the largest first: what was given out and not
+    yet back at the worst moment."""
     live: dict[int, Mapping[str, Any]] = {}
     now, most, at_most = 0, 0, {}
     for event in events:
@@ -126,7 +130,8 @@ def table(report: Mapping[str, Any]) -> list[str]:
     planned, last = report["planned"], report["steps"][-1]
     sets = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in planned["working_sets"].items())
     return [
-        f"allocated at the peak: {last['peak'] / MIB:,.0f} MiB, planned {planned['allocated'] / MIB:,.0f} (working sets: {sets})",
+        f"allocated at the peak: {last['peak'] / MIB:,.0f} MiB, "
+        f"planned {planned['allocated'] / MIB:,.0f} (working sets: {sets})",
         f"there before the step: {last['before'] / MIB:,.0f} MiB; then, at the peak:",
         *(
             f"{row['bytes'] / MIB:10,.1f} MiB in {row['count']:4}  {row['where']}"

@@ -1,4 +1,5 @@
-"""The configurations that benchmarks/plan_check.py holds the plan to: families, sizes, precisions, dials, limits."""
+"""The configurations that benchmarks/plan_check.py holds the plan to: families, sizes, precisions,
+dials, limits."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One run with random weights, of Qwen2's layers (biases in attention, 128 wide heads) unless another family is named."""
+    """One run with random weights, of Qwen2's layers (biases in attention, 128 wide heads) unless
+    another family is named."""
 
     hidden: int
     layers: int

@@ -1,4 +1,5 @@
-"""A line chart as SVG: a logarithmic axis across, a linear one up, readable on light and dark pages."""
+"""A line chart as SVG: a logarithmic axis across, a linear one up, readable on light and dark
+pages."""
 
 from __future__ import annotations
 
@@ -10,14 +11,19 @@ from html import escape
 WIDTH, HEIGHT = 760, 430
 LEFT, RIGHT, TOP, BOTTOM = 64, 250, 60, 56  # margins; the legend stands in the right one
 STYLE = """
-text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
-.title { font-size: 14px; font-weight: 600 } .faint { fill: #59636e } .page { fill: #ffffff } .grid { stroke: #d1d9e0 }
-.s0 { --c: #0969da } .s1 { --c: #57606a } .s2 { --c: #bf3989 } .s3 { --c: #bc4c00 } .s4 { --c: #1a7f37 } .s5 { --c: #8250df }
+text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; \
+fill: #1f2328 }
+.title { font-size: 14px; font-weight: 600 } .faint { fill: #59636e } \
+.page { fill: #ffffff } .grid { stroke: #d1d9e0 }
+.s0 { --c: #0969da } .s1 { --c: #57606a } .s2 { --c: #bf3989 } .s3 { --c: #bc4c00 } \
+.s4 { --c: #1a7f37 } .s5 { --c: #8250df }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc } .faint { fill: #9198a1 } .page { fill: #0d1117 } .grid { stroke: #3d444d }
-  .s0 { --c: #4493f8 } .s1 { --c: #9198a1 } .s2 { --c: #f778ba } .s3 { --c: #db6d28 } .s4 { --c: #3fb950 } .s5 { --c: #ab7df8 }
+  .s0 { --c: #4493f8 } .s1 { --c: #9198a1 } .s2 { --c: #f778ba } .s3 { --c: #db6d28 } \
+.s4 { --c: #3fb950 } .s5 { --c: #ab7df8 }
 }
-.line { fill: none; stroke: var(--c); stroke-width: 2 } .limit { stroke-dasharray: 5 4; stroke-width: 1.5 } .dot { fill: var(--c) }
+.line { fill: none; stroke: var(--c); stroke-width: 2 } \
+.limit { stroke-dasharray: 5 4; stroke-width: 1.5 } .dot { fill: var(--c) }
 """
 COLOURS = 6
 
@@ -49,7 +55,8 @@ class Axes:
 def chart(title: str, x_title: str, y_title: str, axes: Axes, series: Sequence[Series]) -> str:
     """The whole SVG document."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">',
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>',
         _text(LEFT, 24, title, "title"),
@@ -92,18 +99,21 @@ def _line(axes: Axes, series: Series) -> list[str]:
 
 
 def _dot(x: float, y: float, label: str) -> str:
-    return f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{escape(label)}</title></circle>'
+    circle = f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
+    return f"{circle}<title>{escape(label)}</title></circle>"
 
 
 def _legend(y: float, series: Series) -> list[str]:
     left = WIDTH - RIGHT + 16
-    line = f'<line class="line{" limit" if series.limit else ""}" x1="{left}" y1="{y}" x2="{left + 22}" y2="{y}"/>'
+    kind = "line limit" if series.limit else "line"
+    line = f'<line class="{kind}" x1="{left}" y1="{y}" x2="{left + 22}" y2="{y}"/>'
     dot = [] if series.limit else [_dot(left + 11, y, series.name)]
     return [line, *dot, _text(left + 30, y + 4, series.name)]
 
 
 def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+    start = f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">'
+    return f"{start}{escape(words)}</text>"
 
 
 def _short(tokens: float) -> str:

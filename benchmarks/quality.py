@@ -1,12 +1,13 @@
-"""What smaller numbers cost in loss: the same model on the same rows, trained step by step with each variant.
+"""What smaller numbers cost in loss: the same model on the same rows, trained with each variant.
 
     python benchmarks/quality.py --json out.json train.max_steps=100
     python benchmarks/quality.py --variants bfloat16 int8-activations int4-activations
     python benchmarks/quality.py --variants bfloat16 bf16-moments --config my.yaml device=cuda
 
-The config is that of `make demo` unless another is named, and any key can be set after it. Every variant starts from the same weights and
-sees the same batches. Prints how far mean training loss, held-out loss before and after, and any single step's loss are from the first
-variant's, and writes all losses as JSON. On the CPU fp8 products are emulated: right, and slow.
+The config is that of `make demo` unless another is named, and any key can be set after it. Every
+variant starts from the same weights and sees the same batches. Prints how far mean training loss,
+held-out loss before and after, and any single step's loss are from the first variant's, and writes
+all losses as JSON. On the CPU fp8 products are emulated: right, and slow.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from megatrain.settings import Settings
 
 @dataclass(frozen=True)
 class Variant:
-    """What is different: keys of the config, fp8 products by a policy, or how layers' inputs are kept; all layers are recomputed."""
+    """What is different: keys of the config, fp8 products by a policy, or how layers' inputs are
+    kept; all layers are recomputed."""
 
     overrides: dict[str, object] = field(default_factory=dict)
     policy: Fp8Policy | None = None
@@ -71,7 +73,8 @@ VARIANTS = {
 
 @dataclass
 class Watched:
-    """A codec, and how far from what was kept it is: the relative error of every boundary, in the order of their keeping."""
+    """A codec, and how far from what was kept it is: the relative error of every boundary, in the
+    order of their keeping."""
 
     codec: GroupScaled
     errors: list[float] = field(default_factory=list)
@@ -184,10 +187,8 @@ def train(
             seconds.append(time.perf_counter() - started)
             if watched is not None:
                 boundaries.codec = watched.codec  # one step has shown enough
-            print(
-                f"{name} step {step}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s",
-                flush=True,
-            )
+            found = f"loss {result.loss:.4f}, norm {result.grad_norm:.3f}, {seconds[-1]:.2f} s"
+            print(f"{name} step {step}: {found}", flush=True)
         after = evaluate()
         width = engine.anatomy.hidden_size
     return {
@@ -205,7 +206,8 @@ def train(
 
 
 def compare(results: dict[str, dict[str, Any]]) -> None:
-    """Print every variant's losses and their distance from the first variant's, in percent, and note the distances in the results."""
+    """Print every variant's losses and their distance from the first variant's, in percent, and
+    note the distances in the results."""
     reference = next(iter(results.values()))
     columns = ("mean_loss", "held_out_before", "held_out_after")
     print("\n" + " " * 24 + "".join(f"{column:>20}" for column in (*columns, "largest_of_a_step")))

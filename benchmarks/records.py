@@ -1,4 +1,5 @@
-"""What a run gave, as a file: the command, the machine, and the figures or why there are none. One JSON a run, raw figures inside."""
+"""What a run gave, as a file: the command, the machine, and the figures or why there are none. One
+JSON a run, raw figures inside."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Record:
-    """One run's outcome. `result` has at least step_s, tokens_per_s, tflops, gpu_peak_bytes, host_bytes, unless there is an `error`."""
+    """One run's outcome. `result` has at least step_s, tokens_per_s, tflops, gpu_peak_bytes,
+    host_bytes, unless there is an `error`."""
 
     case: str
     system: str
@@ -43,7 +45,8 @@ class Record:
 
 
 def execute(run: Run, limit_s: float, folder: Path) -> Record:
-    """Run it in a process of its own, write its record to `folder`, and return it. The log of one that fails stays beside it."""
+    """Run it in a process of its own, write its record to `folder`, and return it. The log of one
+    that fails stays beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     figures, log = folder / f"{run.name}.figures", folder / f"{run.name}.log"
     started = time.perf_counter()
@@ -71,7 +74,8 @@ def execute(run: Run, limit_s: float, folder: Path) -> Record:
 
 
 def _wait(run: Run, limit_s: float, figures: Path, log: Path) -> int | None:
-    """The exit code; None if it was stopped at the limit, with all processes that it had started. Figures are in `figures`."""
+    """The exit code; None if it was stopped at the limit, with all processes that it had started.
+    Figures are in `figures`."""
     command = [sys.executable, *run.arguments]
     if run.system != OURS:
         command += ["--json", str(figures.absolute())]
@@ -109,7 +113,8 @@ def machine() -> str:
     """This machine in words."""
     hardware = read_hardware(ROOT)
     where = hardware.gpu.name if hardware.gpu else "CPU"
-    return f"{where}, {hardware.physical_cores} cores, {hardware.host_total_bytes / GIB:.0f} GiB of RAM"
+    ram = f"{hardware.host_total_bytes / GIB:.0f} GiB of RAM"
+    return f"{where}, {hardware.physical_cores} cores, {ram}"
 
 
 def new_folder() -> Path:
@@ -119,7 +124,8 @@ def new_folder() -> Path:
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
-    """All records under `folder`, oldest first. Other JSON files there, of scripts with figures of their own, are passed over."""
+    """All records under `folder`, oldest first. Other JSON files there, of scripts with figures of
+    their own, are passed over."""
     found = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
     ours = [
         data
@@ -131,7 +137,8 @@ def load(folder: Path = RESULTS) -> list[Record]:
 
 
 def latest(records: Iterable[Record], case: str, system: str) -> Record | None:
-    """The fastest variant of the newest day on which the system succeeded at the case; else its newest failure; None if never tried."""
+    """The fastest variant of the newest day on which the system succeeded at the case; else its
+    newest failure; None if never tried."""
     tried = [record for record in records if (record.case, record.system) == (case, system)]
     return max(
         tried, key=lambda record: (record.error is None, record.date, record.tflops), default=None

@@ -1,4 +1,5 @@
-"""The least time that a step can take when every weight streams and every update runs on the host; docs/performance.md derives it."""
+"""The least time that a step can take when every weight streams and every update runs on the host;
+docs/performance.md derives it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ H200 = Limits(flops=650e12, pcie=53e9, dram=150e9)  # PCIe 5 x16; a host of 16 c
 
 
 def step_s(parameters: int, tokens: int, limits: Limits, recomputed: float = 0.0) -> float:
-    """Seconds of a step of one group. `recomputed`: share of the layers whose forward pass backward repeats."""
+    """Seconds of a step of one group. `recomputed`: share of the layers whose forward pass backward
+    repeats."""
     weights = WEIGHT_BYTES * parameters / limits.pcie
     update = UPDATE_BYTES * parameters / limits.dram
     forward = max(FORWARD_FLOPS * parameters * tokens / limits.flops, weights, update)
@@ -33,5 +35,6 @@ def step_s(parameters: int, tokens: int, limits: Limits, recomputed: float = 0.0
 
 
 def tflops(parameters: int, tokens: int, limits: Limits, recomputed: float = 0.0) -> float:
-    """6 x parameters x tokens / step_s, in TFLOP/s. It does not depend on the number of parameters."""
+    """6 x parameters x tokens / step_s, in TFLOP/s. It does not depend on the number of
+    parameters."""
     return 6 * parameters * tokens / step_s(parameters, tokens, limits, recomputed) / 1e12

@@ -1,10 +1,11 @@
-"""Fine-tuning rows of many lengths: padded or sharing sequences, eager or compiled.
+"""Fine-tuning rows of many lengths: padded or packed into sequences, eager or compiled.
 
     python -m benchmarks.rows --model qwen2.5-7b --tokens 65536 --seq-len 2048 --json out.json
-    python -m benchmarks.rows --model tiny --tokens 2048 --seq-len 256 --variants padded packed device=cpu
+    python -m benchmarks.rows --model tiny --tokens 2048 --seq-len 256 --variants packed device=cpu
 
-Random weights, and rows of random tokens whose lengths are spread like those of instructions with their answers (log-normal, median 150).
-Every variant takes the same rows through the loader, the plan and the engine of `megatrain train`. Rates count real tokens, not padding.
+Random weights, and rows of random tokens whose lengths are spread like those of instructions with
+their answers (log-normal, median 150). Every variant takes the same rows through the loader, the
+plan and the engine of `megatrain train`. Rates count real tokens, not padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ SHORTEST, MEDIAN, SPREAD = 16, 150, 0.8  # tokens; standard deviation of the log
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows of random tokens, the second half of each its targets; the same tokens whenever a row is read."""
+    """Rows of random tokens, the second half of each its targets; the same tokens whenever a row is
+    read."""
 
     lengths: IndexArray
     vocabulary: int
@@ -66,7 +69,7 @@ class RandomRows:
 
 
 def rows_of(tokens: int, seq_len: int, vocabulary: int) -> RandomRows:
-    """Rows of so many tokens together, or a few more."""
+    """Rows of at least `tokens` tokens together."""
     generator, lengths = np.random.default_rng(0), np.zeros(0, np.int64)
     while lengths.sum() < tokens:
         drawn = generator.lognormal(np.log(MEDIAN), SPREAD, 256)
@@ -76,18 +79,13 @@ def rows_of(tokens: int, seq_len: int, vocabulary: int) -> RandomRows:
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Steps of one variant."""
-    sizes = (
-        f"train.tokens_per_step={args.tokens}",
-        f"train.seq_len={args.seq_len}",
-        f"train.max_steps={args.warmup + args.steps}",
-    )
-    config = bench_config(args.model, ["method=sft", *sizes, *VARIANTS[name], *args.overrides])
+    count = args.warmup + args.steps
+    sizes = {"tokens_per_step": args.tokens, "seq_len": args.seq_len, "max_steps": count}
+    keys = [f"train.{key}={value}" for key, value in sizes.items()]
+    config = bench_config(args.model, ["method=sft", *keys, *VARIANTS[name], *args.overrides])
     parts = prepare_shape(config, args.layers)
-    rows = rows_of(
-        args.tokens * (args.warmup + args.steps + 1),
-        args.seq_len,
-        parts.resolved.skeleton.anatomy.vocab_size,
-    )
+    vocabulary = parts.resolved.skeleton.anatomy.vocab_size
+    rows = rows_of(args.tokens * (count + 1), args.seq_len, vocabulary)
     packed = parts.resolved.packed_to
     loader_of = partial(
         Loader, rows, pad_id=0, pack_to=packed, seed=0, tokens_per_step=args.tokens, epochs=1
@@ -95,39 +93,25 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     known = knowing_rows(parts, loader_of(micro_batch_tokens=args.seq_len))
     plan = make_run_plan(known, checkpoints_written=0)
     plan.check()
+    loader = loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
     steps, computed = [], []
     with make_engine(parts, plan) as engine, GpuMeter(engine.device) as meter:
-        for number, batch in enumerate(
-            loader_of(micro_batch_tokens=plan.choices.micro_batch_tokens)
-        ):
-            if number == args.warmup + args.steps:
-                break
+        for number, batch in enumerate(islice(loader, count)):
             started = time.perf_counter()
             result = engine.train_step(batch.micro_batches, next_token, config.train.learning_rate)
-            steps.append(
-                {
-                    "seconds": time.perf_counter() - started,
-                    "tokens": batch.tokens,
-                    "loss": result.loss,
-                }
-            )
-            computed.append(
-                sum(micro["input_ids"].numel() for micro in batch.micro_batches) / batch.tokens
-            )
-            print(
-                f"{name} step {number}: {steps[-1]['seconds']:.3f} s, {len(batch.micro_batches)} micro-batches",
-                flush=True,
-            )
+            seconds = time.perf_counter() - started
+            steps.append({"seconds": seconds, "tokens": batch.tokens, "loss": result.loss})
+            tokens = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
+            computed.append(tokens / batch.tokens)
+            parts_of_it = f"{len(batch.micro_batches)} micro-batches"
+            print(f"{name} step {number}: {seconds:.3f} s, {parts_of_it}", flush=True)
         memory = {"gpu_peak_bytes": meter.peak_bytes(), "host_bytes": peak_host_bytes()}
         parameters = engine.anatomy.parameters
     rate = statistics.median(step["tokens"] / step["seconds"] for step in steps[args.warmup :])
-    figures = {
+    return {
         "tokens_per_s": rate,
         "tflops": 6 * parameters * rate / 1e12,
         "computed_per_token": statistics.fmean(computed),
-    }
-    return {
-        **figures,
         "choices": choices_in_words(plan),
         "plan": plan.to_dict(),
         "steps": steps,
@@ -135,24 +119,34 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="qwen2.5-7b", help="a shape of `megatrain bench`, or a model folder"
-    )
+def parse() -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    shape = "a shape of `megatrain bench`, or a model folder"
+    parser.add_argument("--model", default="qwen2.5-7b", help=shape)
     parser.add_argument("--layers", type=int, help="another depth than the model's own")
     parser.add_argument("--tokens", type=int, default=65536, help="real ones, per step")
-    parser.add_argument(
-        "--seq-len", type=int, default=2048, help="longest row, and what rows share"
-    )
+    longest = "longest row, and packed sequence"
+    parser.add_argument("--seq-len", type=int, default=2048, help=longest)
     parser.add_argument("--steps", type=int, default=6, help="measured")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args()
+    return parser.parse_intermixed_args()
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    gpu, rate = (
+        result["gpu_peak_bytes"],
+        f"{result['tokens_per_s']:>10,.0f}{result['tflops']:>9.3g}",
+    )
+    memory = f"{'-' if gpu is None else f'{gpu / GIB:.1f}':>9}{result['host_bytes'] / GIB:>9.1f}"
+    return f"{name:18}{rate}{result['computed_per_token']:>10.2f}{memory}"
+
+
+def main() -> None:
+    args = parse()
     results = {}
     for name in args.variants:
         results[name] = measure(args, name)
@@ -161,23 +155,13 @@ def main() -> None:
             torch.cuda.empty_cache()
     print(f"\n{'':18}{'tokens/s':>10}{'TFLOP/s':>9}{'computed':>10}{'GPU GiB':>9}{'host GiB':>9}")
     for name, result in results.items():
-        gpu = result["gpu_peak_bytes"]
-        memory = (
-            f"{'-' if gpu is None else f'{gpu / GIB:.1f}':>9}{result['host_bytes'] / GIB:>9.1f}"
-        )
-        print(
-            f"{name:18}{result['tokens_per_s']:>10,.0f}{result['tflops']:>9.3g}{result['computed_per_token']:>10.2f}{memory}"
-        )
+        print(row(name, result))
     if args.json:
         arguments = {key: value for key, value in vars(args).items() if key != "json"}
+        today = date.today().isoformat()
+        found = {"date": today, "arguments": arguments, "results": results}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps(
-                {"date": date.today().isoformat(), "arguments": arguments, "results": results},
-                indent=1,
-            )
-            + "\n"
-        )
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

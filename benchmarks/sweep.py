@@ -1,5 +1,5 @@
-"""Throughput over tokens per step, of ours and of its peers: the points of the plot in docs/performance.md.
-
+"""Throughput over tokens per step, of ours and of its peers: the points of the plot in
+docs/performance.md.
 python -m benchmarks.sweep --model qwen2.5-7b --systems ours bound zero3 --tokens 4096 16384 65536
 """
 

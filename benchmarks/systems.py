@@ -1,4 +1,5 @@
-"""How each system is started on a case: the command of a fresh process that leaves its figures as JSON."""
+"""How each system is started on a case: the command of a fresh process that leaves its figures as
+JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Peer:
-    """Another system: a module of benchmarks/peers, set up as its users would, but for the micro-batch, of which several are tried."""
+    """Another system: a module of benchmarks/peers, set up as its users would, but for the
+    micro-batch, of which several are tried."""
 
     module: str
     arguments: tuple[str, ...]
@@ -36,7 +38,8 @@ TITLES = {OURS: "MegaTrain"} | {name: peer.title for name, peer in PEERS.items()
 
 @dataclass(frozen=True)
 class Run:
-    """One process to start: `python` with these arguments. It prints its figures as JSON, or writes them to the file after `--json`."""
+    """One process to start: `python` with these arguments. It prints its figures as JSON, or writes
+    them to the file after `--json`."""
 
     case: Case
     system: str
@@ -69,7 +72,7 @@ def our_run(case: Case, steps: int, warmup: int) -> Run:
 
 
 def peer_run(case: Case, system: str, micro_batch_tokens: int, steps: int, warmup: int) -> Run:
-    """A peer with micro-batches of so many tokens, or of one row if that is more."""
+    """A peer with micro-batches of this many tokens, or of one row if that is more."""
     peer, rows = PEERS[system], max(1, micro_batch_tokens // case.seq_len)
     sizes = (
         "--tokens",
@@ -95,7 +98,8 @@ def peer_run(case: Case, system: str, micro_batch_tokens: int, steps: int, warmu
 def runs_of(
     case: Case, system: str, micro_batch_tokens: Sequence[int], steps: int, warmup: int
 ) -> list[Run]:
-    """All runs of a system on a case: one of ours; of a peer one for each micro-batch that is not larger than the step."""
+    """All runs of a system on a case: one of ours; of a peer one for each micro-batch that is not
+    larger than the step."""
     if system == OURS:
         return [our_run(case, steps, warmup)]
     if case.overrides:

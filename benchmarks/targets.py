@@ -1,8 +1,7 @@
 """The cases that have a target, through `megatrain bench`: what was wanted, and what was measured.
-
-    python -m benchmarks.targets --only 7.6b-65k 1.8b-16k
-
-Each run leaves a JSON in benchmarks/results/<date>-<machine>. A case that this machine cannot hold fails with the plan's own words.
+python -m benchmarks.targets --only 7.6b-65k 1.8b-16k
+Each run leaves a JSON in benchmarks/results/<date>-<machine>. A case that this machine cannot hold
+fails with the plan's own words.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def needed() -> list[str]:
 
 
 def table(targets: Sequence[Target], records: Sequence[Record]) -> list[str]:
-    """Markdown rows: each target, what was measured, and what the plan had said of that step's time."""
+    """Markdown rows: each target, what was measured, and what the plan had said of that step's
+    time."""
     rows = [
         "| case | wanted | measured | s/step | predicted | measured on |",
         "|---|---|---|---|---|---|",
@@ -65,7 +65,8 @@ def measured(target: Target, records: Sequence[Record]) -> str:
     value = reached(target, record, records)
     predicted = record.result.get("predicted", {}).get("step_s")
     seconds = f"{record.result['step_s']:.2f}", "-" if predicted is None else f"{predicted:.2f}"
-    return f"{NOT_YET if value is None else _in_words(target, value)} | {' | '.join(seconds)} | {record.date}, {record.machine}"
+    words = NOT_YET if value is None else _in_words(target, value)
+    return f"{words} | {' | '.join(seconds)} | {record.date}, {record.machine}"
 
 
 def reached(target: Target, record: Record, records: Sequence[Record]) -> float | None:

@@ -1,4 +1,5 @@
-"""What tests of commands share: the tiny setup of `tests/recipes/conftest.py`, and how to read what a run wrote."""
+"""What tests of commands share: the tiny setup of `tests/recipes/conftest.py`, and how to read what
+a run wrote."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import megatrain
-from megatrain.config.document import write_yaml
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -28,9 +29,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended."""
+    """What a command wrote."""
 
-    code: int
     out: str
     err: str
 
@@ -42,45 +42,39 @@ class Answer:
 Command = Callable[..., Answer]
 
 
+def conversation(question: str, answer: str) -> Row:
+    turns = {"user": question, "assistant": answer}
+    return {"messages": [{"role": role, "content": text} for role, text in turns.items()]}
+
+
 def chat_rows(count: int = ROWS) -> list[Row]:
     """Rows of unequal length: counting, with the row's number so that no two are equal."""
     draw, rows = random.Random(0), []
     for number in range(count):
         end = draw.randint(1, 9)
-        answer = " ".join(str(i) for i in range(1, end + 1))
-        rows.append(
-            {
-                "messages": [
-                    {"role": "user", "content": f"Count to {end}."},
-                    {"role": "assistant", "content": f"{answer} ({number})"},
-                ]
-            }
-        )
+        counted = " ".join(str(i) for i in range(1, end + 1))
+        rows.append(conversation(f"Count to {end}.", f"{counted} ({number})"))
     return rows
 
 
+CONFIG = """
+model: model
+data: {train: rows.jsonl, eval: 8}
+train:
+  {tokens_per_step: 256, seq_len: 64, max_steps: 10, learning_rate: 0.01, warmup: 2, eval_every: 5}
+checkpoint: {every: 5, keep: 2}
+threads: 1
+device: cpu
+output: run
+"""
+
+
 def make_project(folder: Path, model_dir: Path) -> Path:
-    """`model`, `rows.jsonl` and `cfg.yaml`: a run of 10 steps that is evaluated and saved every 5."""
+    """`model`, `rows.jsonl` and `cfg.yaml`: a run of 10 steps, evaluated and saved every 5."""
     folder.mkdir()
     (folder / "model").symlink_to(model_dir)
     write_jsonl(folder / "rows.jsonl", chat_rows())
-    config = {
-        "model": "model",
-        "data": {"train": "rows.jsonl", "eval": 8},
-        "train": {
-            "tokens_per_step": 256,
-            "seq_len": 64,
-            "max_steps": 10,
-            "learning_rate": 1e-2,
-            "warmup": 2,
-            "eval_every": 5,
-        },
-        "checkpoint": {"every": 5, "keep": 2},
-        "threads": 1,
-        "device": "cpu",
-        "output": "run",
-    }
-    (folder / "cfg.yaml").write_text(write_yaml(config))
+    (folder / "cfg.yaml").write_text(CONFIG)
     return folder
 
 
@@ -99,6 +93,12 @@ def steps_of(run_dir: Path) -> list[Row]:
 
 def evaluations_of(run_dir: Path) -> list[Row]:
     return [row for row in metrics_of(run_dir) if "eval_loss" in row]
+
+
+def files_of(run_dir: Path) -> dict[Path, int]:
+    """When each file of a run was written last, but for its lock and its log."""
+    files = (path for path in run_dir.rglob("*") if path.name not in (".lock", "train.log"))
+    return {path: path.stat().st_mtime_ns for path in files}
 
 
 def environment() -> dict[str, str]:
@@ -129,7 +129,8 @@ for line in sys.stdin:
 
 
 class Forker:
-    """Runs commands in processes of their own that need not import anything: they are forked from one that did, and never computed."""
+    """Runs commands in processes of their own that need not import anything: they are forked from
+    one that did, and never computed."""
 
     def __init__(self, token_cache: Path) -> None:
         self.process = subprocess.Popen(
@@ -141,7 +142,8 @@ class Forker:
         )
 
     def start(self, *arguments: str) -> int:
-        """Start a command in the current folder, its output going to forked.log there; returns its process id."""
+        """Start a command in the current folder, its output going to forked.log there; returns its
+        process id."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([str(Path.cwd()), arguments]) + "\n")
         self.process.stdin.flush()

@@ -8,6 +8,7 @@ from megatrain.machine.hardware import GIB, MIB, Gpu, Hardware
 from megatrain.planner.cost.shape import ModelShape, WorkingSet
 from megatrain.planner.cost.work import BlockCost, ModelCost, PassCost
 from megatrain.planner.job import Choices, Job
+from megatrain.planner.memory import Layout
 
 TOKENS = (1024, 2048, 4096, 8192, 16_384)
 
@@ -19,6 +20,19 @@ def line(per_token: int, fixed: int = 0) -> WorkingSet:
 def retained(bytes_per_token: int, layers: int) -> tuple[WorkingSet, ...]:
     """Graphs of equal layers, by their number."""
     return tuple(line(count * bytes_per_token) for count in range(layers + 1))
+
+
+def sizes(hidden: int, intermediate: int, heads: int, shared_heads: int) -> dict[str, int]:
+    """The keys of a Hugging Face config that make a layer."""
+    layer = {"hidden_size": hidden, "intermediate_size": intermediate}
+    return {**layer, "num_attention_heads": heads, "num_key_value_heads": shared_heads}
+
+
+QWEN_SIZES = {
+    "1.8B": sizes(1536, 8960, 12, 2),
+    "7B": sizes(3584, 18944, 28, 4),
+    "14B": sizes(5120, 13824, 40, 8),
+}
 
 
 # Qwen2.5's layers, sequence 1024, bf16, on CUDA.
@@ -161,18 +175,15 @@ LAPTOP = replace(
     physical_cores=2,
     disk_free_bytes=GIB,
 )
-MOMENTS_BYTES = (  # optimizer.moments, bytes a parameter of AdamW's arrays, and how fast a thread is with them
+INT8_STATE = tuple(
+    (f"{name}{part}", size)
+    for name in ("exp_avg", "exp_avg_sq")
+    for part, size in (("", 1.0), ("_scale", 1 / 64))
+)
+# optimizer.moments, bytes per parameter of AdamW's arrays, and parameters/s of one thread
+MOMENTS_BYTES = (
     ("bfloat16", (("exp_avg", 2.0), ("exp_avg_sq", 2.0)), 1.4e9),
-    (
-        "int8",
-        (
-            ("exp_avg", 1.0),
-            ("exp_avg_scale", 1 / 64),
-            ("exp_avg_sq", 1.0),
-            ("exp_avg_sq_scale", 1 / 64),
-        ),
-        0.8e9,
-    ),
+    ("int8", INT8_STATE, 0.8e9),
 )
 JOB_7B = Job(
     "bfloat16", tokens_per_step=65_536, seq_len=1024, lighter_moments=MOMENTS_BYTES, compiled=True
@@ -191,6 +202,22 @@ ALL_STREAMED = Choices(
 )
 TWO_GROUPS = replace(ALL_STREAMED, groups=2)
 HUGE = 2**21  # bytes of a huge page
+
+
+def h200(gpu: float = 0, host: float = 0, disk: float = 0) -> Hardware:
+    """A machine with an H200 and this much free memory and disk, in GiB; 0: as in H200."""
+    machine = with_gpu(H200, int(gpu * GIB)) if gpu else H200
+    machine = replace(machine, host_available_bytes=int(host * GIB)) if host else machine
+    return replace(machine, disk_free_bytes=int(disk * GIB)) if disk else machine
+
+
+def layout(
+    choices: Choices = ALL_STREAMED,
+    shape: ModelShape = TINY,
+    job: Job = TINY_JOB,
+    hardware: Hardware = LAPTOP,
+) -> Layout:
+    return Layout.of(choices, job, shape, hardware)
 
 
 def with_gpu(hardware: Hardware, free_bytes: int) -> Hardware:

@@ -1,4 +1,5 @@
-"""The benchmarks' own arithmetic and bookkeeping, and that docs/performance.md says what benchmarks/results holds."""
+"""The benchmarks' own arithmetic and bookkeeping, and that docs/performance.md says what
+benchmarks/results holds."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import argparse
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,48 +32,27 @@ from benchmarks.plot import Axes, Series, chart
 from benchmarks.systems import OURS, PEERS, Run
 
 TINY = CASES["tiny"]
-FIGURES = {
-    "step_s": 2.0,
-    "tokens_per_s": 10.0,
-    "tflops": 500.0,
-    "gpu_peak_bytes": 2**30,
-    "host_bytes": 2**31,
-}
-DONE = records.Record(
-    "7.6b-65k", OURS, "", "2026-01-02", "a machine", ("python",), 9.0, None, FIGURES
-)
+FIGURES = {"step_s": 2.0, "tokens_per_s": 10.0, "tflops": 500.0}
+FIGURES |= {"gpu_peak_bytes": 2**30, "host_bytes": 2**31}
+RUN = ("7.6b-65k", OURS, "", "2026-01-02", "a machine", ("python",), 9.0, None)
+DONE = records.Record(*RUN, FIGURES)
 FAILED = replace(DONE, date="2026-01-03", error="RuntimeError: no | room", result={})
-JOB = job.Job(
-    "tiny",
-    2,
-    256,
-    64,
-    2,
-    steps=1,
-    warmup=0,
-    compiled=False,
-    checkpointing=True,
-    device="cpu",
-    json=None,
-)
+HOW: Any = {"compiled": False, "checkpointing": True, "device": "cpu", "json": None}
+JOB = job.Job("tiny", 2, 256, 64, 2, steps=1, warmup=0, **HOW)
 
 
 def with_tflops(record: records.Record, tflops: float, **changes: str) -> records.Record:
     return replace(record, result={**FIGURES, "tflops": tflops}, **changes)  # type: ignore[arg-type]
 
 
-# -- the page -----------------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------
 
 
 def test_the_page_is_what_the_results_give():
-    found = records.load()
+    found, stale = records.load(), "run python -m benchmarks.write_page"
     page = write_page.PAGE.read_text()
-    assert page == write_page.filled(page, write_page.tables(found)), (
-        "run python -m benchmarks.write_page"
-    )
-    assert write_page.PLOT.read_text() == write_page.plot(found), (
-        "run python -m benchmarks.write_page"
-    )
+    assert page == write_page.filled(page, write_page.tables(found)), stale
+    assert write_page.PLOT.read_text() == write_page.plot(found), stale
 
 
 def test_a_table_without_a_place_is_an_error():
@@ -89,22 +68,17 @@ def test_every_target_is_about_cases_that_exist():
 
 
 def test_targets_show_what_was_measured_and_nothing_else():
-    fp8, half = (
-        Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k"),
-        replace(DONE, result={**FIGURES, "gpu_busy": 0.5}),
-    )
+    measured, first = targets.measured, TARGETS[0]
+    assert targets.NOT_YET in measured(first, [])
+    assert measured(first, [DONE]).startswith("500 TFLOP/s | 2.00 | - | 2026-01-02, a machine")
+    assert measured(first, [FAILED]).startswith("failed: RuntimeError: no / room")
     busy = Target("7.6b-65k", "busy", 0.97, share="gpu_busy")
-    assert targets.NOT_YET in targets.measured(TARGETS[0], [])
-    assert targets.measured(TARGETS[0], [DONE]).startswith(
-        "500 TFLOP/s | 2.00 | - | 2026-01-02, a machine"
-    )
-    assert targets.measured(TARGETS[0], [FAILED]).startswith("failed: RuntimeError: no / room")
-    assert targets.measured(busy, [half]).startswith("50.0%")
-    fast = replace(DONE, case="7.6b-131k-fp8")
-    assert targets.measured(fp8, [fast]).startswith(targets.NOT_YET)
-    assert targets.measured(fp8, [fast, with_tflops(DONE, 400, case="7.6b-131k")]).startswith(
-        "1.25 x"
-    )
+    half = replace(DONE, result={**FIGURES, "gpu_busy": 0.5})
+    assert measured(busy, [half]).startswith("50.0%")
+    fp8 = Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k")
+    fast, slow = replace(DONE, case="7.6b-131k-fp8"), with_tflops(DONE, 400, case="7.6b-131k")
+    assert measured(fp8, [fast]).startswith(targets.NOT_YET)
+    assert measured(fp8, [fast, slow]).startswith("1.25 x")
 
 
 def test_peers_are_compared_with_ours_on_the_same_machine():
@@ -116,12 +90,8 @@ def test_peers_are_compared_with_ours_on_the_same_machine():
 
 
 def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
-    case = replace(
-        TINY,
-        name="depth-28",
-        overrides=("optimizer.moments=bfloat16", "train.learning_rate=2e-3"),
-        flags=LEARNT,
-    )
+    overrides = ("optimizer.moments=bfloat16", "train.learning_rate=2e-3")
+    case = replace(TINY, name="depth-28", overrides=overrides, flags=LEARNT)
     record = records.execute(systems.our_run(case, steps=3, warmup=1), 120, tmp_path)
     assert record.error is None
     heading, _, row = capacity.table([record])
@@ -132,30 +102,24 @@ def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
     assert capacity.table([replace(FAILED, case="101b-16k")])[-1].count("|") == heading.count("|")
 
 
-# -- records ------------------------------------------------------------------------------------------------------------------------
+# -- records -------------------------------------------------------------------------------------
 
 
 def test_the_newest_success_counts_and_of_one_day_the_fastest():
-    older, slower = (
-        with_tflops(DONE, 900, date="2026-01-01"),
-        with_tflops(DONE, 400, variant="4-rows"),
-    )
+    older = with_tflops(DONE, 900, date="2026-01-01")
+    slower = with_tflops(DONE, 400, variant="4-rows")
     assert records.latest([older, slower, DONE, FAILED], "7.6b-65k", OURS) is DONE
     assert records.latest([FAILED], "7.6b-65k", OURS) is FAILED
     assert records.latest([DONE], "7.6b-16k", OURS) is None
 
 
+NOISE = "import sys; print('noise', file=sys.stderr); "
+KILL = "import os; os.kill(os.getpid(), 9)"
 FATES = {
     "done": ("print('{\"tflops\": 3.0}')", None),
-    "raises": (
-        "import sys; print('noise', file=sys.stderr); raise ValueError('too large')",
-        "ValueError: too large",
-    ),
+    "raises": (f"{NOISE}raise ValueError('too large')", "ValueError: too large"),
     "refuses": ("import sys; sys.exit('error: does not fit')", "error: does not fit"),
-    "killed": (
-        "import os; os.kill(os.getpid(), 9)",
-        "killed by SIGKILL: out of host memory, most likely",
-    ),
+    "killed": (KILL, "killed by SIGKILL: out of host memory, most likely"),
     "hangs": ("import time; time.sleep(60)", "not done after 1 s"),
 }
 
@@ -175,24 +139,21 @@ def test_every_run_leaves_a_record(fate, tmp_path):
 
 def test_a_peer_runs_in_a_process_of_its_own_and_trains(tmp_path):
     (run,) = systems.runs_of(TINY, "fsdp2", [256], steps=1, warmup=1)
-    arguments = [*run.arguments, "--no-compiled", "--device", "cpu", "--layers", "2"]
-    record = records.execute(replace(run, arguments=tuple(arguments)), 120, tmp_path)
+    arguments = (*run.arguments, "--no-compiled", "--device", "cpu", "--layers", "2")
+    record = records.execute(replace(run, arguments=arguments), 120, tmp_path)
     assert record.error is None
-    assert record.result["tflops"] == pytest.approx(
-        6 * record.result["parameters"] * 512 / record.result["step_s"] / 1e12
-    )
+    found = record.result
+    expected = 6 * found["parameters"] * 512 / found["step_s"] / 1e12
+    assert found["tflops"] == pytest.approx(expected)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.fsdp2.4-rows.json"]
 
 
-# -- systems ------------------------------------------------------------------------------------------------------------------------
+# -- systems -------------------------------------------------------------------------------------
 
 
 def test_peers_are_tried_with_every_micro_batch_that_the_step_holds():
-    variants = [
-        run.variant
-        for run in systems.runs_of(CASES["7.6b-16k"], "zero3", [8192, 16384, 65536], 4, 2)
-    ]
-    assert variants == ["8-rows", "16-rows"]
+    runs = systems.runs_of(CASES["7.6b-16k"], "zero3", [8192, 16384, 65536], 4, 2)
+    assert [run.variant for run in runs] == ["8-rows", "16-rows"]
 
 
 def test_cases_that_only_ours_can_honour_are_left_out():
@@ -204,12 +165,8 @@ def test_cases_that_only_ours_can_honour_are_left_out():
 
 def test_deepspeed_accumulates_the_whole_step():
     settings = deepspeed_offload.settings_of(JOB, 3, 1.0)
-    assert (
-        settings["train_micro_batch_size_per_gpu"]
-        * settings["gradient_accumulation_steps"]
-        * JOB.seq_len
-        == JOB.tokens
-    )
+    rows = settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]
+    assert rows * JOB.seq_len == JOB.tokens
     assert "offload_param" in settings["zero_optimization"]
     assert "offload_param" not in deepspeed_offload.settings_of(JOB, 2, 1.0)["zero_optimization"]
 
@@ -240,89 +197,65 @@ def test_the_resident_peer_trains(monkeypatch):
     assert losses[0] > losses[1] > losses[2]
 
 
-# -- roofline and plot --------------------------------------------------------------------------------------------------------------
+# -- roofline and plot ---------------------------------------------------------------------------
 
 
-def test_the_roofline_bends_where_the_formulas_say():
+@pytest.mark.parametrize("parameters", [1_000_000, 7_000_000_000])
+def test_the_roofline_bends_where_the_formulas_say(parameters):
     limits = roofline.Limits(flops=600e12, pcie=50e9, dram=130e9)
-    hidden = (
-        13 * limits.flops / limits.dram
-    )  # tokens above which the update hides in the forward pass
-    for parameters in (1_000_000, 7_000_000_000):
-        assert roofline.tflops(parameters, int(2 * hidden), limits) == pytest.approx(600)
-        assert roofline.tflops(
-            parameters, int(2 * hidden), limits, recomputed=1.0
-        ) == pytest.approx(450)
-        assert roofline.tflops(parameters, int(hidden / 2), limits) == pytest.approx(
-            450, rel=1e-3
-        )  # forward twice as long
-        few = roofline.step_s(parameters, 1, limits)
-        assert few == pytest.approx(
-            parameters * (26 / limits.dram + 2 / limits.pcie)
-        )  # update, then upload in backward
+    # tokens above which the update hides in the forward pass
+    hidden = 13 * limits.flops / limits.dram
+    many, half = int(2 * hidden), int(hidden / 2)
+    assert roofline.tflops(parameters, many, limits) == pytest.approx(600)
+    assert roofline.tflops(parameters, many, limits, recomputed=1.0) == pytest.approx(450)
+    # forward twice as long
+    assert roofline.tflops(parameters, half, limits) == pytest.approx(450, rel=1e-3)
+    few = roofline.step_s(parameters, 1, limits)
+    # update, then upload in backward
+    assert few == pytest.approx(parameters * (26 / limits.dram + 2 / limits.pcie))
 
 
 def test_a_chart_puts_points_where_the_axes_say():
     axes = Axes([1024, 2048, 4096], range(0, 101, 50))
-    series = [
-        Series("<ours>", [(1024, 0), (2048, 100)]),
-        Series("limit", [(1024, 50), (4096, 50)], limit=True),
-    ]
-    drawn = ElementTree.fromstring(chart("title", "across", "up", axes, series))
-    lines = [
-        [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        for line in drawn.iter()
-        if "points" in line.attrib
-    ]
-    (first, second), (left, right) = lines
+    ours = Series("<ours>", [(1024, 0), (2048, 100)])
+    limit = Series("limit", [(1024, 50), (4096, 50)], limit=True)
+    drawn = ElementTree.fromstring(chart("title", "across", "up", axes, [ours, limit]))
+    lines = [line.attrib["points"].split() for line in drawn.iter() if "points" in line.attrib]
+    (first, second), (left, right) = (
+        [tuple(map(float, pair.split(","))) for pair in pairs] for pairs in lines
+    )
     assert first == (axes.x(1024), axes.y(0))
     assert second[1] < left[1] == right[1] < first[1]  # up is smaller
-    assert second[0] - left[0] == pytest.approx(
-        right[0] - second[0]
-    )  # equal ratios, equal distances
+    # equal ratios, equal distances
+    assert second[0] - left[0] == pytest.approx(right[0] - second[0])
 
 
-# -- plans against runs -------------------------------------------------------------------------------------------------------------
+# -- plans against runs --------------------------------------------------------------------------
 
 
-def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path: Path) -> None:
-    def result(seconds: float, edge: object = None, refused: bool = False) -> dict[str, Any]:
-        figures = {"host": 2**30, "seconds": 1.0}
-        case = {"edge": edge, "varied": False}
-        shown = {
-            "case": case,
-            "parameters": 5 * 10**7,
-            "refused": refused,
-            "limits": {"host": 2**30},
-        }
-        return (
-            shown
-            if refused
-            else shown | {"predicted": {**figures, "seconds": seconds}, "measured": figures}
-        )
+def checked_case(seconds: float = 1.0, edge: Any = None, refused: bool = False) -> Any:
+    """What plan_check writes of a configuration whose plan says 1 GiB and `seconds`."""
+    measured = {"host": 2**30, "seconds": 1.0}
+    case = {"case": {"edge": edge, "varied": False}, "parameters": 5 * 10**7}
+    case |= {"refused": refused, "limits": {"host": 2**30}}
+    run = {"predicted": {**measured, "seconds": seconds}, "measured": measured}
+    return case if refused else case | run
 
-    untimed = {**result(1.0), "predicted": {"host": 1}}
-    days = {
-        "2026-01-01-cpu": {
-            "small": result(1.5),
-            "unclipped": result(0.5),
-            "no case now": result(1.0),
-        },
-        "2026-01-02-cpu": {
-            "edge, 0.95x host": result(1.0, ["host", 0.95], refused=True),
-            "small": result(1.05),
-            "unclipped": untimed,
-        },
-        "2026-01-03-gpu": {
-            "edge, 1.05x host": result(1.0, ["host", 1.05], refused=True),
-            "small": {"failed": "of something"},
-        },
-    }
+
+def refused_at(share: float) -> Any:
+    return checked_case(edge=["host", share], refused=True)
+
+
+def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path):
+    untimed = {**checked_case(), "predicted": {"host": 1}}
+    first = {"small": checked_case(1.5), "unclipped": checked_case(0.5), "gone": checked_case()}
+    second = {"edge, 0.95x host": refused_at(0.95), "small": checked_case(1.05)}
+    third = {"edge, 1.05x host": refused_at(1.05), "small": {"failed": "of something"}}
+    days = {"01-cpu": first, "02-cpu": {**second, "unclipped": untimed}, "03-gpu": third}
     for day, cases in days.items():
-        (tmp_path / day).mkdir()
-        (tmp_path / day / "plan_check.json").write_text(
-            json.dumps({"device": "cpu", "cases": cases})
-        )
+        (tmp_path / f"2026-01-{day}").mkdir()
+        file = tmp_path / f"2026-01-{day}" / "plan_check.json"
+        file.write_text(json.dumps({"device": "cpu", "cases": cases}))
     checked = plan_table.newest(tmp_path, "cpu")
     assert {name: one.day for name, one in checked.items()} == {
         "small": "2026-01-02",
@@ -344,17 +277,13 @@ def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path: Pat
     ]
 
 
-# -- a GPU's memory -----------------------------------------------------------------------------------------------------------------
+# -- a GPU's memory ------------------------------------------------------------------------------
 
 
-def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it() -> None:
+def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it():
     def event(action: str, addr: int, size: int, *names: str) -> dict[str, Any]:
-        return {
-            "action": action,
-            "addr": addr,
-            "size": size,
-            "frames": [{"filename": name, "line": 7} for name in names],
-        }
+        frames = [{"filename": name, "line": 7} for name in names]
+        return {"action": action, "addr": addr, "size": size, "frames": frames}
 
     layer = ("/torch/ops.py", "/tmp/torchinductor_x/code.py", "/src/megatrain/engine/step.py")
     events = [
@@ -366,45 +295,29 @@ def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it
         event("alloc", 3, 500, *layer),
         event("free_requested", 3, 500),
     ]
-    given = peak.arguments(
-        ["qwen2.5-7b", "--layers", "3", "memory.resident=0", "--steps", "2", "train.retained=0"]
-    )
-    assert (given.model, given.layers, given.overrides) == (
-        "qwen2.5-7b",
-        3,
-        ["memory.resident=0", "train.retained=0"],
-    )
-    assert peak.alive_at_the_peak(events) == {
-        "code.py:7 < step.py:7": (1000, 2),
-        "nn.py:7": (100, 1),
-    }
+    found = {"code.py:7 < step.py:7": (1000, 2), "nn.py:7": (100, 1)}
+    assert peak.alive_at_the_peak(events) == found
+    line = "qwen2.5-7b --layers 3 memory.resident=0 --steps 2 train.retained=0"
+    given = peak.arguments(line.split())
+    assert (given.model, given.layers) == ("qwen2.5-7b", 3)
+    assert given.overrides == ["memory.resident=0", "train.retained=0"]
 
 
-# -- rows of many lengths -----------------------------------------------------------------------------------------------------------
+# -- rows of many lengths ------------------------------------------------------------------------
 
 
 def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
-    given = {
-        "model": "tiny",
-        "layers": 1,
-        "tokens": 1024,
-        "seq_len": 128,
-        "steps": 1,
-        "warmup": 1,
-        "overrides": ["device=cpu"],
-    }
-    padded, packed = (
-        rows.measure(argparse.Namespace(**given), name) for name in ("padded", "packed")
-    )
-    assert [step["tokens"] for step in padded["steps"]] == [
-        step["tokens"] for step in packed["steps"]
-    ]
+    given: Any = {"model": "tiny", "layers": 1, "tokens": 1024, "seq_len": 128}
+    asked = argparse.Namespace(**given, steps=1, warmup=1, overrides=["device=cpu"])
+    padded, packed = (rows.measure(asked, name) for name in ("padded", "packed"))
+    tokens = [[step["tokens"] for step in each["steps"]] for each in (padded, packed)]
+    assert tokens[0] == tokens[1]
     assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
     assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
     assert padded["tokens_per_s"] > 0
 
 
-def test_what_fits_says_so_for_every_size_of_ram() -> None:
+def test_what_fits_says_so_for_every_size_of_ram():
     cells = what_fits.row("tiny", "RTX 4090")
     assert len(cells) == len(what_fits.RAM)
     assert all(float(cell.replace(",", "")) > 1000 for cell in cells)

@@ -1,4 +1,5 @@
-"""Targets are shifted as transformers shifts them, and sums over any cut of a batch add up to its loss."""
+"""Targets are shifted as transformers shifts them, and sums over any cut of a batch add up to its
+loss."""
 
 from __future__ import annotations
 
@@ -37,12 +38,8 @@ def test_the_loss_is_that_of_transformers(masked):
 def test_position_t_predicts_token_t_plus_1_of_its_own_row():
     labels = torch.tensor([[1, 2, IGNORE, 4], [5, IGNORE, 7, 8]])
     targets = find_targets(labels)
-    assert targets.index.tolist() == [
-        0,
-        2,
-        5,
-        6,
-    ]  # the last position of a row predicts nothing, whatever the next row begins with
+    # the last position of a row predicts nothing, whatever the next row begins with
+    assert targets.index.tolist() == [0, 2, 5, 6]
     assert targets.labels.tolist() == [2, 4, 7, 8]
 
 

@@ -1,9 +1,10 @@
-"""DeepSpeed ZeRO-2 or ZeRO-3 on one GPU with the optimizer (and, for ZeRO-3, the parameters) in pinned host RAM.
-
-    python -m benchmarks.peers.deepspeed_offload --stage 3 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 32
-
-bf16 with fp32 master weights and moments, DeepSpeedCPUAdam (compiled on first use, which needs a C++ compiler and ninja), gradients
-reduced and offloaded while backward runs. `--ratio` below 1 leaves that share's complement of a ZeRO-3 optimizer on the GPU.
+"""DeepSpeed ZeRO-2 or ZeRO-3 on one GPU with the optimizer (and, for ZeRO-3, the parameters) in
+pinned host RAM.
+python -m benchmarks.peers.deepspeed_offload --stage 3 --shape qwen2.5-7b --tokens 65536
+--micro-batch-rows 32
+bf16 with fp32 master weights and moments, DeepSpeedCPUAdam (compiled on first use, which needs a
+C++ compiler and ninja), gradients reduced and offloaded while backward runs. `--ratio` below 1
+leaves that share's complement of a ZeRO-3 optimizer on the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from benchmarks.peers.job import LEARNING_RATE, MAX_GRAD_NORM, Job, Trainer, job_of, parser, run
 from benchmarks.peers.model import build, parameters_of
 
-BUCKET = 500_000_000  # elements of a gradient bucket: DeepSpeed's default, and more than two layers of a 7B model
+# elements of a gradient bucket: DeepSpeed's default, and more than two layers of a 7B model
+BUCKET = 500_000_000
 
 
 def settings_of(job: Job, stage: int, ratio: float) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """PyTorch FSDP2 on one GPU with parameters, gradients and optimizer in host RAM.
-
-    python -m benchmarks.peers.fsdp2 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 64
-
-Every layer is a shard group of its own, so that it is on the GPU only while it computes; bf16 computation, fp32 parameters, fused AdamW
-on the CPU. Gradients of several micro-batches are summed on the GPU (`--sum-on device`, 4 bytes a parameter) or in host RAM.
+python -m benchmarks.peers.fsdp2 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 64
+Every layer is a shard group of its own, so that it is on the GPU only while it computes; bf16
+computation, fp32 parameters, fused AdamW on the CPU. Gradients of several micro-batches are summed
+on the GPU (`--sum-on device`, 4 bytes a parameter) or in host RAM.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ def start_process_group(device: str) -> None:
 
 
 def shard(model: MeanLoss, device: str) -> FSDPModule:
-    """Embedding, every layer and the head are groups of their own; all are gathered ahead by FSDP itself."""
+    """Embedding, every layer and the head are groups of their own; all are gathered ahead by FSDP
+    itself."""
     mesh = init_device_mesh(device, (1,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda")

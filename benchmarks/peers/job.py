@@ -1,4 +1,5 @@
-"""What every peer is asked to do, and how all of them are measured: whole optimizer steps over random tokens."""
+"""What every peer is asked to do, and how all of them are measured: whole optimizer steps over
+random tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A peer that is ready: `step` makes one whole optimizer step of micro-batches [rows, seq_len] and returns the mean loss."""
+    """A peer that is ready: `step` makes one whole optimizer step of micro-batches [rows, seq_len]
+    and returns the mean loss."""
 
     step: Callable[[list[Tensor]], float]
     parameters: int
@@ -98,10 +100,12 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Raises SystemExit where the step cannot be cut into equal micro-batches: a mean of their means would not be the mean."""
+    """Raises SystemExit where the step cannot be cut into equal micro-batches: a mean of their
+    means would not be the mean."""
     if args.tokens % (args.seq_len * args.micro_batch_rows):
         raise SystemExit(
-            f"--tokens {args.tokens} is no multiple of a micro-batch, {args.micro_batch_rows} rows of {args.seq_len}"
+            f"--tokens {args.tokens} is no multiple of a micro-batch, "
+            f"{args.micro_batch_rows} rows of {args.seq_len}"
         )
     return Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
 
@@ -128,7 +132,8 @@ def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
 
 
 def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
-    """Time of every step, the median of the measured ones, and the peaks of GPU and host memory. Making random tokens is left out."""
+    """Time of every step, the median of the measured ones, and the peaks of GPU and host memory.
+    Making random tokens is left out."""
     if job.device == "cuda":
         torch.cuda.empty_cache()  # what only the set-up needed is no part of training
     steps: list[dict[str, float]] = []
@@ -161,7 +166,8 @@ def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
 
 
 def ram_in_use() -> int:
-    """Of the whole machine. Memory that the driver has pinned for a process may count nowhere else."""
+    """Of the whole machine. Memory that the driver has pinned for a process may count nowhere
+    else."""
     memory = psutil.virtual_memory()
     return int(memory.total - memory.available)
 

@@ -1,4 +1,5 @@
-"""The model that every peer trains: transformers' own, with a head whose logits never exist whole."""
+"""The model that every peer trains: transformers' own, with a head whose logits never exist
+whole."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ HEAD_CHUNK = 4096  # rows of logits at a time: 2.5 GB in fp32 with a vocabulary 
 
 
 class MeanLoss(nn.Module):
-    """A causal language model that maps token ids [rows, length] to the mean loss of predicting each next token."""
+    """A causal language model that maps token ids [rows, length] to the mean loss of predicting
+    each next token."""
 
     def __init__(self, model: Any, compiled: bool) -> None:
         super().__init__()
@@ -29,7 +31,8 @@ class MeanLoss(nn.Module):
 
 
 class ChunkedHead(nn.Module):
-    """LM head and cross-entropy in one, as fused implementations do it: gradients are made in the forward pass, chunk by chunk."""
+    """LM head and cross-entropy in one, as fused implementations do it: gradients are made in the
+    forward pass, chunk by chunk."""
 
     def __init__(self, weight: nn.Parameter, compiled: bool) -> None:
         super().__init__()
@@ -42,7 +45,8 @@ class ChunkedHead(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross-entropy of hidden [n, width] through weight [vocabulary, width] against labels [n]."""
+    """Mean cross-entropy of hidden [n, width] through weight [vocabulary, width] against labels
+    [n]."""
 
     @staticmethod
     def forward(
@@ -66,7 +70,8 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def softmax_loss(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(`scale` x sum of the losses in fp32, its gradient in the dtype of `logits` [n, vocabulary])."""
+    """(`scale` x sum of the losses in fp32, its gradient in the dtype of `logits` [n,
+    vocabulary])."""
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     loss = -logprobs.gather(1, labels[:, None]).sum() * scale
     is_label = (

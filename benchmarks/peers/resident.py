@@ -1,9 +1,9 @@
 """Plain PyTorch with the whole model on the GPU: the bound for every system that moves anything.
-
-    python -m benchmarks.peers.resident --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 16 --no-checkpointing
-
-With `--optimizer adamw` a whole step: bf16 weights, fp32 master weights and moments (20 bytes a parameter with both gradients), clipping
-by the global norm, fused AdamW. Where that does not fit, `--optimizer none` is forward and backward alone; `auto` chooses by arithmetic.
+python -m benchmarks.peers.resident --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 16
+--no-checkpointing
+With `--optimizer adamw` a whole step: bf16 weights, fp32 master weights and moments (20 bytes a
+parameter with both gradients), clipping by the global norm, fused AdamW. Where that does not fit,
+`--optimizer none` is forward and backward alone; `auto` chooses by arithmetic.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def prepare(job: Job, optimizer: str) -> Trainer:
 
 
 def fits(parameters: int, device: str) -> bool:
-    """Whether the states of all parameters leave room for activations on this device (a CPU is taken to have it)."""
+    """Whether the states of all parameters leave room for activations on this device (a CPU is
+    taken to have it)."""
     if device == "cpu":
         return True
     return (

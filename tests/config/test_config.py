@@ -2,6 +2,7 @@
 
 import json
 import math
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,11 @@ MINIMAL = "model: some/folder\ndata: {train: rows.jsonl}\n"
 OTHER_WAYS = {"model.config", "train.rows_per_step"}  # rivals of keys in FULL
 
 
+def values(config: Config, keys: str) -> list[object]:
+    """The values of dotted keys, which are separated by blanks."""
+    return [attrgetter(key)(config) for key in keys.split()]
+
+
 def keys_of(text: str) -> list[tuple[int, str]]:
     """(line index, dotted key) of every key of a block-style config."""
     keys, section = [], ""
@@ -103,84 +109,42 @@ def keys_of(text: str) -> list[tuple[int, str]]:
     return keys
 
 
-FREE_TEXT = (
-    "model.path",
-    "model.revision",
-    "data.train",
-    "data.eval",
-    "data.split",
-    "data.text_field",
-    "economy.currency",
-    "output",
-    "sample_prompt",
-)
+FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field")}
+FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
+FREE_TEXT |= {"memory.nvme"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
 
 def test_full_config_holds_every_key():
-    every = {
-        f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys
-    }
+    every = {f"{section}.{key}".lstrip(".") for section, keys in SECTIONS.items() for key in keys}
     assert {key for _, key in keys_of(FULL)} == every - OTHER_WAYS
 
 
 def test_full_config_is_read_as_written(write):
     config = load_config(write(FULL))
-    assert (config.model.path, config.model.source, config.model.revision) == (
-        "some/folder",
-        "some/folder",
-        "main",
-    )
-    assert (config.data.eval, config.data.on_bad_row, config.data.text_field) == (
-        40,
-        "skip",
-        "body",
-    )
-    assert (config.train.learning_rate, config.train.epochs, config.train.decay) == (2e-5, 2.0, 0.3)
-    assert (config.optimizer.betas, config.optimizer.eps) == ((0.8, 0.95), 1e-6)
-    assert (config.memory.gpu, config.memory.host) == (70 * 2**30, 512_000_000)
-    assert (config.output, config.threads, config.sample_prompt) == (
-        Path("runs/full"),
-        2,
-        "Who are you?",
-    )
+    texts = "model.path model.source model.revision data.on_bad_row data.text_field sample_prompt"
+    folder = "some/folder"
+    assert values(config, texts) == [folder, folder, "main", "skip", "body", "Who are you?"]
+    numbers = "data.eval train.learning_rate train.epochs train.decay optimizer.eps threads"
+    assert values(config, numbers) == [40, 2e-5, 2.0, 0.3, 1e-6, 2]
+    assert config.optimizer.betas == (0.8, 0.95)
+    assert values(config, "memory.gpu memory.host") == [70 * 2**30, 512_000_000]
+    assert config.output == Path("runs/full")
 
 
-def test_defaults(write):
-    config = load_config(write(MINIMAL))
-    assert (config.method, config.model.init, config.data.eval, config.data.train_on) == (
-        "sft",
-        "pretrained",
-        0.02,
-        "assistant",
-    )
-    assert (config.train.tokens_per_step, config.train.rows_per_step, config.train.seq_len) == (
-        65536,
-        None,
-        4096,
-    )
-    assert (config.train.epochs, config.train.max_steps, config.train.learning_rate) == (
-        1.0,
-        None,
-        1e-5,
-    )
-    assert (
-        config.train.schedule,
-        config.train.warmup,
-        config.train.decay,
-        config.train.max_grad_norm,
-    ) == ("cosine", 0.03, None, 1.0)
-    assert (config.checkpoint.every, config.checkpoint.keep, config.optimizer.weight_decay) == (
-        200,
-        2,
-        0.0,
-    )
-    assert (config.memory.gpu, config.memory.host, config.memory.nvme, config.precision) == (
-        "auto",
-        "auto",
-        None,
-        "auto",
-    )
+DEFAULTS = {
+    "method model.init data.eval data.train_on": ["sft", "pretrained", 0.02, "assistant"],
+    "train.tokens_per_step train.rows_per_step train.seq_len": [65536, None, 4096],
+    "train.epochs train.max_steps train.learning_rate": [1.0, None, 1e-5],
+    "train.schedule train.warmup train.decay train.max_grad_norm": ["cosine", 0.03, None, 1.0],
+    "checkpoint.every checkpoint.keep optimizer.weight_decay": [200, 2, 0.0],
+    "memory.gpu memory.host memory.nvme precision": ["auto", "auto", None, "auto"],
+}
+
+
+@pytest.mark.parametrize(("keys", "expected"), DEFAULTS.items())
+def test_defaults(write, keys, expected):
+    assert values(load_config(write(MINIMAL)), keys) == expected
 
 
 @pytest.mark.parametrize(("index", "key"), keys_of(FULL))
@@ -191,16 +155,14 @@ def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, capsys, ind
     lines[index] = lines[index].replace(name, typo, 1)
     assert main(["train", str(write("\n".join(lines)))]) == 2
     dotted = f"{key.rpartition('.')[0]}.{typo}".lstrip(".")
-    assert (
-        f"error: cfg.yaml:{index + 1}: {dotted}: did you mean {name}?"
-        in capsys.readouterr().err.splitlines()
-    )
+    error = f"error: cfg.yaml:{index + 1}: {dotted}: did you mean {name}?"
+    assert error in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize("bad", ["{a: [1]}", "[[]]", "-3", "'  '", "0x"])
 @pytest.mark.parametrize(("index", "key"), LEAVES)
 def test_a_wrong_value_of_any_key_names_the_line(write, capsys, index, key, bad):
-    if bad == "0x" and key in {*FREE_TEXT, "memory.nvme"}:
+    if bad == "0x" and key in FREE_TEXT:
         pytest.skip("a text like any other")
     lines = FULL.splitlines()
     lines[index] = lines[index].split(":")[0] + ": " + bad
@@ -210,57 +172,25 @@ def test_a_wrong_value_of_any_key_names_the_line(write, capsys, index, key, bad)
     assert "must be" in error or "not built yet" in error
 
 
-def test_command_line_over_file_over_defaults(write):
-    config = load_config(
-        write(MINIMAL + "train: {seq_len: 128, seed: 1}\n"),
-        ["train.seed=2", "checkpoint.keep=5", "train.seed=3"],
-    )
-    assert (
-        config.train.seq_len,
-        config.train.seed,
-        config.checkpoint.keep,
-        config.train.log_every,
-    ) == (128, 3, 5, 1)
+FILE = MINIMAL + "train: {seq_len: 128, seed: 1, tokens_per_step: 10}\n"
+SHAPE = "model: {config: shape, init: random, trust_remote_code: true}\ndata: {train: x}\n"
+START = "model: {config: shape}\nmethod: pretrain\ndata: {train: x}\n"
+MERGED, LAST = ["train={seed: 4}", "data.eval=null"], ["train.seed=2", "train.seed=3"]
+ROWS = "train.tokens_per_step train.rows_per_step"
+MODEL = "model.source model.init model.trust_remote_code"
+PRECEDENCE = [  # file, command line, keys, values
+    (FILE, LAST, "train.seq_len train.seed train.log_every", [128, 3, 1]),
+    (FILE, MERGED, "train.seq_len train.seed data.eval", [128, 4, None]),
+    (FILE, ["train.rows_per_step=2"], ROWS, [None, 2]),
+    (MINIMAL, ["train.max_steps=5"], "train.max_steps train.epochs", [5, None]),
+    (SHAPE, ["model=other"], MODEL, ["other", "pretrained", False]),
+    (START, [], "model.source model.init data.train_on", ["shape", "random", "all"]),
+]
 
 
-def test_a_section_on_the_command_line_is_merged(write):
-    config = load_config(
-        write(MINIMAL + "train: {seq_len: 128, seed: 1}\n"), ["train={seed: 4}", "data.eval=null"]
-    )
-    assert (config.train.seq_len, config.train.seed, config.data.eval) == (128, 4, None)
-
-
-def test_another_model_forgets_the_first(write):
-    config = load_config(
-        write("model: {config: shape, init: random, trust_remote_code: true}\ndata: {train: x}\n"),
-        ["model=other"],
-    )
-    assert (config.model.source, config.model.init, config.model.trust_remote_code) == (
-        "other",
-        "pretrained",
-        False,
-    )
-
-
-def test_a_shape_starts_at_random(write):
-    config = load_config(write("model: {config: shape}\nmethod: pretrain\ndata: {train: x}\n"))
-    assert (config.model.source, config.model.init, config.data.train_on) == (
-        "shape",
-        "random",
-        "all",
-    )
-
-
-def test_rows_on_the_command_line_retire_tokens_in_the_file(write):
-    train = load_config(
-        write(MINIMAL + "train: {tokens_per_step: 10}\n"), ["train.rows_per_step=2"]
-    ).train
-    assert (train.tokens_per_step, train.rows_per_step) == (None, 2)
-
-
-def test_steps_alone_decide_the_length(write):
-    train = load_config(write(MINIMAL), ["train.max_steps=5"]).train
-    assert (train.max_steps, train.epochs) == (5, None)
+@pytest.mark.parametrize(("text", "overrides", "keys", "expected"), PRECEDENCE)
+def test_command_line_over_file_over_defaults(write, text, overrides, keys, expected):
+    assert values(load_config(write(text), overrides), keys) == expected
 
 
 @pytest.mark.parametrize("text", [MINIMAL, FULL])
@@ -272,26 +202,17 @@ def test_written_out_and_read_back_it_is_the_same(write, text):
 
 
 def test_texts_that_look_like_numbers_survive(write):
-    config = load_config(
-        write(MINIMAL), ["model.revision='12e4567'", "sample_prompt='1e5'", "data.split='null'"]
-    )
-    again = load_config(write(config.to_yaml()))
-    assert (again.model.revision, again.sample_prompt, again.data.split) == (
-        "12e4567",
-        "1e5",
-        "null",
-    )
+    texts = ["model.revision='12e4567'", "sample_prompt='1e5'", "data.split='null'"]
+    again = load_config(write(load_config(write(MINIMAL), texts).to_yaml()))
+    keys = "model.revision sample_prompt data.split"
+    assert values(again, keys) == ["12e4567", "1e5", "null"]
 
 
 def test_resolved_values_are_checked_and_written_back(write):
-    config = load_config(write(MINIMAL + "train: {micro_batch_tokens: auto}\n"))
+    config, keys = load_config(write(MINIMAL)), "train.micro_batch_tokens precision train.seq_len"
     resolved = config.with_values({"train.micro_batch_tokens": 8192, "precision": "bfloat16"})
-    assert (resolved.train.micro_batch_tokens, resolved.precision, resolved.train.seq_len) == (
-        8192,
-        "bfloat16",
-        4096,
-    )
-    assert (config.train.micro_batch_tokens, config.precision) == ("auto", "auto")
+    assert values(resolved, keys) == [8192, "bfloat16", 4096]
+    assert values(config, keys) == ["auto", "auto", 4096]
     with pytest.raises(ValueError, match="must be a whole number"):
         config.with_values({"train.groups": 0})
 
@@ -311,20 +232,17 @@ def test_a_config_is_frozen(write):
 
 
 def test_home_is_expanded(write, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
+    home = "/home/somebody"
+    monkeypatch.setenv("HOME", home)
     config = load_config(write("model: ~/m\ndata: {train: ~/d.jsonl}\noutput: ~/runs\n"))
-    assert (config.model.path, config.data.train, config.output) == (
-        "/home/somebody/m",
-        "/home/somebody/d.jsonl",
-        Path("/home/somebody/runs"),
-    )
+    assert values(config, "model.path data.train") == [f"{home}/m", f"{home}/d.jsonl"]
+    assert config.output == Path(home, "runs")
 
 
 def test_the_example_is_a_config_with_the_defaults(write):
     config = load_config(write(example_config()))
-    assert config == Config.model_validate(
-        {"model": config.model.source, "data": {"train": "train.jsonl"}}
-    )
+    given = {"model": config.model.source, "data": {"train": "train.jsonl"}}
+    assert config == Config.model_validate(given)
 
 
 def test_the_schema_knows_every_key():
@@ -344,9 +262,5 @@ def test_the_schema_takes_a_model_as_text_or_mapping():
 
 
 def test_not_a_number_never_gets_in(write):
-    config = load_config(write(FULL))
-    assert all(
-        math.isfinite(value)
-        for value in config.train.model_dump().values()
-        if isinstance(value, float)
-    )
+    found = load_config(write(FULL)).train.model_dump().values()
+    assert all(math.isfinite(value) for value in found if isinstance(value, float))

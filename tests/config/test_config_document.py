@@ -58,26 +58,11 @@ def test_plain_values(text, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(
-            "1e5",
-            "12e34",
-            "no",
-            "null",
-            "1:30",
-            "",
-            "0x1",
-            "~",
-            "true",
-            ".5e3",
-            "2024-01-01",
-            "a: b",
-        ),
-        *(1e-5, -0.0, 1e22, None, True, "ü\n", "word " * 40, ["a", {"b": []}], {"z": 1, "a": {}}),
-    ],
-)
+LIKE_OTHERS = ("1e5", "12e34", "no", "null", "1:30", "", "0x1", "~", "true", ".5e3", "a: b")
+OTHERS = (1e-5, -0.0, 1e22, None, True, "ü\n", "word " * 40, ["a", {"b": []}], {"z": 1, "a": {}})
+
+
+@pytest.mark.parametrize("value", [*LIKE_OTHERS, "2024-01-01", *OTHERS])
 def test_what_is_written_is_read_back(value):
     found = plain(read_yaml(write_yaml({"key": value}), "x"))
     assert found == {"key": value}
@@ -85,13 +70,9 @@ def test_what_is_written_is_read_back(value):
 
 
 def test_what_is_written_is_easy_to_read():
-    tree = {
-        "model": "a" * 200,
-        "train": {"seq_len": None, "learning_rate": 1e-05},
-        "nvme": ["x", "y"],
-    }
+    train = {"seq_len": None, "learning_rate": 1e-05}
     text = f"model: {'a' * 200}\ntrain:\n  seq_len: null\n  learning_rate: 1e-05\nnvme:\n- x\n- y\n"
-    assert write_yaml(tree) == text
+    assert write_yaml({"model": "a" * 200, "train": train, "nvme": ["x", "y"]}) == text
 
 
 def test_keys_know_their_lines():
@@ -112,10 +93,7 @@ def test_keys_know_their_lines():
         ("a: 1\n---\nb: 2\n", "cfg.yaml:2: not valid YAML"),
         ("a: *nowhere\n", "cfg.yaml:1: not valid YAML"),
         ("a: \0\n", "cfg.yaml: not valid YAML"),
-        (
-            "  a: 1\n b: 2\n",
-            "cfg.yaml:2: not valid YAML: expected '<document start>', but found '<block",
-        ),
+        ("  a: 1\n b: 2\n", "cfg.yaml:2: not valid YAML: expected '<document start>', but found"),
         ("[a, b]: 1\n", "cfg.yaml:1: a key must be a single word"),
         ("a: 1\n: 2\n", "cfg.yaml:2: a key must be a single word"),
         ("a: &loop [*loop]\n", "nested more than"),
@@ -135,17 +113,16 @@ def test_broken_documents_name_the_line(text, reason):
 
 
 def test_unreadable_files_are_named(tmp_path):
-    (tmp_path / "latin.yaml").write_bytes(b"a: \xe4\n")
-    with pytest.raises(
-        ConfigError, match=r"nowhere\.yaml: no such file; write one with `megatrain init"
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"a: \xe4\n")
+    for path, words in (
+        (Path("nowhere.yaml"), r"nowhere\.yaml: no such file; write one with `megatrain init"),
+        (tmp_path, "is a folder"),
+        (latin, "not UTF-8"),
+        (latin / "below", "cannot be read"),
     ):
-        read_text(Path("nowhere.yaml"))
-    with pytest.raises(ConfigError, match="is a folder"):
-        read_text(tmp_path)
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        read_text(tmp_path / "latin.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_text(tmp_path / "latin.yaml" / "below")
+        with pytest.raises(ConfigError, match=words):
+            read_text(path)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

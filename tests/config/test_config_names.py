@@ -22,11 +22,8 @@ MEANINGS = {
     "trust_remote_code": ("true", "model.trust_remote_code", True),
     "per_device_train_batch_size": ("4", "train.rows_per_step", 4),
     "micro_batch_size": ("4", "train.rows_per_step", 4),
-    "gradient_accumulation_steps": (
-        "4",
-        "train.rows_per_step",
-        8,
-    ),  # beside per_device_train_batch_size: 2
+    # beside per_device_train_batch_size: 2
+    "gradient_accumulation_steps": ("4", "train.rows_per_step", 8),
     "num_train_epochs": ("2.5", "train.epochs", 2.5),
     "num_epochs": ("2", "train.epochs", 2.0),
     "max_steps": ("-1", "train.max_steps", None),
@@ -125,9 +122,8 @@ def test_an_alias_beside_our_own_key_is_refused(load, alias):
     value, key, ours = MEANINGS[alias]
     tree: dict[str, Any] = {"model": {"path": "a"}, "data": {"train": "x"}}
     section, _, name = key.rpartition(".")
-    (tree.setdefault(section, {}) if section else tree)[name] = (
-        str(ours) if isinstance(ours, Path) else ours
-    )
+    keys = tree.setdefault(section, {}) if section else tree
+    keys[name] = str(ours) if isinstance(ours, Path) else ours
     own = write_yaml(tree)
     with pytest.raises(ConfigError) as caught:
         load(f"{own}{alias}: {value}", without="all")
@@ -141,44 +137,31 @@ def test_rows_of_a_step_are_rows_a_device_times_accumulation(load):
 
 
 def test_halves_may_come_from_file_and_command_line(load):
-    config = load(
-        "per_device_train_batch_size: 2\noptimizer: {betas: [0.8, 0.9]}",
-        "gradient_accumulation_steps=16",
-        "adam_beta2=0.99",
-    )
+    text = "per_device_train_batch_size: 2\noptimizer: {betas: [0.8, 0.9]}"
+    config = load(text, "gradient_accumulation_steps=16", "adam_beta2=0.99")
     assert config.train.rows_per_step == 32
     assert config.optimizer.betas == (0.8, 0.99)
 
 
-def test_accumulation_alone_says_nothing(load):
-    with pytest.raises(
-        ConfigError,
-        match=r"cfg\.yaml:3: gradient_accumulation_steps: needs per_device_train_batch_size",
-    ):
-        load("gradient_accumulation_steps: 4")
-
-
-def test_rows_a_device_beside_tokens_is_refused(load):
-    with pytest.raises(ConfigError, match=r"excludes train\.tokens_per_step"):
-        load("train: {tokens_per_step: 100, per_device_train_batch_size: 2}")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gradient_accumulation_steps: 4", r"cfg\.yaml:3: .*: needs per_device_train_batch_size"),
+        (
+            "train: {tokens_per_step: 100, per_device_train_batch_size: 2}",
+            r"excludes train\.tokens_per_step",
+        ),
+        ("max_seq_length: long", r"3: max_seq_length: must be a whole number .*, not 'long'$"),
+    ],
+)
+def test_a_fault_is_told_in_the_words_of_the_user(load, text, words):
+    with pytest.raises(ConfigError, match=words):
+        load(text)
 
 
 def test_an_alias_on_the_command_line_beats_our_key_in_the_file(load):
-    assert (
-        load(
-            "train: {epochs: 3, rows_per_step: 4}", "num_train_epochs=1", "train.tokens_per_step=64"
-        ).train.epochs
-        == 1.0
-    )
-
-
-def test_a_fault_is_told_in_the_words_of_the_user(load):
-    with pytest.raises(ConfigError) as caught:
-        load("max_seq_length: long")
-    assert (
-        str(caught.value)
-        == "cfg.yaml:3: max_seq_length: must be a whole number of tokens of at least 2, not 'long'"
-    )
+    text = "train: {epochs: 3, rows_per_step: 4}"
+    assert load(text, "num_train_epochs=1", "train.tokens_per_step=64").train.epochs == 1.0
 
 
 @pytest.mark.parametrize(
@@ -202,36 +185,25 @@ def test_alias_values_without_a_meaning_are_refused(load, text):
 
 
 INSTEAD = "use Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
+NO_LONGER = f"was a key of adafactor, which is no longer offered; remove it and {INSTEAD}"
+ADAFACTOR = {
+    "optim: adafactor": f"optim: adafactor is not offered; {INSTEAD}",
+    "optimizer: {name: adafactor}": f"optimizer.name: adafactor is no longer offered: {INSTEAD}",
+    "optimizer: {beta2_decay: -0.8}": f"optimizer.beta2_decay: {NO_LONGER}",
+    "optimizer: {clip_threshold: 1.0}": f"optimizer.clip_threshold: {NO_LONGER}",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("optim: adafactor", f"cfg.yaml:3: optim: adafactor is not offered; {INSTEAD}"),
-        (
-            "optimizer: {name: adafactor}",
-            f"cfg.yaml:3: optimizer.name: adafactor is no longer offered: {INSTEAD}; choose from adamw, lion, muon",
-        ),
-        (
-            "optimizer: {beta2_decay: -0.8}",
-            f"cfg.yaml:3: optimizer.beta2_decay: was a key of adafactor, which is no longer offered; remove it and {INSTEAD}",
-        ),
-        (
-            "optimizer: {clip_threshold: 1.0}",
-            f"cfg.yaml:3: optimizer.clip_threshold: was a key of adafactor, which is no longer offered; remove it and {INSTEAD}",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "told"), ADAFACTOR.items())
 def test_adafactor_is_refused_with_what_to_use_instead(load, text, told):
     with pytest.raises(ConfigError) as caught:
         load(text)
-    assert str(caught.value) == told
+    assert str(caught.value).startswith(f"cfg.yaml:3: {told}")
 
 
 def test_its_keys_as_earlier_runs_of_other_optimizers_wrote_them_ask_for_nothing(load):
-    assert load("optimizer: {name: lion, beta2_decay: auto, clip_threshold: auto}") == load(
-        "optimizer: {name: lion}"
-    )
+    written = load("optimizer: {name: lion, beta2_decay: auto, clip_threshold: auto}")
+    assert written == load("optimizer: {name: lion}")
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *[prefix + "anything" for prefix in REFUSED_PREFIXES]])
@@ -253,19 +225,15 @@ def test_values_that_ask_for_nothing_are_accepted(load, name):
 
 
 def test_a_key_of_ours_that_is_gone_says_what_to_use_instead_and_stops_no_older_run(load):
-    with pytest.raises(ConfigError) as caught:
+    words = r"^cfg\.yaml:3: memory\.nvme_activations: activation checkpoints no longer go to NVMe"
+    with pytest.raises(ConfigError, match=words) as caught:
         load("memory: {nvme_activations: 2}")
-    assert str(caught.value).startswith(
-        "cfg.yaml:3: memory.nvme_activations: activation checkpoints no longer go to NVMe; remove it, and"
-    )
     assert "memory.offload_activations: true, memory.activations: int8 or int4" in str(caught.value)
     for nothing in ("auto", "0"):
         assert load(f"memory: {{nvme_activations: {nothing}}}") == load("")
 
 
 def test_no_name_is_both_taken_and_refused():
-    own = {key for keys in SECTIONS.values() for key in keys}
-    assert not set(REFUSED) & (set(ALIASES) | own)
-    assert not [
-        name for name in {*ALIASES, *own} for prefix in REFUSED_PREFIXES if name.startswith(prefix)
-    ]
+    taken = {*ALIASES, *(key for keys in SECTIONS.values() for key in keys)}
+    assert not set(REFUSED) & taken
+    assert not [name for name in taken if name.startswith(tuple(REFUSED_PREFIXES))]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CORPUS = [
-    "What is two plus two? It is four.\n\nThe user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"
-] * 4
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.dataset import TokenRows
+from tests.commands import CHATML, SPECIAL
+from tests.commands import write_jsonl as save_jsonl
 
+CORPUS = (
+    "What is two plus two? It is four.\n\n"
+    "The user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"
+)
 MakeTokenizer = Callable[..., Any]
 
 
@@ -50,8 +49,12 @@ def make_tokenizer() -> MakeTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    base.train_from_iterator(CORPUS, trainer)
+    base.train_from_iterator([CORPUS] * 4, trainer)
     trained = base.to_str()
+
+    begin = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
 
     def make(
         template: str | None = CHATML,
@@ -60,14 +63,8 @@ def make_tokenizer() -> MakeTokenizer:
         eos: str | None = "<|endoftext|>",
     ) -> Any:
         copy = Tokenizer.from_str(trained)
-        copy.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-        if bos:
-            single = processors.TemplateProcessing(
-                single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
-            )
-            copy.post_processor = processors.Sequence(
-                [processors.ByteLevel(trim_offsets=trim_offsets), single]
-            )
+        steps = [processors.ByteLevel(trim_offsets=trim_offsets), *([begin] if bos else [])]
+        copy.post_processor = processors.Sequence(steps)
         return PreTrainedTokenizerFast(
             tokenizer_object=copy, eos_token=eos, pad_token="<|endoftext|>", chat_template=template
         )
@@ -79,14 +76,21 @@ def make_tokenizer() -> MakeTokenizer:
 def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
     """write_jsonl(rows, name="rows.jsonl"): a file of JSON lines."""
 
-    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
+    return lambda rows, name="rows.jsonl": save_jsonl(tmp_path / name, rows)
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def encode(
+    write_jsonl: Callable[..., Path], make_tokenizer: MakeTokenizer, cache: Path
+) -> Callable[..., TokenRows]:
+    """encode(rows, options, tokenizer): a file of these rows as tokens."""
+
+    def run(rows: list[Any], options: DataOptions, tokenizer: Any = None) -> TokenRows:
+        return encode_source(write_jsonl(rows), tokenizer or make_tokenizer(), options, cache)
+
+    return run

@@ -1,12 +1,10 @@
-"""From files to tokenised rows: counts, refusals, cache, holding out, and thousands of mutated rows."""
+"""From files to tokenised rows: counts, refusals, cache, holding out, and mutated rows."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,6 @@ from megatrain.errors import DataError, StorageError
 
 OPTIONS = DataOptions(seq_len=64)
 SKIP = replace(OPTIONS, on_bad_row="skip")
-Write = Callable[..., Path]
-Make = Callable[..., Any]
 
 
 def pair(number: int) -> dict[str, Any]:
@@ -32,11 +28,9 @@ def rows_of(data: TokenRows) -> list[tuple[list[int], list[bool]]]:
     return [(ids.tolist(), mask.tolist()) for ids, mask in map(data.row, range(len(data)))]
 
 
-def test_rows_are_tokenised_in_order(write_jsonl: Write, make_tokenizer: Make, cache: Path):
+def test_rows_are_tokenised_in_order(encode, make_tokenizer):
     tokenizer = make_tokenizer()
-    data = encode_source(
-        write_jsonl([pair(n) for n in range(600)]), tokenizer, OPTIONS, cache
-    )  # more than one batch
+    data = encode([pair(n) for n in range(600)], OPTIONS, tokenizer)  # more than one batch
     assert len(data) == data.counts.read == 600
     ids, mask = data.row(431)
     assert "what is 431?" in tokenizer.decode(ids)
@@ -46,21 +40,19 @@ def test_rows_are_tokenised_in_order(write_jsonl: Write, make_tokenizer: Make, c
 
 
 @pytest.mark.parametrize("make", [list, tuple, Dataset.from_list])
-def test_rows_may_be_given(write_jsonl: Write, make_tokenizer: Make, cache: Path, make: Make):
+def test_rows_may_be_given(encode, make_tokenizer, cache, make):
     rows, other = [pair(n) for n in range(20)], [pair(n) for n in range(20, 25)]
     tokenizer = make_tokenizer()
     train, held = load_data(make(rows), make(other), tokenizer, OPTIONS, seed=0, cache=cache)
-    assert isinstance(train, TokenRows)
-    assert isinstance(held, TokenRows)
-    assert rows_of(train) == rows_of(encode_source(write_jsonl(rows), tokenizer, OPTIONS, cache))
-    assert rows_of(held) == rows_of(encode_source(write_jsonl(other), tokenizer, OPTIONS, cache))
+    assert isinstance(train, TokenRows) and isinstance(held, TokenRows)
+    assert rows_of(train) == rows_of(encode(rows, OPTIONS, tokenizer))
+    assert rows_of(held) == rows_of(encode(other, OPTIONS, tokenizer))
     share = load_data(make(rows), 0.1, tokenizer, OPTIONS, seed=0, cache=cache)[1]
-    assert share is not None
-    assert len(share) == 2
+    assert share is not None and len(share) == 2
 
 
 @pytest.mark.parametrize("make", [list, Dataset.from_list])
-def test_bad_rows_that_are_given_are_named_by_number(make_tokenizer: Make, cache: Path, make: Make):
+def test_bad_rows_that_are_given_are_named_by_number(make_tokenizer, cache, make):
     given = make([pair(1), {"prompt": "x", "completion": None}, pair(2)])
     kind = type(given).__name__
     problem = rf"^{kind} row 2: field 'completion' is missing \(it is the only bad row of 3; "
@@ -72,24 +64,17 @@ def test_bad_rows_that_are_given_are_named_by_number(make_tokenizer: Make, cache
 
 
 @pytest.mark.parametrize("given", [[], Dataset.from_list([])])
-def test_nothing_given_is_refused(make_tokenizer: Make, cache: Path, given: Any):
-    with pytest.raises(DataError, match=f"{type(given).__name__}: holds no rows"):
-        load_data(given, None, make_tokenizer(), OPTIONS, seed=0, cache=cache)
-    with pytest.raises(DataError, match=f"{type(given).__name__}: holds no rows"):
-        load_data([pair(1)], given, make_tokenizer(), OPTIONS, seed=0, cache=cache)
+def test_nothing_given_is_refused(make_tokenizer, cache, given):
+    for train, held in ((given, None), ([pair(1)], given)):
+        with pytest.raises(DataError, match=f"{type(given).__name__}: holds no rows"):
+            load_data(train, held, make_tokenizer(), OPTIONS, seed=0, cache=cache)
 
 
-def test_truncation_is_counted_and_rows_left_without_target_are_dropped(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path
-):
-    tokenizer = make_tokenizer(None)
-    rows = [
-        pair(1),
-        {"prompt": "x", "completion": "y" * 90},
-        {"prompt": "x" * 90, "completion": "y"},
-    ]
-    data = encode_source(write_jsonl(rows), tokenizer, OPTIONS, cache)
-    whole = encode_source(write_jsonl(rows), tokenizer, replace(OPTIONS, seq_len=None), cache)
+def test_truncation_is_counted_and_rows_left_without_target_are_dropped(encode, make_tokenizer):
+    long = "y" * 90
+    rows = [pair(1), {"prompt": "x", "completion": long}, {"prompt": long, "completion": "y"}]
+    data = encode(rows, OPTIONS, make_tokenizer(None))
+    whole = encode(rows, replace(OPTIONS, seq_len=None), make_tokenizer(None))
     assert len(data) == 2
     assert data.counts.truncated == 2
     assert data.counts.truncated_tokens == int((whole.lengths - 64).clip(0).sum())
@@ -97,17 +82,13 @@ def test_truncation_is_counted_and_rows_left_without_target_are_dropped(
     assert data.lengths.max() == 64
 
 
-def test_refusal_names_the_first_bad_row_and_how_many(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path
-):
-    file = write_jsonl([pair(1), {"prompt": "x"}, 3, pair(2)])
-    with pytest.raises(
-        DataError,
-        match=r"rows\.jsonl:2: field 'completion' is missing \(2 rows are bad of 4; .*data\.on_bad_row: skip\)",
-    ):
-        encode_source(file, make_tokenizer(), OPTIONS, cache)
+def test_refusal_names_the_first_bad_row_and_how_many(encode, cache):
+    rows = [pair(1), {"prompt": "x"}, 3, pair(2)]
+    words = r"rows\.jsonl:2: field 'completion' is missing \(2 rows are bad of 4; .*bad_row: skip"
+    with pytest.raises(DataError, match=words):
+        encode(rows, OPTIONS)
     assert list(cache.iterdir()) == []
-    data = encode_source(file, make_tokenizer(), SKIP, cache)
+    data = encode(rows, SKIP)
     assert (len(data), data.counts.bad, data.counts.read) == (2, 2, 4)
     assert data.counts.first_bad[1].endswith("rows.jsonl:3: expected an object, found a number")
 
@@ -119,60 +100,47 @@ def test_refusal_names_the_first_bad_row_and_how_many(
         ([1, 2], r":1: expected an object, found a number \(all 2 rows are bad\)"),
         (
             [{"a": 1}],
-            r"no known row format has the columns found \(a\); known formats are messages: messages",
+            r"no known row format has the columns found \(a\); known formats are messages",
         ),
         ([{"messages": [{"role": "user", "content": "hi"}]}], "no token to train on in 1 rows"),
         ([{"prompt": "x" * 90, "completion": "y"}], "1 of them cut to train.seq_len 64"),
     ],
 )
-def test_sets_with_nothing_to_train_on_are_refused(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path, rows: list[Any], message: str
-):
+def test_sets_with_nothing_to_train_on_are_refused(encode, rows, message):
     with pytest.raises(DataError, match=message):
-        encode_source(write_jsonl(rows), make_tokenizer(), SKIP, cache)
+        encode(rows, SKIP)
 
 
-def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path
-):
-    file = write_jsonl([pair(1)])
-    largest = encode_source(file, make_tokenizer(), OPTIONS, cache).counts.max_token_id
-    encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest + 1), cache)
-    with pytest.raises(
-        DataError,
-        match=rf"rows\.jsonl:1: token .* has id {largest}, but the model knows {largest} tokens",
-    ):
-        encode_source(file, make_tokenizer(), replace(OPTIONS, vocab_size=largest), cache)
+def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(encode):
+    largest = encode([pair(1)], OPTIONS).counts.max_token_id
+    encode([pair(1)], replace(OPTIONS, vocab_size=largest + 1))
+    words = rf"rows\.jsonl:1: token .* has id {largest}, but the model knows {largest} tokens"
+    with pytest.raises(DataError, match=words):
+        encode([pair(1)], replace(OPTIONS, vocab_size=largest))
 
 
-def test_wrong_options_are_refused():
-    with pytest.raises(DataError, match=r"data\.format: 'parrot' is unknown"):
-        DataOptions(seq_len=1, format="parrot")
-    with pytest.raises(DataError, match=r"data\.on_bad_row: 'ignore' is unknown"):
-        DataOptions(seq_len=1, on_bad_row="ignore")
+@pytest.mark.parametrize(("option", "value"), [("format", "parrot"), ("on_bad_row", "ignore")])
+def test_wrong_options_are_refused(option, value):
+    with pytest.raises(DataError, match=rf"data\.{option}: '{value}' is unknown"):
+        DataOptions(seq_len=1, **{option: value})
 
 
-def test_a_named_format_and_a_named_column(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    file = write_jsonl([{**pair(1), "text": "hello", "body": "world"}])
-    tokenizer = make_tokenizer()
-    named = encode_source(file, tokenizer, replace(OPTIONS, format="text"), cache)
+def test_a_named_format_and_a_named_column(encode, make_tokenizer):
+    rows, tokenizer = [{**pair(1), "text": "hello", "body": "world"}], make_tokenizer()
+    named = encode(rows, replace(OPTIONS, format="text"), tokenizer)
     assert tokenizer.decode(named.row(0)[0]) == "hello<|endoftext|>"
-    column = encode_source(file, tokenizer, replace(OPTIONS, text_field="body"), cache)
+    column = encode(rows, replace(OPTIONS, text_field="body"), tokenizer)
     assert tokenizer.decode(column.row(0)[0]) == "world<|endoftext|>"
     with pytest.raises(DataError, match="field 'nothing' is missing"):
-        encode_source(file, tokenizer, replace(OPTIONS, text_field="nothing"), cache)
+        encode(rows, replace(OPTIONS, text_field="nothing"), tokenizer)
 
 
-def test_the_cache_is_used_and_follows_what_it_depends_on(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path, monkeypatch: Any
-):
+def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_tokenizer, cache):
     file = write_jsonl([pair(n) for n in range(5)])
     first = encode_source(file, make_tokenizer(), OPTIONS, cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "megatrain.data.build._write", None
-        )  # would be called if anything were tokenised
-        again = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    written = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    again = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == written
     assert rows_of(again) == rows_of(first)
     assert isinstance(again.ids, np.memmap)
     encode_source(file, make_tokenizer(None), OPTIONS, cache)
@@ -185,9 +153,7 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(
 @pytest.mark.parametrize(
     "name", ["ids.bin", "mask.bin", "offsets.npy", "hashes.npy", "counts.json"]
 )
-def test_a_damaged_cache_is_made_anew(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path, name: str
-):
+def test_a_damaged_cache_is_made_anew(write_jsonl, make_tokenizer, cache, name):
     file = write_jsonl([pair(n) for n in range(5)])
     first = rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache))
     (folder,) = cache.iterdir()
@@ -196,46 +162,36 @@ def test_a_damaged_cache_is_made_anew(
     assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == first
 
 
-def test_a_cache_that_cannot_be_written_is_a_storage_error(
-    write_jsonl: Write, make_tokenizer: Make, tmp_path: Path
-):
+def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
+    file, cache = write_jsonl([pair(1)]), tmp_path / "file" / "cache"
     with pytest.raises(StorageError, match="set MEGATRAIN_CACHE to another folder"):
-        encode_source(
-            write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, tmp_path / "file" / "cache"
-        )
+        encode_source(file, make_tokenizer(), OPTIONS, cache)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 20), (7, 7), (0.0001, 1)])
-def test_held_out_rows_are_never_trained(
-    write_jsonl: Write, make_tokenizer: Make, cache: Path, share: float, expected: int
-):
+def test_held_out_rows_are_never_trained(write_jsonl, make_tokenizer, cache, share, expected):
     file = write_jsonl([pair(n) for n in range(200)])
-    train, held = load_data(file, share, make_tokenizer(), OPTIONS, seed=0, cache=cache)
-    assert (len(train), len(held or [])) == (200 - expected, expected)
-    assert isinstance(train, TokenRows)
-    assert isinstance(held, TokenRows)
-    seen = {str(row) for row in rows_of(train)}
-    assert not seen & {str(row) for row in rows_of(held)}
-    again = load_data(file, share, make_tokenizer(), OPTIONS, seed=0, cache=cache)[1]
-    other = load_data(file, share, make_tokenizer(), OPTIONS, seed=1, cache=cache)[1]
-    assert again is not None
-    assert other is not None
-    assert again.digest == held.digest
-    assert other.digest != held.digest
+
+    def loaded(seed: int) -> tuple[TokenRows, TokenRows]:
+        train, held = load_data(file, share, make_tokenizer(), OPTIONS, seed=seed, cache=cache)
+        assert isinstance(train, TokenRows) and isinstance(held, TokenRows)
+        return train, held
+
+    train, held = loaded(seed=0)
+    assert (len(train), len(held)) == (200 - expected, expected)
+    assert not {str(row) for row in rows_of(train)} & {str(row) for row in rows_of(held)}
+    assert loaded(seed=0)[1].digest == held.digest != loaded(seed=1)[1].digest
 
 
-def test_copies_stay_on_one_side(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    data = encode_source(
-        write_jsonl([pair(n % 40) for n in range(120)]), make_tokenizer(), OPTIONS, cache
-    )
-    train, held = hold_out(data, 20, seed=3)
+def test_copies_stay_on_one_side(encode):
+    train, held = hold_out(encode([pair(n % 40) for n in range(120)], OPTIONS), 20, seed=3)
     assert len(held) == 18  # whole triples
     assert not set(train.hashes[train.chosen].tolist()) & set(held.hashes[held.chosen].tolist())
 
 
-def test_what_cannot_be_held_out_is_refused(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    data = encode_source(write_jsonl([pair(1)] * 4), make_tokenizer(), OPTIONS, cache)
+def test_what_cannot_be_held_out_is_refused(encode):
+    data = encode([pair(1)] * 4, OPTIONS)
     for share in (4, 9, -1, 0.999):
         with pytest.raises(DataError, match=r"data\.eval"):
             hold_out(data, share, seed=0)
@@ -243,15 +199,9 @@ def test_what_cannot_be_held_out_is_refused(write_jsonl: Write, make_tokenizer: 
         hold_out(data, 2, seed=0)
 
 
-def test_another_source_is_the_held_out_set(write_jsonl: Write, make_tokenizer: Make, cache: Path):
-    train, held = load_data(
-        write_jsonl([pair(1)]),
-        write_jsonl([pair(2)] * 3, "b.jsonl"),
-        make_tokenizer(),
-        OPTIONS,
-        seed=0,
-        cache=cache,
-    )
+def test_another_source_is_the_held_out_set(write_jsonl, make_tokenizer, cache):
+    files = write_jsonl([pair(1)]), write_jsonl([pair(2)] * 3, "b.jsonl")
+    train, held = load_data(*files, make_tokenizer(), OPTIONS, seed=0, cache=cache)
     assert held is not None
     assert (len(train), len(held)) == (1, 3)
 
@@ -263,23 +213,8 @@ def test_shuffles_are_the_same_on_every_machine():
     assert len(np.unique(mix64(np.arange(10_000, dtype=np.uint64), 7))) == 10_000
 
 
-JUNK: list[Any] = [
-    None,
-    "",
-    " ",
-    "\ud800",
-    "\x00",
-    0,
-    -1.5,
-    1e400,
-    True,
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": {"b": []}},
-]
-JUNK += ["<|im_end|>", "a" * 300, "é☕日本"]
+JUNK: list[Any] = [None, "", " ", "\ud800", "\x00", 0, -1.5, 1e400, True, [], {}, [[]], [None]]
+JUNK += [{"a": {"b": []}}, "<|im_end|>", "a" * 300, "é☕日本"]
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -289,20 +224,15 @@ def mutated(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list):
         index = rng.randrange(len(value))
         action = rng.choice(["change", "drop", "double"])
-        middle = {"drop": [], "double": [value[index]] * 2}.get(
-            action, [mutated(value[index], rng)]
-        )
+        changed = mutated(value[index], rng)
+        middle = {"change": [changed], "drop": [], "double": [value[index]] * 2}[action]
         return value[:index] + middle + value[index + 1 :]
     key = rng.choice(list(value))
-    action = rng.choice(["change", "change", "drop", "rename"])
     kept = {name: inner for name, inner in value.items() if name != key}
-    if action == "change":
-        return {**kept, key: mutated(value[key], rng)}
-    return (
-        kept
-        if action == "drop"
-        else {**kept, rng.choice(["text", "messages", "weight", "tools", "name"]): value[key]}
-    )
+    action = rng.choice(["change", "change", "drop", "rename"])
+    other = rng.choice(["text", "messages", "weight", "tools", "name"])
+    changes = {"change": {key: mutated(value[key], rng)}, "rename": {other: value[key]}}
+    return {**kept, **changes.get(action, {})}
 
 
 TURNS = [
@@ -325,33 +255,26 @@ def mutated_line(row: Any, rng: random.Random) -> bytes:
     row = mutated(row, rng)
     line = json.dumps(mutated(row, rng) if rng.random() < 0.3 else row).encode()
     if rng.random() < 0.2:
-        cut = rng.randrange(len(line) + 1)
-        line = (
-            line[:cut]
-            + rng.choice([b"", b"\xff", b"}", b'"', b"\\"])
-            + line[cut + rng.randrange(3) :]
-        )
+        cut, junk = rng.randrange(len(line) + 1), rng.choice([b"", b"\xff", b"}", b'"', b"\\"])
+        line = line[:cut] + junk + line[cut + rng.randrange(3) :]
     return line
 
 
 @pytest.mark.parametrize("number", range(len(SEEDS)))
 @pytest.mark.parametrize("templated", [True, False])
 def test_mutated_rows_are_bad_or_trainable_and_never_crash(
-    number: int, templated: bool, make_tokenizer: Make, tmp_path: Path, cache: Path
+    number, templated, make_tokenizer, tmp_path, cache
 ):
-    rng = random.Random(number)
-    lines = [
-        json.dumps(SEEDS[number]).encode(),
-        *(mutated_line(SEEDS[number], rng) for _ in range(1000)),
-    ]
-    (tmp_path / "mutated.jsonl").write_bytes(b"\n".join(lines))
+    rng, file = random.Random(number), tmp_path / "mutated.jsonl"
+    lines = [mutated_line(SEEDS[number], rng) for _ in range(1000)]
+    file.write_bytes(b"\n".join([json.dumps(SEEDS[number]).encode(), *lines]))
     tokenizer = make_tokenizer() if templated else make_tokenizer(None)
     options = replace(SKIP, seq_len=200)
     if not templated and number < 3:
         with pytest.raises(DataError, match="no chat template"):
-            encode_source(tmp_path / "mutated.jsonl", tokenizer, options, cache)
+            encode_source(file, tokenizer, options, cache)
         return
-    data = encode_source(tmp_path / "mutated.jsonl", tokenizer, options, cache)
+    data = encode_source(file, tokenizer, options, cache)
     assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
     assert data.counts.bad > 100
     assert len(data) > 20

@@ -16,13 +16,15 @@ from megatrain.data.formats import (
     detect_format,
 )
 
+
+def said(content: Any, role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+SHAREGPT = [("human", "hi"), ("gpt", "yo")]
 GOOD: dict[str, dict[str, Any]] = {
-    "messages": {
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    },
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
-    },
+    "messages": {"messages": [said("hi"), said("yo", "assistant")]},
+    "sharegpt": {"conversations": [{"from": name, "value": text} for name, text in SHAREGPT]},
     "prompt_completion": {"prompt": "hi", "completion": "yo"},
     "alpaca": {"instruction": "hi", "input": "", "output": "yo"},
     "text": {"text": "hi yo"},
@@ -44,14 +46,14 @@ def test_every_format_has_a_good_row():
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_is_found_by_its_columns(name: str):
+def test_is_found_by_its_columns(name):
     found = detect_format({**GOOD[name], "id": 7})
     assert found is not None
     assert found is FORMATS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name != "text"])
-def test_all_chat_formats_say_the_same(name: str):
+def test_all_chat_formats_say_the_same(name):
     assert turns(read(GOOD[name])) == [("user", "hi"), ("assistant", "yo")]
 
 
@@ -67,34 +69,21 @@ def test_null_columns_count_as_absent():
 
 
 def test_only_the_completion_is_trained():
-    prompt = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    chat = read({"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})
+    prompt = [said("a"), said("b", "assistant"), said("c")]
+    chat = read({"prompt": prompt, "completion": [said("d", "assistant")]})
     assert [message.trained for message in chat.messages] == [False, False, False, True]
     assert chat.plain is None
 
 
 def test_weight_zero_is_context():
-    row = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b", "weight": 0},
-        ]
-    }
+    row = {"messages": [said("a"), said("b", "assistant", weight=0)]}
     assert read(row).messages[1] == Message("assistant", "b", trained=False)
 
 
 def test_text_parts_are_joined_and_strings_reach_the_template():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    row = {"messages": [{"role": "user", "name": "eve", "content": parts, "id": 3}]}
-    assert read(row).messages[0].as_template_input() == {
-        "role": "user",
-        "content": "ab",
-        "name": "eve",
-    }
+    row = {"messages": [said(parts, name="eve", id=3)]}
+    assert read(row).messages[0].as_template_input() == said("ab", name="eve")
 
 
 def test_alpaca_input_follows_the_instruction():
@@ -102,21 +91,12 @@ def test_alpaca_input_follows_the_instruction():
     assert turns(chat)[0] == ("user", "Add.\n\n1 2")
     assert chat.plain[0].endswith("### Input:\n1 2\n\n### Response:\n")
     assert "{" not in chat.plain[0]
-    assert (
-        read({"instruction": "say {input}", "output": "3"})
-        .plain[0]
-        .endswith("### Instruction:\nsay {input}\n\n### Response:\n")
-    )
+    plain = read({"instruction": "say {input}", "output": "3"}).plain[0]
+    assert plain.endswith("### Instruction:\nsay {input}\n\n### Response:\n")
 
 
 def test_conversations_may_use_role_and_content_and_a_system_column():
-    row = {
-        "system": "be kind",
-        "conversations": [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "yo"},
-        ],
-    }
+    row = {"system": "be kind", "conversations": [said("hi"), said("yo", "assistant")]}
     assert turns(read(row))[0] == ("system", "be kind")
 
 
@@ -126,16 +106,13 @@ BAD = [
     ({"messages": ["hi"]}, r"messages\[0\]: expected an object, found text"),
     ({"messages": [{"content": "hi"}]}, r"messages\[0\].role is missing"),
     ({"messages": [{"role": "user"}]}, r"messages\[0\].content is missing"),
-    ({"messages": [{"role": "user", "content": 3}]}, "expected text, found a number"),
-    ({"messages": [{"role": "user", "content": "  "}]}, r"messages\[0\].content is empty"),
-    ({"messages": [{"role": "robot", "content": "hi"}]}, "unknown role 'robot'"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
-    ({"messages": [{"role": "user", "content": "hi", "weight": 0.5}]}, "only 0 and 1"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts"),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "tool calling is not supported",
-    ),
+    ({"messages": [said(3)]}, "expected text, found a number"),
+    ({"messages": [said("  ")]}, r"messages\[0\].content is empty"),
+    ({"messages": [said("hi", "robot")]}, "unknown role 'robot'"),
+    ({"messages": [said("\ud800")]}, "surrogate"),
+    ({"messages": [said("hi", weight=0.5)]}, "only 0 and 1"),
+    ({"messages": [said([{"type": "image"}])]}, "only text parts"),
+    ({"messages": [said("x", "assistant", tool_calls=[{}])]}, "tool calling is not supported"),
     ({"text": "hi", "tools": [{}]}, "tool calling is not supported"),
     ({"conversations": [{"from": "alien", "value": "hi"}]}, "unknown role 'alien'"),
     ({"conversations": [{"from": "human"}]}, "value is missing"),
@@ -149,6 +126,6 @@ BAD = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
-def test_bad_rows_are_named(row: Any, message: str):
+def test_bad_rows_are_named(row, message):
     with pytest.raises(RowError, match=message):
         read(row)

@@ -44,16 +44,14 @@ ROWS = FakeRows(np.random.default_rng(0).integers(2, 33, 101))
 
 
 def loader(rows: FakeRows = ROWS, **changes: Any) -> Loader:
-    settings: dict[str, Any] = {
-        "micro_batch_tokens": 64,
-        "pad_id": PAD,
-        "seed": 0,
-        "tokens_per_step": 100,
-        **changes,
-    }
-    if settings.get("rows_per_step"):
-        settings["tokens_per_step"] = None
-    return Loader(rows, **settings)
+    asked: dict[str, Any] = {"micro_batch_tokens": 64, "pad_id": PAD, "seed": 0} | changes
+    if "rows_per_step" not in asked:
+        asked.setdefault("tokens_per_step", 100)
+    return Loader(rows, **asked)
+
+
+BY_TOKENS, BY_ROWS = {"tokens_per_step": 100}, {"rows_per_step": 7}
+AT_ONCE: dict[str, Any] = {"tokens_per_step": 10**6}
 
 
 def row_numbers(batch: StepBatch) -> list[int]:
@@ -67,16 +65,8 @@ def same(one: StepBatch, other: StepBatch) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tokens_per_step": 100},
-        {"rows_per_step": 7},
-        {"tokens_per_step": 1},
-        {"tokens_per_step": 10**6},
-    ],
-)
-def test_an_epoch_gives_every_row_once(settings: dict[str, Any]):
+@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS, {"tokens_per_step": 1}, AT_ONCE])
+def test_an_epoch_gives_every_row_once(settings):
     batches = list(loader(**settings))
     assert sorted(number for batch in batches for number in row_numbers(batch)) == list(range(101))
     assert batches[-1].epoch == 1.0
@@ -97,14 +87,12 @@ def test_counts_are_of_real_tokens_and_targets():
         real = sum(int(ROWS.lengths[number]) for number in row_numbers(batch))
         assert batch.tokens == real
         assert len(batch.lengths) == len(row_numbers(batch))
-        assert batch.target_tokens == sum(
-            int((micro["labels"] != IGNORED).sum()) for micro in batch.micro_batches
-        )
-        masks = [
-            micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
-            for micro in batch.micro_batches
-        ]
-        assert sum(int(mask.sum()) for mask in masks) == real
+        targets, masked = 0, 0
+        for micro in batch.micro_batches:
+            targets += int((micro["labels"] != IGNORED).sum())
+            mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
+            masked += int(mask.sum())
+        assert (batch.target_tokens, real) == (targets, masked)
 
 
 def test_micro_batches_fit_and_are_padded_on_the_right():
@@ -121,14 +109,12 @@ def test_micro_batches_fit_and_are_padded_on_the_right():
             assert (mask is None) == bool((ids != PAD).all())
             for number, row in enumerate(ids):
                 expected, targets = ROWS.row(int(row[0]) - 1)
-                length = len(expected)
-                assert row.tolist() == expected.tolist() + [PAD] * (len(row) - length)
-                wanted = np.where(targets, expected, IGNORED).tolist() + [IGNORED] * (
-                    len(row) - length
-                )
-                assert labels[number].tolist() == wanted
+                length, missing = len(expected), len(row) - len(expected)
+                assert row.tolist() == expected.tolist() + [PAD] * missing
+                wanted = np.where(targets, expected, IGNORED).tolist()
+                assert labels[number].tolist() == wanted + [IGNORED] * missing
                 if mask is not None:
-                    assert mask[number].tolist() == [1] * length + [0] * (len(row) - length)
+                    assert mask[number].tolist() == [1] * length + [0] * missing
     assert padded
 
 
@@ -144,9 +130,9 @@ def test_epochs_are_shuffled_anew_and_alike_for_a_seed():
     assert not same(first[0], next(iter(loader(seed=1))))
 
 
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}])
+@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS])
 @pytest.mark.parametrize("stop", [0, 1, 5, 16, 17, 30])
-def test_a_saved_position_gives_the_identical_rest(settings: dict[str, Any], stop: int):
+def test_a_saved_position_gives_the_identical_rest(settings, stop):
     whole = list(loader(epochs=3, **settings))
     interrupted = loader(epochs=3, **settings)
     iterator = iter(interrupted)
@@ -181,31 +167,29 @@ def test_resuming_reads_none_of_the_consumed_rows():
 
 
 def test_a_run_ends_at_max_steps_or_a_fraction_of_an_epoch():
-    assert len(list(loader(max_steps=5))) == loader(max_steps=5).steps_total() == 5
-    assert (
-        len(list(loader(max_steps=50, epochs=None)))
-        == loader(max_steps=50, epochs=None).steps_total()
-        == 50
-    )
-    assert len(list(loader(max_steps=10**9))) == loader(max_steps=10**9).steps_total()
+    def steps(**asked: Any) -> int:
+        made = len(list(loader(**asked)))
+        assert made == loader(**asked).steps_total()
+        return made
+
+    assert steps(max_steps=5) == 5
+    assert steps(max_steps=50, epochs=None) == 50
+    assert steps(max_steps=10**9) == steps()
+    steps(epochs=1.5, rows_per_step=10)
     part = list(loader(epochs=1.5, rows_per_step=10))
     assert sum(len(batch.lengths) for batch in part) == 101 + 51
-    assert len(part) == loader(epochs=1.5, rows_per_step=10).steps_total()
     assert part[-1].epoch == pytest.approx(1 + 51 / 101)
 
 
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 100}, {"rows_per_step": 10}])
-def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(
-    settings: dict[str, Any],
-):
+@pytest.mark.parametrize("settings", [BY_TOKENS, {"rows_per_step": 10}])
+def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(settings):
     part = loader(epochs=1.5, **settings)
-    seen = [n for batch in part for n in row_numbers(batch)]
+    batches = list(part)
     longer = loader(epochs=2, **settings)
     longer.restore(json.loads(json.dumps(part.position())))
     rest = list(longer)
-    assert sorted(seen + [n for batch in rest for n in row_numbers(batch)]) == sorted(
-        [*range(101), *range(101)]
-    )
+    seen = [number for batch in (*batches, *rest) for number in row_numbers(batch)]
+    assert sorted(seen) == sorted([*range(101), *range(101)])
     assert longer.steps_total() == rest[-1].after.step
 
 
@@ -218,37 +202,32 @@ def test_an_ended_run_stays_ended():
     assert resumed.steps_total() == steps
 
 
-def test_positions_of_other_runs_are_refused():
-    good = loader().position()
-    changes: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"data": "other"}, "not those of the checkpoint"),
         ({"seed": 7}, r"shuffled with train\.seed 7, not 0"),
         ({"index": "x"}, "broken"),
         ({"index": 10**6}, "outside the data"),
         ({"step": -1}, "outside the data"),
-    ]
-    for change, message in changes:
-        with pytest.raises(DataError, match=message):
-            loader().restore({**good, **change})
+    ],
+)
+def test_positions_of_other_runs_are_refused(change, words):
+    with pytest.raises(DataError, match=words):
+        loader().restore({**loader().position(), **change})
 
 
 def test_a_row_that_fits_no_micro_batch_is_refused():
-    longest = int(ROWS.lengths.max())
-    with pytest.raises(
-        DataError,
-        match=rf"a row of {longest} tokens does not fit a micro-batch of 8; set train\.micro_batch_tokens",
-    ):
+    row = f"a row of {ROWS.lengths.max()} tokens does not fit a micro-batch of 8"
+    with pytest.raises(DataError, match=rf"{row}; set train\.micro_batch_tokens"):
         loader(micro_batch_tokens=8)
     with pytest.raises(DataError, match="does not fit"):
         held_out_batches(ROWS, 8, PAD)
 
 
 def test_held_out_batches_hold_every_row_once():
-    found = [
-        int(number) - 1
-        for micro in held_out_batches(ROWS, 64, PAD)
-        for number in micro["input_ids"][:, 0]
-    ]
+    batches = held_out_batches(ROWS, 64, PAD)
+    found = [int(number) - 1 for micro in batches for number in micro["input_ids"][:, 0]]
     assert sorted(found) == list(range(101))
 
 
@@ -261,70 +240,57 @@ def test_an_error_while_preparing_reaches_the_loop():
         next(iter(loader(Broken(ROWS.lengths))))
 
 
-# -- rows that share sequences --------------------------------------------------------------------------------------------------------
+# -- sequence packing ----------------------------------------------------------------------------
 
 
 def documents(batch: StepBatch) -> dict[int, int]:
-    """Tokens by row number, found again in the sequences of a step, where every row has positions and targets of its own."""
+    """Tokens by row number, found again in the sequences of a step, where every row has positions
+    and targets of its own."""
     found: dict[int, int] = {}
     for micro in batch.micro_batches:
         assert set(micro) == {"input_ids", "labels", "position_ids"}
-        for ids, labels, positions in zip(
-            micro["input_ids"], micro["labels"], micro["position_ids"], strict=True
-        ):
+        sequences = zip(micro["input_ids"], micro["labels"], micro["position_ids"], strict=True)
+        for ids, labels, positions in sequences:
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
             for start, stop in itertools.pairwise(starts):
-                assert positions[start:stop].tolist() == list(range(stop - start))
-                number = int(ids[start]) - 1
+                length, number = stop - start, int(ids[start]) - 1
+                assert positions[start:stop].tolist() == list(range(length))
                 if number == PAD - 1:
                     assert set(labels[start:stop].tolist()) == {IGNORED}
                     continue
                 assert set(ids[start:stop].tolist()) == {number + 1}
                 targets = [label != IGNORED for label in labels[start:stop].tolist()]
-                assert targets == [
-                    place >= max(1, (stop - start) // 2) for place in range(stop - start)
-                ]
+                assert targets == [place >= max(1, length // 2) for place in range(length)]
                 assert number not in found
-                found[number] = stop - start
+                found[number] = length
     return found
 
 
 def test_a_packed_step_has_the_rows_of_a_padded_one():
     for padded, packed in zip(loader(), loader(pack_to=32), strict=True):
-        assert documents(packed) == {
-            number: int(ROWS.lengths[number]) for number in row_numbers(padded)
-        }
+        lengths = {number: int(ROWS.lengths[number]) for number in row_numbers(padded)}
+        assert documents(packed) == lengths
         assert (packed.lengths, packed.after) == (padded.lengths, padded.after)
         assert {micro["input_ids"].shape[1] for micro in packed.micro_batches} == {32}
         assert all(len(micro["input_ids"]) <= 2 for micro in packed.micro_batches)
 
 
 def test_packed_sequences_are_nearly_full():
-    (batch,) = loader(pack_to=64, micro_batch_tokens=256, tokens_per_step=10**6)
-    room = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
-    assert batch.tokens > 0.95 * room
-    assert [len(micro["input_ids"]) for micro in batch.micro_batches[:-1]] == [4] * (
-        len(batch.micro_batches) - 1
-    )
+    (batch,) = loader(pack_to=64, micro_batch_tokens=256, **AT_ONCE)
+    assert batch.tokens > 0.95 * computed(batch)
+    assert {len(micro["input_ids"]) for micro in batch.micro_batches[:-1]} == {4}
 
 
 @pytest.mark.parametrize("pack_to", [None, 32], ids=["padded", "packed"])
-@pytest.mark.parametrize(
-    "settings", [{"tokens_per_step": 100}, {"rows_per_step": 7}, {"tokens_per_step": 10**6}]
-)
-def test_how_much_is_padded_is_known_before_any_row_is_read(
-    settings: dict[str, Any], pack_to: int | None
-):
-    unread = FakeRows(ROWS.lengths)
+@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS, AT_ONCE])
+def test_how_much_is_padded_is_known_before_any_row_is_read(settings, pack_to):
+    unread, asked = FakeRows(ROWS.lengths), {"pack_to": pack_to, "epochs": 3, **settings}
     unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
-    sizes = (32, 48, 64, 1024)
-    for size, most, mean, most_parts, mean_parts in loader(
-        unread, pack_to=pack_to, epochs=3, **settings
-    ).step_tokens(sizes):
-        run = list(loader(pack_to=pack_to, epochs=3, **{**settings, "micro_batch_tokens": size}))
-        full = [
-            batch for batch in run if batch.epoch % 1
-        ] or run  # an epoch's last has what is left
+    known = loader(unread, **asked).step_tokens((32, 48, 64, 1024))
+    for size, most, mean, most_parts, mean_parts in known:
+        run = list(loader(**{**asked, "micro_batch_tokens": size}))
+        # an epoch's last has what is left
+        full = [batch for batch in run if batch.epoch % 1] or run
         assert most == max(map(computed, run))
         assert mean == pytest.approx(fmean(map(computed, full)))
         assert most_parts == max(len(batch.micro_batches) for batch in run)

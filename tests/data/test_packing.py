@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from megatrain.data.build import DataOptions, encode_source, load_data
+from megatrain.data.build import DataOptions, load_data
 from megatrain.data.packing import best_fit, pack
 from megatrain.errors import DataError
 
@@ -17,15 +13,8 @@ WHOLE = DataOptions(seq_len=None, train_on="all")
 
 
 @pytest.mark.parametrize("seq_len", [2, 7, 16, 10_000])
-def test_blocks_join_to_the_documents(
-    write_jsonl: Callable[..., Path], make_tokenizer: Callable[..., Any], cache: Path, seq_len: int
-):
-    documents = encode_source(
-        write_jsonl([{"text": "hello world " * (n % 5 + 1)} for n in range(30)]),
-        make_tokenizer(),
-        WHOLE,
-        cache,
-    )
+def test_blocks_join_to_the_documents(encode, seq_len):
+    documents = encode([{"text": "hello world " * (n % 5 + 1)} for n in range(30)], WHOLE)
     packed = pack(documents, seq_len)
     blocks = [packed.row(index) for index in range(len(packed))]
     joined = np.concatenate([ids for ids, _ in blocks])
@@ -38,56 +27,35 @@ def test_blocks_join_to_the_documents(
     assert set(packed.lengths[:-1].tolist()) <= {seq_len}
 
 
-def test_held_out_documents_are_taken_whole(
-    write_jsonl: Callable[..., Path], make_tokenizer: Callable[..., Any], cache: Path
-):
-    tokenizer = make_tokenizer()
+def test_held_out_documents_are_taken_whole(write_jsonl, make_tokenizer, cache):
+    tokenizer, options = make_tokenizer(), DataOptions(seq_len=16)
     file = write_jsonl([{"text": f"document {n} of many"} for n in range(50)])
-    train, held = load_data(
-        file, 5, tokenizer, DataOptions(seq_len=16), seed=0, pack_to=16, cache=cache
-    )
+    train, held = load_data(file, 5, tokenizer, options, seed=0, pack_to=16, cache=cache)
     assert held is not None
-    texts = [
-        "".join(tokenizer.decode(rows.row(index)[0]) for index in range(len(rows)))
-        for rows in (train, held)
-    ]
-    documents = [text.removesuffix("<|endoftext|>").split("<|endoftext|>") for text in texts]
+    documents = []
+    for rows in (train, held):
+        text = "".join(tokenizer.decode(rows.row(index)[0]) for index in range(len(rows)))
+        documents.append(text.removesuffix("<|endoftext|>").split("<|endoftext|>"))
     assert [len(found) for found in documents] == [45, 5]
     assert not set(documents[0]) & set(documents[1])
 
 
-def test_a_text_file_comes_back_whole(
-    tmp_path: Path, make_tokenizer: Callable[..., Any], cache: Path
-):
-    text = "".join(f"line {n}\n" for n in range(4000))
-    (tmp_path / "a.txt").write_text(text)
-    tokenizer = make_tokenizer(bos=True)
-    packed, _ = load_data(
-        tmp_path / "a.txt",
-        None,
-        tokenizer,
-        DataOptions(seq_len=100),
-        seed=0,
-        pack_to=100,
-        cache=cache,
-    )
+def test_a_text_file_comes_back_whole(tmp_path, make_tokenizer, cache):
+    text, file = "".join(f"line {n}\n" for n in range(4000)), tmp_path / "a.txt"
+    file.write_text(text)
+    tokenizer, options = make_tokenizer(bos=True), DataOptions(seq_len=100)
+    packed, _ = load_data(file, None, tokenizer, options, seed=0, pack_to=100, cache=cache)
     ids = np.concatenate([packed.row(index)[0] for index in range(len(packed))])
     assert tokenizer.decode(ids) == f"<|im_start|>{text}<|endoftext|>"
 
 
-def test_the_digest_knows_the_block_length(
-    write_jsonl: Callable[..., Path], make_tokenizer: Callable[..., Any], cache: Path
-):
-    documents = encode_source(
-        write_jsonl([{"text": "hello world"}]), make_tokenizer(), WHOLE, cache
-    )
+def test_the_digest_knows_the_block_length(encode):
+    documents = encode([{"text": "hello world"}], WHOLE)
     assert pack(documents, 4).digest != pack(documents, 5).digest
 
 
-def test_no_documents_are_refused(
-    write_jsonl: Callable[..., Path], make_tokenizer: Callable[..., Any], cache: Path
-):
-    documents = encode_source(write_jsonl([{"text": "hello"}]), make_tokenizer(), WHOLE, cache)
+def test_no_documents_are_refused(encode):
+    documents = encode([{"text": "hello"}], WHOLE)
     with pytest.raises(DataError, match="fewer than two tokens"):
         pack(documents.choose(np.zeros(0, np.int64)), 4)
 
@@ -96,11 +64,10 @@ def test_no_documents_are_refused(
     "lengths",
     [[], [8], [8, 8], [5, 3, 3, 2, 2, 1], [1] * 20, sorted(range(1, 9), reverse=True) * 9],
 )
-def test_rows_share_sequences_and_none_is_split(lengths: list[int]):
+def test_examples_are_packed_into_sequences_and_none_is_split(lengths):
     sequences = best_fit(lengths, 8)
-    assert sorted(number for sequence in sequences for number in sequence) == list(
-        range(len(lengths))
-    )
+    numbers = [number for sequence in sequences for number in sequence]
+    assert sorted(numbers) == list(range(len(lengths)))
     filled = [sum(lengths[number] for number in sequence) for sequence in sequences]
     assert all(tokens <= 8 for tokens in filled)
     assert sum(tokens <= 4 for tokens in filled) <= 1, "two half empty ones would have been one"

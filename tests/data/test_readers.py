@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def places(path: Path | str) -> list[str]:
     return [row.where.rsplit("/", 1)[-1] for row in open_source(path).read()]
 
 
-def test_jsonl_lines_are_counted_over_blank_ones(tmp_path: Path):
+def test_jsonl_lines_are_counted_over_blank_ones(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a\xe2\x80\xa8b"}\r\n\n  \n{"text": "c"}')
     assert values(file) == [{"text": "a\u2028b"}, {"text": "c"}]
@@ -40,7 +39,7 @@ def test_jsonl_lines_are_counted_over_blank_ones(tmp_path: Path):
         (b"1" * 10_000, "unreadable JSON"),
     ],
 )
-def test_a_broken_line_is_one_bad_row(tmp_path: Path, line: bytes, problem: str):
+def test_a_broken_line_is_one_bad_row(tmp_path, line, problem):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{}\n" + line + b"\n{}\n")
     rows = list(open_source(file).read())
@@ -52,27 +51,27 @@ def test_a_broken_line_is_one_bad_row(tmp_path: Path, line: bytes, problem: str)
 @pytest.mark.parametrize(
     "text", ['[{"a": 1}, {"a": 2}]', '{"data": [{"a": 1}, {"a": 2}]}', '{"a": 1}\n{"a": 2}\n']
 )
-def test_json_in_its_three_shapes(tmp_path: Path, text: str):
+def test_json_in_its_three_shapes(tmp_path, text):
     file = tmp_path / "a.json"
     file.write_text(text)
     assert values(file) == [{"a": 1}, {"a": 2}]
 
 
-def test_one_json_object_is_one_row(tmp_path: Path):
+def test_one_json_object_is_one_row(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"text": "x"}, indent=2))
     assert values(file) == [{"text": "x"}]
 
 
 @pytest.mark.parametrize("text", ["[1, 2", '"x"', "", "\ud800", "[" * 100_000])
-def test_broken_json_file_is_refused(tmp_path: Path, text: str):
+def test_broken_json_file_is_refused(tmp_path, text):
     file = tmp_path / "a.json"
     file.write_text(text, errors="surrogatepass")
     with pytest.raises(DataError, match=r"a\.json"):
         values(file)
 
 
-def test_text_pieces_join_to_the_file(tmp_path: Path):
+def test_text_pieces_join_to_the_file(tmp_path):
     file = tmp_path / "a.txt"
     text = "".join(f"line {n}\n\n" for n in range(3000))
     file.write_text(text)
@@ -84,29 +83,22 @@ def test_text_pieces_join_to_the_file(tmp_path: Path):
     assert rows[1].where == f"{file}:{rows[0].value['text'].count(chr(10)) + 1}"  # type: ignore[index]
 
 
-def test_csv_rows_are_texts(tmp_path: Path):
+def test_csv_rows_are_texts(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('instruction,input,output\n"two\nlines",,yes\na,b,c\n')
-    assert values(file) == [
-        {"instruction": "two\nlines", "output": "yes"},
-        {"instruction": "a", "input": "b", "output": "c"},
-    ]
+    first, second = values(file)
+    assert first == {"instruction": "two\nlines", "output": "yes"}
+    assert second == {"instruction": "a", "input": "b", "output": "c"}
     assert places(file) == ["a.csv:3", "a.csv:4"]
     file.write_text("prompt,completion\n001,1e5\nNA,None\nTrue,2024-01-01\n")
-    assert [list(row.values()) for row in values(file)] == [
-        ["001", "1e5"],
-        ["NA", "None"],
-        ["True", "2024-01-01"],
-    ]
+    cells = [cell for row in values(file) for cell in row.values()]
+    assert cells == ["001", "1e5", "NA", "None", "True", "2024-01-01"]
 
 
-def test_a_csv_row_with_a_field_too_many_is_one_bad_row(tmp_path: Path):
-    file = tmp_path / "a.csv"
-    file.write_text("a,b\n1,2,3\n4,5\n")
-    assert [row.problem for row in open_source(file).read()] == [
-        "more fields than the header has",
-        None,
-    ]
+def test_a_csv_row_with_a_field_too_many_is_one_bad_row(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2,3\n4,5\n")
+    problems = [row.problem for row in open_source(tmp_path / "a.csv").read()]
+    assert problems == ["more fields than the header has", None]
 
 
 def write_parquet(rows: arrow.Table, path: Path) -> None:
@@ -123,31 +115,20 @@ def write_arrow_stream(rows: arrow.Table, path: Path) -> None:
         file.write_table(rows)
 
 
-TABLES = {
-    "a.parquet": write_parquet,
-    "b.arrow": write_arrow_file,
-    "c.arrow": write_arrow_stream,
-}
+TABLES = {"a.parquet": write_parquet, "b.arrow": write_arrow_file, "c.arrow": write_arrow_stream}
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), TABLES.items(), ids=[write.__name__ for write in TABLES.values()]
-)
-def test_tables(tmp_path: Path, name: str, write: Callable[[arrow.Table, Path], None]):
-    rows = [
-        {"messages": [{"role": "user", "content": "é"}], "n": n} for n in range(2 * TABLE_ROWS + 1)
-    ]
+@pytest.mark.parametrize(("name", "write"), TABLES.items(), ids=TABLES)
+def test_tables(tmp_path, name, write):
+    said, count = [{"role": "user", "content": "é"}], 2 * TABLE_ROWS + 1
+    rows = [{"messages": said, "n": n} for n in range(count)]
     write(arrow.Table.from_pylist(rows), tmp_path / name)
     assert values(tmp_path / name) == rows
-    assert places(tmp_path / name)[-1] == f"{name} row {len(rows)}"
+    assert places(tmp_path / name)[-1] == f"{name} row {count}"
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), TABLES.items(), ids=[write.__name__ for write in TABLES.values()]
-)
-def test_a_table_that_is_cut_short_is_refused_in_one_sentence(
-    tmp_path: Path, name: str, write: Callable[[arrow.Table, Path], None]
-):
+@pytest.mark.parametrize(("name", "write"), TABLES.items(), ids=TABLES)
+def test_a_table_that_is_cut_short_is_refused_in_one_sentence(tmp_path, name, write):
     file = tmp_path / name
     write(arrow.Table.from_pylist([{"text": "x" * 100}] * 100), file)
     whole = file.read_bytes()
@@ -168,9 +149,7 @@ def test_a_table_that_is_cut_short_is_refused_in_one_sentence(
         ("a.arrow", b"a long text that is no table at all", "broken Arrow after row 0: "),
     ],
 )
-def test_broken_files_are_refused_in_one_sentence(
-    tmp_path: Path, name: str, contents: bytes, problem: str
-):
+def test_broken_files_are_refused_in_one_sentence(tmp_path, name, contents, problem):
     (tmp_path / name).write_bytes(contents)
     with pytest.raises(DataError) as caught:
         values(tmp_path / name)

@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -27,7 +28,7 @@ def rows_of(letters: str) -> list[dict[str, str]]:
     return [{"text": letter} for letter in letters]
 
 
-def test_a_folder_is_its_files_in_order(tmp_path: Path):
+def test_a_folder_is_its_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.jsonl").write_text('{"n": 2}\n')
     (tmp_path / "a.json").write_text('[{"n": 1}]')
@@ -36,19 +37,20 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path):
     assert values(tmp_path) == [{"n": 1}, {"n": 2}]
 
 
-def test_missing_and_unknown_files_are_refused(tmp_path: Path):
+def test_missing_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"no such file; did you mean .*train\.jsonl"):
-        open_source(tmp_path / "trian.jsonl")
     (tmp_path / "x.pkl").write_text("")
-    with pytest.raises(DataError, match="unknown type"):
-        open_source(tmp_path / "x.pkl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no data files"):
-        open_source(tmp_path / "empty")
+    for name, words in (
+        ("trian.jsonl", r"no such file; did you mean .*train\.jsonl"),
+        ("x.pkl", "unknown type"),
+        ("empty", "no data files"),
+    ):
+        with pytest.raises(DataError, match=words):
+            open_source(tmp_path / name)
 
 
-def test_identity_follows_the_file(tmp_path: Path):
+def test_identity_follows_the_file(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("{}\n")
     before = open_source(file).identity
@@ -66,38 +68,26 @@ def test_identity_follows_the_file(tmp_path: Path):
         ("org/name:train[10:20]", ("org/name", None, "train[10:20]")),
     ],
 )
-def test_hub_specs(spec: str, parsed: tuple[str, str | None, str | None]):
+def test_hub_specs(spec, parsed):
     assert parse_hub_spec(spec) == parsed
 
 
-def test_hub_rows_and_failures(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
-
-    def load(name: str, config: str | None, split: str) -> datasets.Dataset:
-        asked.append((name, config, split))
-        return datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
-
+def test_hub_rows_and_failures(monkeypatch):
+    load = Mock(return_value=datasets.Dataset.from_list(rows_of("ab")))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert values("org/name:main:test") == [{"text": "a"}, {"text": "b"}]
-    assert asked == [("org/name", "main", "test")]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nlong story")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(
-        DataError, match=r"org/name: neither a local file nor .*: Couldn't reach the Hub$"
-    ):
+    assert texts("org/name:main:test") == "ab"
+    load.assert_called_once_with("org/name", "main", split="test")
+    load.side_effect = ConnectionError("Couldn't reach the Hub\nlong story")
+    words = r"org/name: neither a local file nor .*: Couldn't reach the Hub$"
+    with pytest.raises(DataError, match=words):
         open_source("org/name")
     with pytest.raises(DataError, match="expected a file, a folder, or a data set"):
         open_source("a:b:c:d")
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args: Any) -> None:
-        raise AssertionError("local data needs no network")
-
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Mock(side_effect=AssertionError("local data needs no network"))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
@@ -105,10 +95,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """`one` holds a Dataset, `both` and `only` a DatasetDict."""
-    train, test = (
-        datasets.Dataset.from_list(rows_of("abcde")),
-        datasets.Dataset.from_list(rows_of("xy")),
-    )
+    train, test = (datasets.Dataset.from_list(rows_of(letters)) for letters in ("abcde", "xy"))
     train.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
     datasets.DatasetDict(validation=test).save_to_disk(tmp_path / "only")
@@ -133,7 +120,7 @@ def saved(tmp_path: Path) -> Path:
         ("only", "validation", "xy"),
     ],
 )
-def test_saved_data_sets(saved: Path, name: str, split: str | None, expected: str):
+def test_saved_data_sets(saved, name, split, expected):
     assert texts(f"{saved}/{name}", split) == expected
     places = [row.where for row in open_source(f"{saved}/{name}", split).read()]
     assert places == [f"{saved}/{name} row {number}" for number in range(1, len(expected) + 1)]
@@ -144,26 +131,20 @@ def test_saved_data_sets(saved: Path, name: str, split: str | None, expected: st
     [
         ("one", "test", r"one: split 'test': Unknown split \"test\". Should be one of \['train'\]"),
         ("both", "valid", r"both: split 'valid': Unknown split"),
-        (
-            "only",
-            "train",
-            r"only: split 'train': Unknown split \"train\". Should be one of \['validation'\]",
-        ),
+        ("only", "train", r"only: split 'train': Unknown .* Should be one of \['validation'\]"),
         ("both", "train[:", r"both: split 'train\[:': Unrecognized instruction format"),
         ("both:test", "train", r"data\.split says 'train'; name the split once"),
         ("both:x:test", None, "no such file"),
     ],
 )
-def test_splits_that_a_saved_set_lacks_are_refused(saved: Path, name: str, split: str, reason: str):
+def test_splits_that_a_saved_set_lacks_are_refused(saved, name, split, reason):
     with pytest.raises(DataError, match=reason):
         open_source(f"{saved}/{name}", split)
 
 
 @pytest.mark.parametrize("broken", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
 @pytest.mark.parametrize("contents", [b"{", None, b""])
-def test_broken_saved_sets_are_refused_in_one_sentence(
-    saved: Path, broken: str, contents: bytes | None
-):
+def test_broken_saved_sets_are_refused_in_one_sentence(saved, broken, contents):
     file = saved / "both" / "train" / broken
     file.write_bytes(contents) if contents is not None else file.unlink()
     with pytest.raises(DataError) as caught:
@@ -172,23 +153,22 @@ def test_broken_saved_sets_are_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_saved_set_whose_rows_are_cut_short_is_refused(saved: Path):
+def test_a_saved_set_whose_rows_are_cut_short_is_refused(saved):
     file = saved / "one" / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:-150])
     with pytest.raises(DataError, match=rf"^{saved}/one: broken [^\n]*$"):
         values(saved / "one")
 
 
-def test_the_identity_of_saved_sets_follows_their_rows(saved: Path):
+def test_the_identity_of_saved_sets_follows_their_rows(saved):
     def identity(split: str) -> str:
         return open_source(saved / "both", split).identity
 
     before = identity("train"), identity("test")
     assert before == (identity("train"), identity("test"))
     assert len({*before, identity("train[:2]"), identity("train[:3]")}) == 4
-    datasets.DatasetDict(train=datasets.Dataset.from_list(rows_of("abcdf"))).save_to_disk(
-        saved / "both"
-    )
+    changed = datasets.Dataset.from_list(rows_of("abcdf"))
+    datasets.DatasetDict(train=changed).save_to_disk(saved / "both")
     assert identity("train") not in before
 
 
@@ -211,11 +191,11 @@ def split_files(tmp_path: Path) -> Path:
         ("/train.jsonl", "train", "t"),
     ],
 )
-def test_files_of_a_split(split_files: Path, name: str, split: str | None, expected: str):
+def test_files_of_a_split(split_files, name, split, expected):
     assert texts(f"{split_files}{name}", split) == expected
 
 
-def test_files_that_name_no_split_are_train(tmp_path: Path):
+def test_files_that_name_no_split_are_train(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name[0]}) + "\n")
     assert texts(tmp_path, "train") == "ab"
@@ -228,12 +208,12 @@ def test_files_that_name_no_split_are_train(tmp_path: Path):
     ("name", "split"),
     [("", "validation"), ("/train.jsonl", "test"), ("", "train[:1]"), ("/data", "test")],
 )
-def test_files_without_the_split_are_refused(split_files: Path, name: str, split: str):
+def test_files_without_the_split_are_refused(split_files, name, split):
     with pytest.raises(DataError, match=r"no file of split '.*' among .*train"):
         open_source(f"{split_files}{name}", split)
 
 
-def test_rows_may_be_given(tmp_path: Path):
+def test_rows_may_be_given(tmp_path):
     rows = rows_of("abc")
     given = datasets.Dataset.from_list(rows)
     assert values(rows) == values(tuple(rows)) == values(given) == rows
@@ -259,10 +239,9 @@ def test_the_identity_of_given_rows_follows_them():
 
 
 @pytest.mark.parametrize("given", [5, None, {"text": "a"}, iter([]), np.zeros(3), b"rows.jsonl"])
-def test_other_things_are_refused(given: Any):
-    with pytest.raises(
-        DataError, match=rf"expected a file, .* or a list of rows, not {type(given).__name__}"
-    ):
+def test_other_things_are_refused(given):
+    words = rf"expected a file, .* or a list of rows, not {type(given).__name__}"
+    with pytest.raises(DataError, match=words):
         open_source(given)
 
 

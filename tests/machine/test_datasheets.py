@@ -37,12 +37,12 @@ ALL_NAMES = [*DEVICE_NAMES, *(f"NVIDIA {name}" for name, _ in GPUS)]
 
 
 @pytest.mark.parametrize(("device", "row"), DEVICE_NAMES.items())
-def test_a_device_is_found_by_whole_words(device: str, row: str | None) -> None:
+def test_a_device_is_found_by_whole_words(device, row):
     assert data_sheet(device) is (None if row is None else dict(GPUS)[row])
 
 
 @pytest.mark.parametrize("name", [name for name, _ in GPUS])
-def test_every_row_is_found_by_its_own_name_and_has_every_use(name: str) -> None:
+def test_every_row_is_found_by_its_own_name_and_has_every_use(name):
     sheet = data_sheet(f"NVIDIA {name.replace(' ', '-')} 80GB")
     assert sheet is dict(GPUS)[name]
     assert find_gpu(name) == (name, sheet, True)
@@ -53,19 +53,19 @@ def test_every_row_is_found_by_its_own_name_and_has_every_use(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [*ALL_NAMES, None])
-def test_plans_and_mfu_agree(name: str | None) -> None:
+def test_plans_and_mfu_agree(name):
     sheet = data_sheet(name)
     assert peak_tflops(name) == (None if sheet is None else sheet.bfloat16)
     assert (board_power_w(name) is None) == (sheet is None)
 
 
-def test_figures_are_not_rounded() -> None:
+def test_figures_are_not_rounded():
     peaks = {"H200 NVL": 835.5, "H100 PCIe": 756.4, "H200": 989.4, "L4": 121, "RTX 4090": 165.2}
     assert {name: peak_tflops(name) for name in peaks} == peaks
 
 
 @pytest.mark.parametrize("tflops", [30, 60, 120])
-def test_a_card_is_described_by_hand(tflops: int) -> None:
+def test_a_card_is_described_by_hand(tflops):
     name, sheet, listed = find_gpu("RTX 4070", 12 * GIB, tflops, 12.5)
     assert (name, listed, sheet.bfloat16, sheet.mebibytes) == ("RTX 4070", False, tflops, 12 * 1024)
     assert sheet.memory / UNKNOWN_GPU.memory == tflops / UNKNOWN_GPU.bfloat16
@@ -77,13 +77,13 @@ def test_a_card_is_described_by_hand(tflops: int) -> None:
     assert 11 * GIB < hardware.gpu.free_bytes < hardware.gpu.total_bytes == 12 * GIB
 
 
-def test_a_card_without_a_name_is_described_too() -> None:
+def test_a_card_without_a_name_is_described_too():
     assert find_gpu(None, 12 * GIB, 60, 25) == (
         "GPU of 60 TFLOP/s", replace(UNKNOWN_GPU, mebibytes=12 * 1024), False
     )  # fmt: skip
 
 
-def test_a_description_replaces_figures_of_a_row() -> None:
+def test_a_description_replaces_figures_of_a_row():
     name, sheet, listed = find_gpu("rtx-4090", pcie=12.5)
     assert (name, listed, sheet.link.one_way) == ("RTX 4090", True, 12.5e9)
     assert replace(sheet, link=dict(GPUS)[name].link) == dict(GPUS)[name]
@@ -98,8 +98,6 @@ def test_a_description_replaces_figures_of_a_row() -> None:
         (None, GIB, None, "needs --gpu-tflops and --pcie, too"),
     ],
 )
-def test_what_is_neither_known_nor_described_is_refused(
-    gpu: str | None, memory: int | None, tflops: float | None, reason: str
-) -> None:
+def test_what_is_neither_known_nor_described_is_refused(gpu, memory, tflops, reason):
     with pytest.raises(ConfigError, match=reason):
         find_gpu(gpu, memory, tflops)

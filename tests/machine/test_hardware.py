@@ -1,6 +1,7 @@
 """Limits are read from the machine, and the tightest one counts."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,6 @@ from megatrain.machine.hardware import (
     GIB,
     MIB,
     Gpu,
-    Hardware,
     bf16_is_fast,
     disk_free,
     drive_name,
@@ -24,10 +24,11 @@ from megatrain.machine.hardware import (
 )
 
 
-def write(folder: Path, **files: str) -> Path:
+def group(folder: Path, **values: object) -> Path:
+    """A control group's memory files, in version 2 unless they name those of version 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text + "\n")
+    for name, value in values.items():
+        (folder / f"memory.{name.replace('__', '.')}").write_text(f"{value}\n")
     return folder
 
 
@@ -37,44 +38,28 @@ def membership(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_version_2_takes_the_tightest_parent_and_forgives_page_cache(tmp_path: Path) -> None:
+NO_LIMIT = 2**63 - 4096  # in version 1
+
+
+def test_version_2_takes_the_tightest_parent_and_forgives_page_cache(tmp_path):
     mount = tmp_path / "cgroup"
-    write(
-        mount / "outer",
-        memory__max="1000",
-        memory__current="900",
-        memory__stat="anon 1\ninactive_file 300",
-    )
-    write(
-        mount / "outer/inner",
-        memory__max="max",
-        memory__current="100",
-        memory__stat="inactive_file 0",
-    )
-    assert cgroup_memory(mount, membership(tmp_path, "0::/outer/inner\n")) == (
-        1000,
-        1000 - 900 + 300,
-    )
+    group(mount / "outer", max=1000, current=900, stat="anon 1\ninactive_file 300")
+    group(mount / "outer/inner", max="max", current=100, stat="inactive_file 0")
+    found = cgroup_memory(mount, membership(tmp_path, "0::/outer/inner\n"))
+    assert found == (1000, 1000 - 900 + 300)
 
 
-def test_version_2_inside_a_container_reads_the_mount_point(tmp_path: Path) -> None:
-    mount = write(tmp_path / "cgroup", memory__max="500", memory__current="100")
+def test_version_2_inside_a_container_reads_the_mount_point(tmp_path):
+    mount = group(tmp_path / "cgroup", max=500, current=100)
     assert cgroup_memory(mount, membership(tmp_path, "0::/on/the/host/only\n")) == (500, 400)
 
 
-def test_version_1(tmp_path: Path) -> None:
-    mount = tmp_path / "cgroup"
-    write(mount / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="5")
-    write(
-        mount / "memory/job",
-        memory__limit_in_bytes="700",
-        memory__usage_in_bytes="600",
-        memory__stat="total_inactive_file 50",
-    )
-    assert cgroup_memory(mount, membership(tmp_path, "4:cpu:/\n3:memory:/job\n0::/\n")) == (
-        700,
-        150,
-    )
+def test_version_1(tmp_path):
+    mount, stat = tmp_path / "cgroup", "total_inactive_file 50"
+    group(mount / "memory", limit_in_bytes=NO_LIMIT, usage_in_bytes=5)
+    group(mount / "memory/job", limit_in_bytes=700, usage_in_bytes=600, stat=stat)
+    own = membership(tmp_path, "4:cpu:/\n3:memory:/job\n0::/\n")
+    assert cgroup_memory(mount, own) == (700, 150)
 
 
 CACHE_V2 = "anon 1\nfile 500\nshmem 150\ninactive_file 200\nactive_file 150\nfile_mapped {mapped}"
@@ -82,65 +67,40 @@ CACHE_V2 = "anon 1\nfile 500\nshmem 150\ninactive_file 200\nactive_file 150\nfil
 
 @pytest.mark.parametrize(("mapped", "reclaimable"), [(0, 350), (30, 320), (170, 200), (9999, 200)])
 def test_cache_in_use_lately_is_room_too_but_not_code_that_runs_or_shared_memory(
-    tmp_path: Path, mapped: int, reclaimable: int
-) -> None:
+    tmp_path, mapped, reclaimable
+):
     """What was read twice, such as weights that were verified and loaded, is `active`."""
-    mount = write(
-        tmp_path / "cgroup",
-        memory__max="1000",
-        memory__current="900",
-        memory__stat=CACHE_V2.format(mapped=mapped),
-    )
+    stat = CACHE_V2.format(mapped=mapped)
+    mount = group(tmp_path / "cgroup", max=1000, current=900, stat=stat)
     assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (1000, 100 + reclaimable)
 
 
-def test_the_cache_of_a_checkpoint_just_written_takes_nothing_away(tmp_path: Path) -> None:
-    before = write(
-        tmp_path / "before",
-        memory__max="1000",
-        memory__current="300",
-        memory__stat="inactive_file 0\nactive_file 0",
-    )
-    after = write(
-        tmp_path / "after",
-        memory__max="1000",
-        memory__current="990",
-        memory__stat="inactive_file 590\nactive_file 100",
-    )
-    own = membership(tmp_path, "0::/\n")
-    assert cgroup_memory(before, own) == cgroup_memory(after, own) == (1000, 700)
+@pytest.mark.parametrize(("current", "inactive", "active"), [(300, 0, 0), (990, 590, 100)])
+def test_the_cache_of_a_checkpoint_just_written_takes_nothing_away(
+    tmp_path, current, inactive, active
+):
+    stat = f"inactive_file {inactive}\nactive_file {active}"
+    mount = group(tmp_path / "cgroup", max=1000, current=current, stat=stat)
+    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (1000, 700)
 
 
-def test_a_group_is_not_filled_beyond_where_it_is_slowed_down(tmp_path: Path) -> None:
-    mount = tmp_path / "cgroup"
-    write(mount, memory__max="1000", memory__high="600", memory__current="100")
-    write(mount / "job", memory__max="max", memory__high="max", memory__current="100")
+def test_a_group_is_not_filled_beyond_where_it_is_slowed_down(tmp_path):
+    mount = group(tmp_path / "cgroup", max=1000, high=600, current=100)
+    group(mount / "job", max="max", high="max", current=100)
     assert cgroup_memory(mount, membership(tmp_path, "0::/job\n")) == (600, 500)
 
 
-def test_swap_is_no_memory(tmp_path: Path) -> None:
-    mount = write(
-        tmp_path / "cgroup",
-        memory__max="500",
-        memory__current="100",
-        memory__swap__max="max",
-        memory__swap__current="0",
-    )
+def test_swap_is_no_memory(tmp_path):
+    mount = group(tmp_path / "cgroup", max=500, current=100, swap__max="max", swap__current=0)
     assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (500, 400)
 
 
-def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_path: Path) -> None:
+def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_path):
+    stat = {"hierarchical_memory_limit": 800, "total_inactive_file": 10}
+    stat |= {"total_active_file": 20, "total_mapped_file": 5}
+    lines = "\n".join(f"{name} {value}" for name, value in stat.items())
     mount = tmp_path / "cgroup"
-    stat = (
-        "hierarchical_memory_limit 800\ntotal_inactive_file 10\ntotal_active_file 20\n"
-        "total_mapped_file 5"
-    )
-    write(
-        mount / "memory",
-        memory__limit_in_bytes=str(2**63 - 4096),
-        memory__usage_in_bytes="300",
-        memory__stat=stat,
-    )
+    group(mount / "memory", limit_in_bytes=NO_LIMIT, usage_in_bytes=300, stat=lines)
     assert cgroup_memory(mount, membership(tmp_path, "3:memory:/docker/abc\n")) == (800, 525)
 
 
@@ -149,119 +109,95 @@ def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_pat
     [
         ({"": "max 100000"}, "0::/\n", None),
         ({"": "150000 100000"}, "0::/\n", 1.5),
-        (
-            {"": "800000 100000", "pod": "400000 100000", "pod/box": "max 100000"},
-            "0::/pod/box\n",
-            4.0,
-        ),
+        ({"": "800000 100000", "a": "400000 100000", "a/b": "max 100000"}, "0::/a/b\n", 4.0),
         ({"": "50000 100000"}, "0::/../elsewhere\n", 0.5),
     ],
 )
-def test_processors_of_a_container(
-    tmp_path: Path, files: dict[str, str], own: str, cpus: float | None
-) -> None:
+def test_processors_of_a_container(tmp_path, files, own, cpus):
     for folder, quota in files.items():
-        write(tmp_path / "cgroup" / folder, cpu__max=quota)
+        (tmp_path / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / folder / "cpu.max").write_text(f"{quota}\n")
     assert cgroup_cpus(tmp_path / "cgroup", membership(tmp_path, own)) == cpus
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [("-1", None), ("250000", 2.5)])
-def test_processors_of_a_container_in_version_1(
-    tmp_path: Path, quota: str, cpus: float | None
-) -> None:
-    write(tmp_path / "cgroup/cpu/job", cpu__cfs_quota_us=quota, cpu__cfs_period_us="100000")
-    assert (
-        cgroup_cpus(
-            tmp_path / "cgroup", membership(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n")
-        )
-        == cpus
-    )
+def test_processors_of_a_container_in_version_1(tmp_path, quota, cpus):
+    job = tmp_path / "cgroup/cpu/job"
+    job.mkdir(parents=True)
+    (job / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (job / "cpu.cfs_period_us").write_text("100000\n")
+    own = membership(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n")
+    assert cgroup_cpus(tmp_path / "cgroup", own) == cpus
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (3.5, 3), (0.5, 1), (64.0, 8)])
-def test_threads_follow_the_containers_share_of_time(
-    monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int
-) -> None:
+def test_threads_follow_the_containers_share_of_time(monkeypatch, quota, cores):
     monkeypatch.setattr(hardware, "cgroup_cpus", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     assert hardware.physical_cores() == cores
 
 
-def test_no_limit(tmp_path: Path) -> None:
-    mount = write(tmp_path / "cgroup", memory__max="max", memory__current="100")
+def test_no_limit(tmp_path):
+    mount = group(tmp_path / "cgroup", max="max", current=100)
     assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (None, None)
     assert cgroup_memory(tmp_path / "nowhere", tmp_path / "nothing") == (None, None)
 
 
-def test_a_container_limit_bounds_what_is_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_limit_bounds_what_is_available(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "cgroup_memory", lambda: (64 * MIB, 16 * MIB))
     found = read_hardware(tmp_path, "cpu")
     assert found.host_total_bytes == 64 * MIB
     own = psutil.Process().memory_info().rss
-    assert found.host_available_bytes == pytest.approx(
-        16 * MIB + own, rel=0.1
-    )  # what we hold already is ours
+    # what we hold already is ours
+    assert found.host_available_bytes == pytest.approx(16 * MIB + own, rel=0.1)
 
 
-def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, total: int, available: int, own: int, shared: int
 ) -> None:
-    """The process holds 3 GiB; 1 of them is code in the page cache, one of 64 GiB available."""
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(total=128 * GIB, available=64 * GIB)
-    )
-    monkeypatch.setattr(
-        psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=3 * GIB, shared=GIB)
-    )
+    """A machine's memory and this process's share of it, in bytes, without a container."""
+    machine = SimpleNamespace(total=total, available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    process = SimpleNamespace(rss=own, shared=shared)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: process)
     monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
-    most, gpu = (2 + 64) * GIB - 512 * MIB, Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0))
-    for found, page in (
-        (read_hardware(tmp_path, "cpu"), 4096 + 8),
-        (with_gpu(tmp_path, monkeypatch, gpu), 4096 + 8 + 16),
-    ):
-        assert found.host_available_bytes == most * 4096 // page
-        assert found.resident_bytes == 3 * GIB
 
 
 @pytest.mark.parametrize(
-    ("total", "available", "most"), [(2 * GIB, GIB, GIB - 64 * MIB), (2 * GIB, 0, 0)]
+    ("gpu", "page"),
+    [(None, 4096 + 8), (Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0)), 4096 + 8 + 16)],
 )
+def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(
+    tmp_path, monkeypatch, gpu, page
+):
+    """The process holds 3 GiB; 1 of them is code in the page cache, one of 64 GiB available."""
+    pretend(monkeypatch, 128 * GIB, 64 * GIB, 3 * GIB, GIB)
+    monkeypatch.setattr(hardware, "visible_gpu", lambda: gpu)
+    found = read_hardware(tmp_path)
+    assert found.host_available_bytes == ((2 + 64) * GIB - 512 * MIB) * 4096 // page
+    assert found.resident_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize(("available", "most"), [(GIB, GIB - 64 * MIB), (0, 0)])
 def test_a_small_machine_is_spared_a_share_and_nothing_is_less_than_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, available: int, most: int
-) -> None:
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available)
-    )
-    monkeypatch.setattr(
-        psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=16 * MIB, shared=16 * MIB)
-    )
-    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
+    tmp_path, monkeypatch, available, most
+):
+    pretend(monkeypatch, 2 * GIB, available, 16 * MIB, 16 * MIB)
     assert read_hardware(tmp_path, "cpu").host_available_bytes == most * 4096 // (4096 + 8)
 
 
-def with_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Hardware:
-    monkeypatch.setattr(hardware, "visible_gpu", lambda: gpu)
-    return read_hardware(folder)
-
-
-def test_probe_of_this_machine(tmp_path: Path) -> None:
+def test_probe_of_this_machine(tmp_path):
     found = read_hardware(tmp_path / "runs" / "not" / "there", "cpu")
-    assert found.gpu is None
-    assert found.context_bytes == 0
-    assert (
-        0
-        < found.host_available_bytes
-        <= found.host_total_bytes + psutil.Process().memory_info().rss
-    )
+    assert (found.gpu, found.context_bytes) == (None, 0)
+    most = found.host_total_bytes + psutil.Process().memory_info().rss
+    assert 0 < found.host_available_bytes <= most
     assert found.physical_cores >= 1
     assert found.disk_free_bytes == pytest.approx(disk_free(tmp_path), rel=0.05)
     assert not (tmp_path / "runs").exists()
 
 
-def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="no NVIDIA GPU is visible; set device: cpu"):
         read_hardware(tmp_path, "cuda")
@@ -269,7 +205,7 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 14), (64, 56)])
-def test_update_threads_leave_some_cores(cores: int, threads: int) -> None:
+def test_update_threads_leave_some_cores(cores, threads):
     assert update_threads(cores) == threads
 
 
@@ -283,7 +219,7 @@ def test_update_threads_leave_some_cores(cores: int, threads: int) -> None:
         ("", False),
     ],
 )
-def test_bf16_on_cpus(tmp_path: Path, flags: str, fast: bool) -> None:
+def test_bf16_on_cpus(tmp_path, flags, fast):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\n" + flags + "\n")
     assert bf16_is_fast("cpu", cpuinfo) is fast
@@ -316,11 +252,7 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize(("visible", "asked"), [(None, 0), ("2,3", 2), ("GPU-abc", "GPU-abc")])
-def test_the_gpu_that_cuda_would_show(
-    visible: str | None, asked: int | str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from contextlib import nullcontext
-
+def test_the_gpu_that_cuda_would_show(visible, asked, monkeypatch, tmp_path):
     nvml = FakeNvml()
     monkeypatch.setattr(hardware, "opened_nvml", lambda: nullcontext(nvml))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -333,7 +265,7 @@ def test_the_gpu_that_cuda_would_show(
     assert bf16_is_fast("cuda")
 
 
-def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path: Path) -> None:
+def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):
     device, mount = drive_name(tmp_path / "not" / "there").split(" ", 1)
     assert drive_name(tmp_path) == f"{device} {mount}"
     assert os.path.ismount(mount)
@@ -342,6 +274,6 @@ def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path: Path) -> None:
     assert drive_name(Path("/proc/self")).endswith(" /proc")
 
 
-def test_folders_of_one_drive_count_once(tmp_path: Path) -> None:
+def test_folders_of_one_drive_count_once(tmp_path):
     assert len(one_of_each_drive([tmp_path, tmp_path / "a", Path("/proc")])) == 2
     assert one_of_each_drive([]) == []

@@ -28,18 +28,10 @@ from megatrain.machine.profile import (
     typical,
 )
 
-CPU = Hardware(
-    gpu=None,
-    host_total_bytes=64 * GIB,
-    host_available_bytes=60 * GIB,
-    physical_cores=16,
-    disk_free_bytes=100 * GIB,
-    memlock_bytes=None,
-    context_bytes=0,
-    workspace_bytes=0,
-    resident_bytes=0,
-    library_bytes=0,
-)
+NOTHING: Any = {field.name: 0 for field in fields(Hardware)}
+MEMORY = {"host_total_bytes": 64 * GIB, "host_available_bytes": 60 * GIB}
+MACHINE: Any = {"gpu": None, "memlock_bytes": None, "physical_cores": 16, **MEMORY}
+CPU = Hardware(**NOTHING | MACHINE | {"disk_free_bytes": 100 * GIB})
 
 
 def with_gpu(name: str, **changes: int) -> Hardware:
@@ -55,13 +47,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PROFILE = replace(typical(CPU), fingerprint="this-one", measured_on="2026-11-21")
 
 
-def test_a_profile_survives_the_cache() -> None:
+def test_a_profile_survives_the_cache():
     path = save(PROFILE)
     assert load("this-one") == PROFILE
     assert sorted(path.parent.iterdir()) == [path]
 
 
-def test_nothing_cached_is_nothing() -> None:
+def test_nothing_cached_is_nothing():
     assert load("this-one") is None
 
 
@@ -81,39 +73,36 @@ def test_nothing_cached_is_nothing() -> None:
         {"a key of a later version": 1.0},
     ],
 )
-def test_what_is_stale_or_broken_is_not_read(changes: dict[str, object]) -> None:
+def test_what_is_stale_or_broken_is_not_read(changes):
     cache_file("this-one").write_text(json.dumps(asdict(PROFILE) | changes))
     assert load("this-one") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\x00"])
-def test_what_is_no_profile_is_not_read(text: str) -> None:
+def test_what_is_no_profile_is_not_read(text):
     cache_file("this-one").write_text(text)
     assert load("this-one") is None
 
 
-def test_an_older_version_lacks_a_figure() -> None:
+def test_an_older_version_lacks_a_figure():
     values = asdict(PROFILE)
     del values["launch"]
     cache_file("this-one").write_text(json.dumps(values))
     assert load("this-one") is None
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        StorageError, match=r"cannot be written: .*; name another folder in MEGATRAIN_CACHE"
-    ):
+    words = r"cannot be written: .*; name another folder in MEGATRAIN_CACHE"
+    with pytest.raises(StorageError, match=words):
         save(PROFILE)
 
 
 FAST, SLOW = DriveRates(3e9, 5e9, "2026-11-22"), DriveRates(1e9, 2e9, "2026-11-23")
 
 
-def test_drives_are_kept_beside_the_profile() -> None:
+def test_drives_are_kept_beside_the_profile():
     save(PROFILE)
     save_drive("this-one", "259:1 /a", FAST)
     save_drive("this-one", "259:2 /b", FAST)
@@ -124,20 +113,11 @@ def test_drives_are_kept_beside_the_profile() -> None:
     assert load("this-one") == PROFILE
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"d": 1}',
-        '{"d": {}}',
-        '{"d": {"write": 0, "read": 1, "measured_on": ""}}',
-        "\x00",
-    ],
-)
-def test_drives_that_cannot_be_read_are_measured_anew(text: str) -> None:
+NO_WRITE = '{"d": {"write": 0, "read": 1, "measured_on": ""}}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"d": 1}', '{"d": {}}', NO_WRITE, "\x00"])
+def test_drives_that_cannot_be_read_are_measured_anew(text):
     save(PROFILE)
     drives_file("this-one").write_text(text)
     assert load_drives("this-one") == {}
@@ -150,12 +130,12 @@ def test_drives_that_cannot_be_read_are_measured_anew(text: str) -> None:
     "changes",
     [{"write": 0.0}, {"read": -1.0}, {"read": "fast"}, {"write": float("nan")}, {"measured_on": 3}],
 )
-def test_what_cannot_be_a_drive_s_is_refused(changes: dict[str, Any]) -> None:
+def test_what_cannot_be_a_drive_s_is_refused(changes):
     with pytest.raises(ValueError, match="DriveRates"):
         replace(FAST, **changes)
 
 
-def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_lies(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path
     monkeypatch.delenv("MEGATRAIN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
@@ -165,46 +145,37 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/home/someone/.cache/megatrain")
 
 
-def test_the_fingerprint_names_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_names_the_machine(monkeypatch):
+    def of(name: str = "NVIDIA H200", **changes: int) -> str:
+        return fingerprint(with_gpu(name, **changes))
+
     monkeypatch.setattr(profile, "driver_version", lambda: "1")
-    here = fingerprint(with_gpu("NVIDIA H200"))
+    here = of()
     assert here.startswith("nvidia-h200-")
-    assert here == fingerprint(
-        with_gpu("NVIDIA H200", host_available_bytes=GIB, disk_free_bytes=0)
-    ), "what changes from day to day"
-    others = {
-        fingerprint(with_gpu("NVIDIA H100")),
-        fingerprint(with_gpu("NVIDIA H200", physical_cores=8)),
-        fingerprint(with_gpu("NVIDIA H200", host_total_bytes=32 * GIB)),
-        fingerprint(CPU),
-    }
+    # what changes from day to day
+    assert here == of(host_available_bytes=GIB, disk_free_bytes=0)
+    others = {of("NVIDIA H100"), of(physical_cores=8), of(host_total_bytes=32 * GIB)}
+    others.add(fingerprint(CPU))
     monkeypatch.setattr(profile, "driver_version", lambda: "2")
-    others.add(fingerprint(with_gpu("NVIDIA H200")))
+    others.add(of())
     monkeypatch.setattr(profile, "processor", lambda: "another")
-    others.add(fingerprint(with_gpu("NVIDIA H200")))
+    others.add(of())
     monkeypatch.setattr(profile, "installed_version", lambda _package: "9.9")
-    others.add(fingerprint(with_gpu("NVIDIA H200")))
+    others.add(of())
     assert len(others - {here}) == 7
 
 
-def test_the_processor_is_read(tmp_path: Path) -> None:
+def test_the_processor_is_read(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz: fast\n")
     assert processor(file) == "Some CPU @ 3 GHz: fast"
     assert isinstance(processor(tmp_path / "nothing"), str)
 
 
-def test_rates_between_points_lie_on_lines() -> None:
+def test_rates_between_points_lie_on_lines():
     rates = ((4, 10.0), (8, 20.0), (16, 24.0))
-    assert [interpolate(rates, size) for size in (1, 4, 6, 8, 12, 16, 99)] == [
-        10,
-        10,
-        15,
-        20,
-        22,
-        24,
-        24,
-    ]
+    for size, rate in {1: 10, 4: 10, 6: 15, 8: 20, 12: 22, 16: 24, 99: 24}.items():
+        assert interpolate(rates, size) == rate
     assert interpolate(((4, 10.0),), 1) == 10
 
 
@@ -219,47 +190,37 @@ MEASURED_ON_H200 = {
 }
 
 
-@pytest.mark.parametrize("field", MEASURED_ON_H200)
-def test_the_guess_for_an_h200_is_what_was_measured_on_one(field: str) -> None:
-    assert getattr(typical(with_gpu("NVIDIA H200")), field) == pytest.approx(
-        MEASURED_ON_H200[field], rel=0.05
-    )
+@pytest.mark.parametrize(("field", "rate"), MEASURED_ON_H200.items())
+def test_the_guess_for_an_h200_is_what_was_measured_on_one(field, rate):
+    guess = typical(with_gpu("NVIDIA H200"))
+    assert getattr(guess, field) == pytest.approx(rate, rel=0.05)
 
 
-def test_the_guessed_rates_for_an_h200_are_what_was_measured_on_one() -> None:
+def test_the_guessed_rates_for_an_h200_are_what_was_measured_on_one():
     guess = typical(with_gpu("NVIDIA H200"))
     assert 640e12 < interpolate(guess.matmul, 4096) < 720e12
-    assert [rate for _, rate in guess.attention] == pytest.approx(
-        [311e12, 505e12, 578e12], rel=0.02
-    )
+    rates = [rate for _, rate in guess.attention]
+    assert rates == pytest.approx([311e12, 505e12, 578e12], rel=0.02)
     assert interpolate(guess.update, 14) == pytest.approx(7.6e9 / 1.37, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    "hardware",
-    [CPU, with_gpu("NVIDIA H100 80GB HBM3"), with_gpu("Some Other GPU")],
-    ids=["cpu", "h100", "unknown"],
+    "hardware", [CPU, with_gpu("NVIDIA H100 80GB HBM3"), with_gpu("Some Other GPU")]
 )
 @pytest.mark.parametrize("cores", [1, 2, 6, 16, 64])
-def test_a_guess_is_a_profile_of_the_machine_at_hand(hardware: Hardware, cores: int) -> None:
+def test_a_guess_is_a_profile_of_the_machine_at_hand(hardware, cores):
     guess = typical(replace(hardware, physical_cores=cores))
     threads = [count for count, _ in guess.update]
     assert threads == sorted(set(threads))
     assert (threads[0], threads[-1]) == (1, cores)
     assert update_threads(cores) in threads
     assert (guess.upload > 0) == (hardware.gpu is not None)
-    positive = {field.name for field in fields(MachineProfile)} - {
-        "fingerprint",
-        "measured_on",
-        "upload",
-        "download",
-        "both",
-        "fp8",
-    }
-    assert all(getattr(guess, name) for name in positive)
+    of_gpus, texts = {"upload", "download", "both", "fp8"}, {"fingerprint", "measured_on"}
+    for name in {field.name for field in fields(MachineProfile)} - of_gpus - texts:
+        assert getattr(guess, name), name
 
 
-def test_reading_a_profile_loads_no_torch() -> None:
+def test_reading_a_profile_loads_no_torch():
     code = (
         "import sys, megatrain.machine.profile as m; m.load('x'); "
         "print([n for n in ('torch', 'numba', 'numpy') if n in sys.modules])"

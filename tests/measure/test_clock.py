@@ -25,29 +25,27 @@ class Work:
         self.calls += 1
 
 
-def test_the_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_does_not_count(monkeypatch):
     assert Clock(CPU).seconds(Work(monkeypatch, 100.0, 0.5)) == 0.5
 
 
-def test_a_slow_and_a_fast_sample_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_and_a_fast_sample_do_not_count(monkeypatch):
     assert Clock(CPU).seconds(Work(monkeypatch, 0.0, 0.5, 9.0, 0.5, 0.1)) == 0.5
 
 
-def test_long_work_is_done_no_more_often_than_a_median_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_work_is_done_no_more_often_than_a_median_needs(monkeypatch):
     work = Work(monkeypatch, 5.0)
     assert Clock(CPU).seconds(work) == 5.0
     assert work.calls == 1 + clock.FEWEST_SAMPLES
 
 
-def test_short_work_is_repeated_within_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_is_repeated_within_a_sample(monkeypatch):
     work = Work(monkeypatch, 1e-4)
     assert Clock(CPU, sample_s=0.02).seconds(work) == pytest.approx(1e-4)
     assert work.calls == 2 + clock.MOST_SAMPLES * 200
 
 
-def test_work_that_cannot_be_done_takes_no_time() -> None:
+def test_work_that_cannot_be_done_takes_no_time():
     def missing() -> None:
         raise NotImplementedError("no such kernel")
 

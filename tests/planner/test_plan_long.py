@@ -13,20 +13,16 @@ from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
 from megatrain.planner.plan import Plan, make_plan
-from tests.planned import H200_LARGE_HOST, JOB_7B
+from tests.planned import H200_LARGE_HOST, JOB_7B, QWEN_SIZES
 
 LONG, CHUNK = 524_288, 16_384
-QWEN_7B: dict[str, Any] = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28,
-    "vocab_size": 152_064, "max_position_embeddings": LONG, "tie_word_embeddings": False,
-}  # fmt: skip
 HIDDEN_STATES = LONG * 3584 * 2
 
 
 def shape_at(tokens: int) -> ModelShape:
-    return shape_of(
-        Skeleton(Qwen2Config(**QWEN_7B)), tokens, [tokens], runs_on="cuda", layer_chunks=[CHUNK]
-    )
+    config: Any = {**QWEN_SIZES["7B"], "num_hidden_layers": 28, "vocab_size": 152_064}
+    skeleton = Skeleton(Qwen2Config(**config, max_position_embeddings=LONG))
+    return shape_of(skeleton, tokens, [tokens], runs_on="cuda", layer_chunks=[CHUNK])
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +35,36 @@ def plan_of(shape: ModelShape, **changes: Any) -> Plan:
     return make_plan(job, shape, H200_LARGE_HOST, typical(H200_LARGE_HOST))
 
 
-def test_a_7b_layer_of_512k_tokens_takes_eleven_times_its_hidden_states(shape: ModelShape) -> None:
-    """At the worst moment of attention's backward. What an MLP would take beside that is as long as a chunk."""
+def test_a_7b_layer_of_512k_tokens_takes_eleven_times_its_hidden_states(shape):
+    """At the worst moment of attention's backward. What an MLP would take beside that is as long as
+    a chunk."""
     assert shape.layer_bytes(LONG) > 28 * HIDDEN_STATES
-    assert shape.layer_bytes(LONG, CHUNK) == pytest.approx(
-        10.71 * HIDDEN_STATES, rel=0.002
-    )  # allocated on an H200, of 2 and of 28 layers
+    # allocated on an H200, of 2 and of 28 layers
+    assert shape.layer_bytes(LONG, CHUNK) == pytest.approx(10.71 * HIDDEN_STATES, rel=0.002)
 
 
-def test_it_fits_into_an_h200_only_in_chunks(shape: ModelShape) -> None:
+def test_it_fits_into_an_h200_only_in_chunks(shape):
     plan = plan_of(shape)
     assert plan.fits
     assert plan.choices.layer_chunk_tokens == CHUNK
     assert plan.choices.retained == plan.choices.retained_on_host == 0
-    needed = plan.gpu_bytes - plan.device["resident state"]
-    assert needed < 90 * GIB
-    assert plan.working_sets["layer, one micro-batch"] == shape.layer_bytes(
-        LONG, plan.choices.layer_chunk_tokens
-    )
+    assert plan.gpu_bytes - plan.device["resident state"] < 90 * GIB
+    assert plan.working_sets["layer, one micro-batch"] == shape.layer_bytes(LONG, CHUNK)
     assert not plan_of(shape, layer_chunk_tokens=0).fits
 
 
-def test_whole_layers_where_they_fit(shape: ModelShape) -> None:
+def test_whole_layers_where_they_fit(shape):
     roomy = replace(shape, layer=shape.layer_chunked[0][1])
     assert plan_of(roomy).choices.layer_chunk_tokens is None
 
 
-def test_a_chunk_is_shorter_than_a_micro_batch(shape: ModelShape) -> None:
+def test_a_chunk_is_shorter_than_a_micro_batch(shape):
     chunked = ((LONG, WorkingSet(((LONG, 1),))), *shape.layer_chunked)
     chosen = plan_of(replace(shape, layer_chunked=chunked)).choices.layer_chunk_tokens
     assert chosen is not None and chosen < LONG
 
 
-def test_memory_beside_the_boundaries_grows_with_hidden_states_alone(shape: ModelShape) -> None:
+def test_memory_beside_the_boundaries_grows_with_hidden_states_alone(shape):
     half = shape_at(LONG // 2)
     grown = shape.layer_bytes(LONG, CHUNK) - half.layer_bytes(LONG // 2, CHUNK)
     assert grown < 5.4 * HIDDEN_STATES

@@ -99,7 +99,8 @@ class Case:
         return lay_out(layout, typical(hardware), plan.budget)
 
     def measure(self, plan: Plan) -> tuple[int, int]:
-        """(peak bytes where it computes, bytes of the host's arrays) of one training step under `plan`."""
+        """(peak bytes where it computes, bytes of the host's arrays) of one training step under
+        `plan`."""
         settings = plan.choices.settings(plan.job)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
@@ -164,7 +165,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_device_peak_within_3_percent_and_host_within_2(name: str, tmp_path: Path) -> None:
+def test_device_peak_within_3_percent_and_host_within_2(name, tmp_path):
     plan = CASES[name].plan(tmp_path)
     device_bytes, host_bytes = CASES[name].measure(plan)
     assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
@@ -174,7 +175,7 @@ def test_device_peak_within_3_percent_and_host_within_2(name: str, tmp_path: Pat
     assert sum(plan.host.values()) - beside == pytest.approx(host_bytes, rel=0.02)
 
 
-def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path: Path) -> None:
+def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path):
     rest = []
     for layers in (4, 32):
         case = Case(layers=layers, tokens=512)

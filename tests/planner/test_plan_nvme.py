@@ -1,11 +1,11 @@
-"""The third tier in the plan: as little of it as host RAM allows, every byte of it known, and its time."""
+"""The third tier in the plan: as little of it as host RAM allows, every byte of it known, and its
+time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +26,12 @@ from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
 from megatrain.schedule import LEVELS, blocks_on_nvme
 from megatrain.settings import Settings
-from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_gpu
+from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
-SMALL = with_gpu(replace(H200, host_available_bytes=60 * GIB), 24 * GIB)
+SMALL = h200(24, 60)
 ON_DRIVE = replace(JOB_7B, nvme_drives=1, second_backward=False)
-FEW_DIALS = replace(
-    ON_DRIVE, micro_batch_tokens=8192, groups=1, retained=0
-)  # quickly planned, where the choices are not the question
+# quickly planned, where the choices are not the question
+FEW_DIALS = replace(ON_DRIVE, micro_batch_tokens=8192, groups=1, retained=0)
 
 
 @cache
@@ -51,22 +50,18 @@ def with_choices(plan: Plan, **changes: Any) -> Plan:
     return lay_out(layout_of(choices, plan.job), typical(SMALL), plan.budget)
 
 
-def test_what_host_ram_has_room_for_stays_there() -> None:
+def test_what_host_ram_has_room_for_stays_there():
     plan = plan_of(ON_DRIVE, H200)
     assert (plan.choices.nvme_blocks, plan.nvme) == (0, {})
     assert plan.choices == make_plan(JOB_7B, QWEN_7B, H200, typical(H200)).choices
 
 
 @pytest.mark.parametrize(("again", "drives"), [(False, 1), (True, 1), (None, 1), (None, 2)])
-def test_room_to_spare_is_not_worth_a_drive(again: bool | None, drives: int) -> None:
+def test_room_to_spare_is_not_worth_a_drive(again, drives):
     on_drive = replace(JOB_7B, nvme_drives=drives, second_backward=again)
     host_alone = replace(on_drive, nvme_drives=0)
-    too_little = plan_of(
-        host_alone, SMALL, None
-    )  # as little as can be, which is more than there is
-    tight = with_gpu(
-        replace(H200, host_available_bytes=int(1.01 * too_little.host_bytes)), 24 * GIB
-    )
+    # as little as can be, which is more than SMALL has
+    tight = h200(24, 1.01 * plan_of(host_alone, SMALL, None).host_bytes / GIB)
     with_drive, without = plan_of(on_drive, tight), plan_of(host_alone, tight, None)
     assert without.fits
     if drives == 2:  # fast enough to spare a second backward
@@ -77,9 +72,8 @@ def test_room_to_spare_is_not_worth_a_drive(again: bool | None, drives: int) -> 
 
 
 @pytest.mark.parametrize(("host", "most"), [(90, "state"), (60, "state"), (32, "all")])
-def test_as_little_as_can_be_goes_to_the_drive(host: int, most: str) -> None:
-    hardware = with_gpu(replace(H200, host_available_bytes=host * GIB), 24 * GIB)
-    plan = plan_of(ON_DRIVE, hardware)
+def test_as_little_as_can_be_goes_to_the_drive(host, most):
+    plan = plan_of(ON_DRIVE, h200(24, host))
     plan.check()
     assert (plan.choices.nvme_arrays == "state") == (most == "state")
     assert plan.choices.nvme_blocks > 0
@@ -90,79 +84,67 @@ def test_as_little_as_can_be_goes_to_the_drive(host: int, most: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clipping", [True, False])
-def test_every_array_is_counted_once(level: str, clipping: bool) -> None:
+def test_every_array_is_counted_once(level, clipping):
     plan = plan_of(replace(FEW_DIALS, clipping=clipping))
     there = with_choices(plan, nvme_blocks=9, nvme_arrays=level)
     here = with_choices(plan, nvme_blocks=0)
     for name in layout_of(plan.choices, plan.job).array_bytes:
-        assert there.nvme.get(name, 0) + there.host.get(name, 0) == pytest.approx(
-            here.host[name], abs=4 << 20
-        )
+        both = there.nvme.get(name, 0) + there.host.get(name, 0)
+        assert both == pytest.approx(here.host[name], abs=4 << 20)
     assert there.host["NVMe staging"] > 0
     assert "NVMe staging" not in here.host
 
 
-def test_a_step_s_traffic_is_that_of_the_arrays() -> None:
+@pytest.mark.parametrize(
+    ("level", "read", "written"), [("state", 10, 10), ("gradients", 12, 12), ("all", 26, 14)]
+)
+def test_a_step_s_traffic_is_that_of_the_arrays(level, read, written):
+    """In bytes per parameter there, of three groups: each reads the weights twice."""
     plan = plan_of()
-    far = sum(
-        QWEN_7B.block_numel[block]
-        for block in blocks_on_nvme(len(QWEN_7B.block_numel), plan.choices.resident, 4)
-    )
-    state = replace(plan.choices, nvme_blocks=4, nvme_arrays="state", groups=3)
-    assert layout_of(state, plan.job).nvme_traffic == (10 * far, 10 * far)
-    assert layout_of(replace(state, nvme_arrays="gradients"), plan.job).nvme_traffic == (
-        12 * far,
-        12 * far,
-    )
-    assert layout_of(replace(state, nvme_arrays="all"), plan.job).nvme_traffic == (
-        14 * far + 6 * 2 * far,
-        14 * far,
-    )
+    blocks = blocks_on_nvme(len(QWEN_7B.block_numel), plan.choices.resident, 4)
+    far = sum(QWEN_7B.block_numel[block] for block in blocks)
+    choices = replace(plan.choices, nvme_blocks=4, nvme_arrays=level, groups=3)
+    assert layout_of(choices, plan.job).nvme_traffic == (read * far, written * far)
 
 
-def test_without_a_folder_the_fix_names_one_and_a_drive_that_is_too_small_is_named() -> None:
+def test_without_a_folder_the_fix_names_one_and_a_drive_that_is_too_small_is_named():
     with pytest.raises(PlanError, match=r"host RAM.*memory\.nvme: FOLDER"):
         plan_of(JOB_7B, nvme_limit=None).check()
     with pytest.raises(PlanError, match=r"GiB of NVMe space, where 5.00 GiB can be had"):
         plan_of(ON_DRIVE, nvme_limit=5 * GIB).check()
 
 
-def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_name() -> None:
-    plan = plan_of()
-    machine = typical(SMALL)
+def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_name():
+    plan, machine = plan_of(), typical(SMALL)
+    layout = layout_of(plan.choices, plan.job)
 
     def predicted(drives: int, share: float) -> timing.Timing:
-        slower = replace(
-            machine, disk_read=share * machine.disk_read, disk_write=share * machine.disk_write
-        )
-        return timing.predict(
-            layout_of(plan.choices, replace(plan.job, nvme_drives=drives)), slower
-        )
+        rates: Any = {
+            "disk_read": share * machine.disk_read,
+            "disk_write": share * machine.disk_write,
+        }
+        on_drives = layout_of(plan.choices, replace(plan.job, nvme_drives=drives))
+        return timing.predict(on_drives, replace(machine, **rates))
 
-    assert predicted(1, 1.0).waits["nvme"] > 0
-    assert predicted(1, 0.5).seconds > predicted(1, 1.0).seconds > predicted(2, 1.0).seconds
-    assert predicted(2, 0.5).seconds == pytest.approx(predicted(1, 1.0).seconds)
-    read, written = layout_of(plan.choices, plan.job).nvme_traffic
-    crawling = predicted(1, 0.01)
-    assert crawling.seconds == pytest.approx(
-        100 * (read / machine.disk_read + written / machine.disk_write), rel=0.1
-    )
-    assert timing.at_least(layout_of(plan.choices, plan.job), machine) <= predicted(1, 1.0).seconds
-
-
-def test_training_on_the_cpu_may_use_a_drive_too() -> None:
-    needed = make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP)).host_bytes
-    plan = make_plan(
-        replace(TINY_JOB, nvme_drives=1, nvme_blocks=2, nvme_arrays="all"),
-        TINY,
-        LAPTOP,
-        typical(LAPTOP),
-        nvme_limit=needed,
-    )
-    assert plan.choices.nvme_blocks == min(2, len(TINY.block_numel) - plan.choices.resident)
+    one = predicted(1, 1.0)
+    assert one.waits["nvme"] > 0
+    assert predicted(1, 0.5).seconds > one.seconds > predicted(2, 1.0).seconds
+    assert predicted(2, 0.5).seconds == pytest.approx(one.seconds)
+    read, written = layout.nvme_traffic
+    alone = read / machine.disk_read + written / machine.disk_write
+    assert predicted(1, 0.01).seconds == pytest.approx(100 * alone, rel=0.1)
+    assert timing.at_least(layout, machine) <= one.seconds
 
 
-def test_the_plan_says_what_is_there_and_what_wears_the_drive() -> None:
+def test_training_on_the_cpu_may_use_a_drive_too():
+    machine, job = typical(LAPTOP), replace(TINY_JOB, nvme_drives=1, nvme_blocks=2)
+    needed = make_plan(TINY_JOB, TINY, LAPTOP, machine).host_bytes
+    job = replace(job, nvme_arrays="all")
+    choices = make_plan(job, TINY, LAPTOP, machine, nvme_limit=needed).choices
+    assert choices.nvme_blocks == min(2, len(TINY.block_numel) - choices.resident)
+
+
+def test_the_plan_says_what_is_there_and_what_wears_the_drive():
     plan, out = plan_of(), StringIO()
     render(plan, Console(file=out, width=300))
     text = out.getvalue()
@@ -170,68 +152,49 @@ def test_the_plan_says_what_is_there_and_what_wears_the_drive() -> None:
     assert f"reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB" in text
     assert f"{int(600e12 / written):,} steps wear out a drive of 600 TB endurance" in text
     assert "NVMe space" in text
-    assert plan.to_dict()["totals"]["nvme"] == {
-        "need": sum(plan.nvme.values()),
-        "have": 1000 * GIB,
-        "fits": True,
-    }
+    total = {"need": sum(plan.nvme.values()), "have": 1000 * GIB, "fits": True}
+    assert plan.to_dict()["totals"]["nvme"] == total
+
+
+CHOSEN = "what host RAM has no room for; a step reads"
+NOTHING = "host RAM has room for everything"
 
 
 @pytest.mark.parametrize(
     ("host", "asked", "words"),
     [
-        (60, {}, "what host RAM has no room for; a step reads"),
-        (125, {}, "host RAM has room for everything"),
-        (
-            60,
-            {"nvme_arrays": "all"},
-            "arrays as asked, of what host RAM has no room for; a step reads",
-        ),
-        (125, {"nvme_arrays": "all"}, "host RAM has room for everything"),
+        (60, {}, CHOSEN),
+        (125, {}, NOTHING),
+        (60, {"nvme_arrays": "all"}, f"arrays as asked, of {CHOSEN}"),
+        (125, {"nvme_arrays": "all"}, NOTHING),
         (125, {"nvme_blocks": 2}, "as asked: a step reads"),
         (125, {"nvme_blocks": 2, "nvme_arrays": "all"}, "as asked: a step reads"),
         (125, {"nvme_blocks": 0}, "as asked: nothing"),
     ],
     ids=str,
 )
-def test_the_plan_tells_what_was_asked_from_what_it_chose(
-    host: int, asked: dict[str, Any], words: str
-) -> None:
-    hardware = with_gpu(replace(H200, host_available_bytes=host * GIB), 24 * GIB)
-    reasons = plan_of(replace(FEW_DIALS, **asked), hardware).to_dict()["reasons"]
+def test_the_plan_tells_what_was_asked_from_what_it_chose(host, asked, words):
+    reasons = plan_of(replace(FEW_DIALS, **asked), h200(24, host)).to_dict()["reasons"]
     assert reasons["NVMe"].startswith(words)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_the_engine_allocates_what_the_plan_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, count: int
-) -> None:
+def test_the_engine_allocates_what_the_plan_says(tmp_path, monkeypatch, level, count):
     monkeypatch.setattr(schedule, "HUGE_PAGE", 4096)
-    layouts = [
-        FlatLayout.pack([("w", (numel,), True)])
-        for numel in (90_112, 40_960, 40_960, 40_960, 40_960, 61_440)
-    ]
+    numels = (90_112, 40_960, 40_960, 40_960, 40_960, 61_440)
+    layouts = [FlatLayout.pack([("w", (numel,), True)]) for numel in numels]
     shape = replace(TINY, block_numel=tuple(layout.numel for layout in layouts))
-    settings = Settings(nvme_folders=(tmp_path,), nvme_blocks=count, nvme_arrays=level)  # type: ignore[arg-type]
-    choices = replace(
-        make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP)).choices, resident=0, groups=1
-    )
-    choices = replace(choices, nvme_blocks=count, nvme_arrays=level)  # type: ignore[arg-type]
-    with open_store(
-        layouts,
-        AdamW(),
-        "bfloat16",
-        settings,
-        gradients=True,
-        device=torch.device("cpu"),
-    ) as store:
-        planned = Layout.of(choices, TINY_JOB, shape, LAPTOP)
-        arrays = [*planned.array_bytes, "NVMe staging"]
-        assert sum(planned.host.get(name, 0) for name in arrays) == pytest.approx(
-            store.nbytes, abs=4096 * 2 * len(planned.array_bytes)
-        )
+    on_nvme: Any = {"nvme_blocks": count, "nvme_arrays": level}
+    settings = Settings(nvme_folders=(tmp_path,), **on_nvme)
+    choices = make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP)).choices
+    choices = replace(choices, resident=0, groups=1, **on_nvme)
+    planned = Layout.of(choices, TINY_JOB, shape, LAPTOP)
+    arrays = [*planned.array_bytes, "NVMe staging"]
+    in_host = sum(planned.host.get(name, 0) for name in arrays)
+    rest: Any = {"gradients": True, "device": torch.device("cpu")}
+    with open_store(layouts, AdamW(), "bfloat16", settings, **rest) as store:
+        assert in_host == pytest.approx(store.nbytes, abs=4096 * 2 * len(planned.array_bytes))
         assert store.nvme is not None
-        assert sum(nbytes for _, nbytes in store.nvme._places.values()) == sum(
-            planned.nvme.values()
-        )
+        on_drive = sum(nbytes for _, nbytes in store.nvme._places.values())
+        assert on_drive == sum(planned.nvme.values())

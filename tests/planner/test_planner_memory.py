@@ -14,10 +14,8 @@ from megatrain.machine.hardware import (
     CUDNN_LIBRARY_BYTES,
     GIB,
     MIB,
-    Hardware,
 )
-from megatrain.planner.cost.shape import ModelShape
-from megatrain.planner.job import Choices, Job, WholeUpdate
+from megatrain.planner.job import WholeUpdate
 from megatrain.planner.memory import HEAD_COPIES, NOT_ALLOCATED, Layout, disk_bytes
 from megatrain.storage.run_folder import SMALL_FILES_BYTES
 from tests.planned import (
@@ -30,28 +28,24 @@ from tests.planned import (
     TINY,
     TINY_JOB,
     TWO_GROUPS,
+    layout,
     with_depth,
     with_gpu,
 )
 
+LARGER = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
 TIED = replace(TINY, block_numel=(4000, 2000, 3000, 10), tied=True)
 
 
-def device(choices: Choices, shape: ModelShape = TINY, job: Job = TINY_JOB) -> dict[str, int]:
-    return Layout.of(choices, job, shape, LAPTOP).device
-
-
-def test_device_arrays_of_a_small_model() -> None:
-    assert Layout.of(ALL_STREAMED, TINY_JOB, TINY, with_gpu(H200, GIB * 2)).device == {
+def test_device_arrays_of_a_small_model():
+    assert layout(hardware=with_gpu(H200, GIB * 2)).device == {
         "layer slots": 2 * 3000 * 2,
         "embedding and head slot": 4000 * 2,
         "resident state": 0,
         "gradient sums": 4000 * 4,
         "gradient staging": 2 * 4000 * 2,
-        "boundary activations": 64
-        * 10
-        * 2
-        * 3,  # tokens x hidden x bf16 x (two layers' inputs and the head's)
+        # tokens x hidden x bf16 x (two layers' inputs and the head's)
+        "boundary activations": 64 * 10 * 2 * 3,
         "retained activations": 0,
         "token ids and targets": 64 * 24,
         "rotary tables and masks": 4 * 128,  # four micro-batches of 16 tokens
@@ -74,9 +68,7 @@ def test_device_arrays_of_a_small_model() -> None:
         ),
     ],
 )
-def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(
-    job: Job, hardware: Hardware
-) -> None:
+def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(job, hardware):
     """A search moves them often, and reckons what computing takes but once."""
     streamed = Layout.of(TWO_GROUPS, job, TINY, hardware)
     totals = set()
@@ -100,24 +92,26 @@ def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(
         (4, 0, 0, 10_000),
     ],
 )
-def test_resident_blocks_need_no_slots(resident: int, slots: int, edge: int, state: int) -> None:
-    table = device(replace(ALL_STREAMED, resident=resident))
+def test_resident_blocks_need_no_slots(resident, slots, edge, state):
+    table = layout(replace(ALL_STREAMED, resident=resident)).device
     assert table["layer slots"] == slots * 2
     assert table["embedding and head slot"] == edge * 2
-    assert table["resident state"] == state * (
-        2 + 2 + 8 + 2
-    )  # weight, remainder, moments, and the gradient until the norm is known
+    # weight, remainder, moments, and the gradient until the norm is known
+    assert table["resident state"] == state * (2 + 2 + 8 + 2)
 
 
-def test_resident_state_keeps_no_gradient_where_nothing_waits_for_the_norm_or_sums_hold_it() -> (
-    None
-):
-    choices = replace(ALL_STREAMED, resident=4)
-    assert device(choices, job=replace(TINY_JOB, clipping=False))["resident state"] == 10_000 * 12
-    assert device(replace(choices, groups=2, sums_on_device=4))["resident state"] == 10_000 * 12
-    assert (
-        device(choices, job=replace(TINY_JOB, precision="float32"))["resident state"] == 10_000 * 16
-    )
+@pytest.mark.parametrize(
+    ("asked", "job", "bytes_each"),
+    [
+        ({}, TINY_JOB, 14),
+        ({}, replace(TINY_JOB, clipping=False), 12),
+        ({"groups": 2, "sums_on_device": 4}, TINY_JOB, 12),
+        ({}, replace(TINY_JOB, precision="float32"), 16),
+    ],
+)
+def test_resident_state_keeps_a_gradient_only_while_it_waits_for_the_norm(asked, job, bytes_each):
+    choices = replace(ALL_STREAMED, resident=4, **asked)
+    assert layout(choices, job=job).device["resident state"] == 10_000 * bytes_each
 
 
 @pytest.mark.parametrize(
@@ -132,61 +126,49 @@ def test_resident_state_keeps_no_gradient_where_nothing_waits_for_the_norm_or_su
         (replace(TWO_GROUPS, sums_on_device=2), TIED, 4000 + 2000 + 2 * 3000),
     ],
 )
-def test_gradient_sums(choices: Choices, shape: ModelShape, elements: int) -> None:
-    assert device(choices, shape)["gradient sums"] == elements * 4
+def test_gradient_sums(choices, shape, elements):
+    assert layout(choices, shape).device["gradient sums"] == elements * 4
 
 
-def test_a_tied_embedding_stays_for_the_head() -> None:
-    assert device(ALL_STREAMED, TIED)["embedding and head slot"] == (4000 + 10) * 2
-    assert device(replace(ALL_STREAMED, resident=1), TIED)["embedding and head slot"] == 10 * 2
+def test_a_tied_embedding_stays_for_the_head():
+    for resident, elements in ((0, 4000 + 10), (1, 10)):
+        table = layout(replace(ALL_STREAMED, resident=resident), TIED).device
+        assert table["embedding and head slot"] == elements * 2
 
 
-def test_the_host_keeps_records_of_the_gpu_s_memory() -> None:
+def test_the_host_keeps_records_of_the_gpu_s_memory():
     """0.4 MiB a GiB."""
-    for choices in (ALL_STREAMED, replace(ALL_STREAMED, retained=2)):
-        used = sum(Layout.of(choices, TINY_JOB, TINY, H200).device.values())
-        libraries = Layout.of(choices, TINY_JOB, TINY, H200).host["libraries at work"]
-        assert libraries == H200.library_bytes + int(0.4 / 1024 * used)
+    for retained in (0, 2):
+        found = layout(replace(ALL_STREAMED, retained=retained), hardware=H200)
+        records = int(0.4 / 1024 * sum(found.device.values()))
+        assert found.host["libraries at work"] == H200.library_bytes + records
 
 
-def test_host_arrays_are_of_streamed_blocks() -> None:
-    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
-    assert Layout.of(ALL_STREAMED, TINY_JOB, shape, LAPTOP).host == {
+def test_host_arrays_are_of_streamed_blocks():
+    process = {"the process so far": 70, "libraries at work": 30, HEAD_COPIES: 4600}
+    assert layout(shape=LARGER).host == process | {
         "weight": 2 * HUGE,  # 2 x 2,008,000 bytes: 1.9 huge pages
         "remainder": 2 * HUGE,
         "exp_avg": 4 * HUGE,
         "exp_avg_sq": 4 * HUGE,
         "grad": 2 * HUGE,
-        "the process so far": 70,
-        "libraries at work": 30,
-        HEAD_COPIES: 4600,  # of 100 x 10 weights
     }
-    rest = Layout.of(replace(ALL_STREAMED, resident=2), TINY_JOB, shape, LAPTOP).host
+    rest = layout(replace(ALL_STREAMED, resident=2), LARGER).host
     assert rest["weight"] == rest["exp_avg"] == HUGE  # 7,000 elements
-    everything = Layout.of(replace(ALL_STREAMED, resident=4), TINY_JOB, shape, LAPTOP).host
-    assert everything == {"the process so far": 70, "libraries at work": 30, HEAD_COPIES: 4600}
+    assert layout(replace(ALL_STREAMED, resident=4), LARGER).host == process
 
 
-def test_sums_that_travel_wait_in_host_RAM() -> None:
-    shape = replace(TINY, block_numel=(1000, 2_000_000, 3000, 4000))
-    assert Layout.of(TWO_GROUPS, TINY_JOB, shape, LAPTOP).host["gradient sums"] == 4 * HUGE
-    assert (
-        Layout.of(replace(TWO_GROUPS, sums_on_device=2), TINY_JOB, shape, LAPTOP).host[
-            "gradient sums"
-        ]
-        == HUGE
-    )
-    assert (
-        "gradient sums"
-        not in Layout.of(replace(TWO_GROUPS, sums_on_device=4), TINY_JOB, shape, LAPTOP).host
-    )
+def test_sums_that_travel_wait_in_host_RAM():
+    for on_device, pages in ((0, 4), (2, 1), (4, 0)):
+        host = layout(replace(TWO_GROUPS, sums_on_device=on_device), LARGER).host
+        assert host.get("gradient sums", 0) == pages * HUGE
 
 
 @pytest.mark.parametrize(
     ("kept", "best", "written", "copies"),
     [(2, True, None, 4), (2, False, None, 3), (2, True, 1, 1)],
 )
-def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) -> None:
+def test_checkpoints(kept, best, written, copies):
     job = replace(TINY_JOB, checkpoints_kept=kept, keeps_best=best, checkpoints_written=written)
     assert list(disk_bytes(job, TINY).values()) == [9_900 * 12] * copies + [
         copies * SMALL_FILES_BYTES
@@ -194,7 +176,7 @@ def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) ->
 
 
 @pytest.mark.parametrize(
-    ("precision", "clipping", "bytes_per_parameter"),
+    ("precision", "clipping", "bytes_each"),
     [
         ("bfloat16", True, 14),
         ("bfloat16", False, 12),
@@ -202,51 +184,39 @@ def test_checkpoints(kept: int, best: bool, written: int | None, copies: int) ->
         ("float32", False, 12),
     ],
 )
-def test_host_bytes_per_parameter_at_7b(
-    precision: str, clipping: bool, bytes_per_parameter: int
-) -> None:
+def test_host_bytes_per_parameter_at_7b(precision, clipping, bytes_each):
     job = replace(JOB_7B, precision=precision, clipping=clipping)
-    table = Layout.of(replace(ALL_STREAMED, micro_batch_tokens=16_384), job, QWEN_7B, H200).host
+    table = layout(replace(ALL_STREAMED, micro_batch_tokens=16_384), QWEN_7B, job, H200).host
     libraries = 2 * GIB + COMPILER_BYTES - (CUDNN_LIBRARY_BYTES if precision == "float32" else 0)
     arrays = sum(table.values()) - libraries - table.get("gradient staging", 0)
-    assert arrays == pytest.approx(
-        bytes_per_parameter * QWEN_7B.parameters, rel=0.001
-    )  # 0.1%: padding
+    # 0.1%: padding
+    assert arrays == pytest.approx(bytes_each * QWEN_7B.parameters, rel=0.001)
 
 
-# -- measured -----------------------------------------------------------------------------------------------------------------------
+# -- measured ------------------------------------------------------------------------------------
 
 
-def test_what_was_measured_on_an_h200() -> None:
-    """Peaks of the 7B engine, compiled, all streamed and recomputed (benchmarks/results/2026-11-21-h200); a layer decides. Gradients were
-    computed in a thread of their own then, which had a cuBLAS handle with a workspace."""
+def test_what_was_measured_on_an_h200():
+    """Peaks of the 7B engine, compiled, all streamed and recomputed
+    (benchmarks/results/2026-11-21-h200); a layer decides. Gradients were computed in a thread of
+    their own then, which had a cuBLAS handle with a workspace."""
     workspace, handle = 32 * MIB, 72 * MIB
-    hardware = replace(
-        H200,
-        context_bytes=CUDA_CONTEXT_BYTES,
-        resident_bytes=856 * MIB,
-        library_bytes=CUDA_LIBRARY_BYTES,
-    )
+    hardware = replace(H200, context_bytes=CUDA_CONTEXT_BYTES, library_bytes=CUDA_LIBRARY_BYTES)
+    hardware = replace(hardware, resident_bytes=856 * MIB)
     choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
-    table = Layout.of(choices, JOB_7B, QWEN_7B, hardware).device
-    allocated = sum(size for name, size in table.items() if name not in NOT_ALLOCATED)
+    found = layout(choices, QWEN_7B, JOB_7B, hardware)
+    allocated = sum(size for name, size in found.device.items() if name not in NOT_ALLOCATED)
     assert allocated == pytest.approx(25_264_909_312 - workspace, rel=0.001)
-    assert sum(table.values()) == pytest.approx(26_461_863_936 - workspace - handle, rel=0.01)
-    assert sum(Layout.of(choices, JOB_7B, QWEN_7B, hardware).host.values()) == pytest.approx(
-        108_421_505_024, rel=0.005
-    )
+    in_all = sum(found.device.values())
+    assert in_all == pytest.approx(26_461_863_936 - workspace - handle, rel=0.01)
+    assert sum(found.host.values()) == pytest.approx(108_421_505_024, rel=0.005)
 
 
 @pytest.mark.parametrize("hardware", [H200, LAPTOP])
-def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware: Hardware) -> None:
-    rest = set()
+def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware):
+    choices, rest = replace(ALL_STREAMED, micro_batch_tokens=4096), set()
     for layers in (4, 16, 64):
-        table = Layout.of(
-            replace(ALL_STREAMED, micro_batch_tokens=4096),
-            JOB_7B,
-            with_depth(QWEN_7B, layers),
-            hardware,
-        ).device
+        table = layout(choices, with_depth(QWEN_7B, layers), JOB_7B, hardware).device
         assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
         rest.add(sum(table.values()) - table["boundary activations"])
     assert len(rest) == 1

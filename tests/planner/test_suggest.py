@@ -15,11 +15,10 @@ from megatrain.planner.job import Job
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import Room, Search
 from megatrain.planner.suggest import MOST_SUGGESTIONS, WORTH_SAYING, missing
-from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, with_gpu
+from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200, with_gpu
 
-SLOW_UPDATE = with_gpu(
-    replace(H200, physical_cores=6), 24 * GIB
-)  # six cores update 7.6 billion parameters in 5 s
+# six cores update 7.6 billion parameters in 5 s
+SLOW_UPDATE = with_gpu(replace(H200, physical_cores=6), 24 * GIB)
 SMALL_STEPS = replace(JOB_7B, tokens_per_step=8192)
 
 
@@ -28,31 +27,26 @@ def plan_of(job: Job, hardware: Hardware) -> Plan:
 
 
 @pytest.mark.parametrize(("gpu_gib", "host_gib"), [(24, 60), (4, 200), (90, 20), (5, 50)])
-def test_what_is_missing_is_enough_and_little_less_is_not(gpu_gib: float, host_gib: float) -> None:
-    hardware = with_gpu(replace(H200, host_available_bytes=int(host_gib * GIB)), int(gpu_gib * GIB))
-    search = Search(
-        JOB_7B, QWEN_7B, hardware, typical(hardware), Room(int(gpu_gib * GIB), int(host_gib * GIB))
-    )
+def test_what_is_missing_is_enough_and_little_less_is_not(gpu_gib, host_gib):
+    hardware, room = h200(gpu_gib, host_gib), Room(gpu_gib * GIB, host_gib * GIB)
+    search = Search(JOB_7B, QWEN_7B, hardware, typical(hardware), room)
     assert not search.fits_somehow()
     lacking = missing(search)
     assert lacking
     for tier, more in lacking:
         for share, fits in ((1.0, True), (0.9, False)):
-            extra = {tier: int(share * more)}
-            assert search.room.device is not None
-            room = Room(
-                search.room.device + extra.get("gpu", 0), search.room.host + extra.get("host", 0)
-            )
-            assert replace(search, room=room).fits_somehow() is fits, (tier, more / GIB, share)
+            extra = {"gpu": 0, "host": 0, tier: int(share * more)}
+            larger = Room(gpu_gib * GIB + extra["gpu"], host_gib * GIB + extra["host"])
+            assert replace(search, room=larger).fits_somehow() is fits, (tier, more / GIB, share)
 
 
-def test_on_a_cpu_only_RAM_is_missing() -> None:
+def test_on_a_cpu_only_RAM_is_missing():
     needed = make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP))
     search = Search(TINY_JOB, TINY, LAPTOP, typical(LAPTOP), Room(None, needed.host_bytes // 100))
     assert [tier for tier, _ in missing(search)] == ["host"]
 
 
-def test_a_refusal_says_how_much_more_would_do_and_what_the_machine_has() -> None:
+def test_a_refusal_says_how_much_more_would_do_and_what_the_machine_has():
     plan = make_plan(JOB_7B, QWEN_7B, H200, typical(H200), gpu_limit=24 * GIB, host_limit=60 * GIB)
     assert plan.fix is not None
     assert ", or add " in plan.fix
@@ -60,7 +54,7 @@ def test_a_refusal_says_how_much_more_would_do_and_what_the_machine_has() -> Non
     assert "GiB of GPU memory (the machine has it: memory.gpu: " in plan.fix
 
 
-def test_more_tokens_hide_an_update_that_is_waited_for() -> None:
+def test_more_tokens_hide_an_update_that_is_waited_for():
     plan = plan_of(SMALL_STEPS, SLOW_UPDATE)
     plan.check()
     assert plan.timing.waits["update"] > 0.3 * plan.timing.seconds
@@ -68,27 +62,26 @@ def test_more_tokens_hide_an_update_that_is_waited_for() -> None:
     assert batch.words.startswith("train.tokens_per_step: ")
     assert "waits for the update fall" in batch.why
     assert batch.speedup > 1.2
-    larger = replace(SMALL_STEPS, tokens_per_step=int(batch.words.split()[1]))
-    assert (
-        batch.tokens_per_s
-        <= 1.01 * larger.tokens_per_step / plan_of(larger, SLOW_UPDATE).timing.seconds
-    )  # a whole search finds no less
+    # a whole search finds no less
+    tokens = int(batch.words.split()[1])
+    larger = plan_of(replace(SMALL_STEPS, tokens_per_step=tokens), SLOW_UPDATE)
+    assert batch.tokens_per_s <= 1.01 * tokens / larger.timing.seconds
 
 
-def test_a_few_suggestions_worth_making_the_harmless_first() -> None:
+def test_a_few_suggestions_worth_making_the_harmless_first():
     plan = plan_of(replace(SMALL_STEPS, resident=0, compiled=False), SLOW_UPDATE)
     assert 0 < len(plan.faster) <= MOST_SUGGESTIONS
     assert all(better.speedup >= WORTH_SAYING for better in plan.faster)
     assert len({better.cost for better in plan.faster}) == len(plan.faster)
 
 
-def test_a_dial_that_was_set_by_hand_is_given_back_first() -> None:
+def test_a_dial_that_was_set_by_hand_is_given_back_first():
     plan = plan_of(replace(JOB_7B, retained=0), H200)
     assert plan.faster[0].words == "train.retained: auto"
     assert plan.faster[0].cost == "exact"
 
 
-def test_suggestions_are_for_who_asks_and_can_be_read() -> None:
+def test_suggestions_are_for_who_asks_and_can_be_read():
     assert make_plan(SMALL_STEPS, QWEN_7B, SLOW_UPDATE, typical(SLOW_UPDATE)).faster == ()
     plan, out = plan_of(SMALL_STEPS, SLOW_UPDATE), StringIO()
     render(plan, Console(file=out, width=200))

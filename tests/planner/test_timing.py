@@ -1,9 +1,11 @@
-"""The predicted step against measured ones. Figures: docs/log.md and benchmarks/results (ours); the others were taken on the same machine
-with a throw-away prototype of the same schedule, which neither kept blocks on the GPU nor left out a product in recomputation."""
+"""The predicted step against measured ones. Figures: docs/log.md and benchmarks/results (ours); the
+others were taken on the same machine with a throw-away prototype of the same schedule, which
+neither kept blocks on the GPU nor left out a product in recomputation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
 from megatrain.planner.simulation import BlockTasks
-from tests.planned import H200, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
+from tests.planned import H200, INT8_STATE, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
 
 STREAMED = Choices(
     micro_batch_tokens=16_384,
@@ -66,7 +68,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_steps_that_were_measured(name: str) -> None:
+def test_steps_that_were_measured(name):
     row = ROWS[name]
     job = replace(JOB_7B, tokens_per_step=row.tokens, compiled=row.compiled)
     choices = replace(STREAMED, retained=row.retained)
@@ -83,13 +85,12 @@ THAT_DAY = replace(
     update=((1, 0.798e9), (4, 2.65e9), (8, 3.78e9), (14, 5.08e9), (16, 5.3e9)),
     update_busy=3.24e9,
     device_update=160e9,
-    matmul=(
-        (512, 680e12),
-        (1024, 711e12),
-        (2048, 670e12),
-        (4096, 685e12),
-        (8192, 688e12),
-        (16_384, 688e12),
+    matmul=tuple(
+        zip(
+            (512, 1024, 2048, 4096, 8192, 16_384),
+            (680e12, 711e12, 670e12, 685e12, 688e12, 688e12),
+            strict=True,
+        )
     ),
     attention=((1024, 297e12), (4096, 440e12), (16_384, 462e12)),
     fp8=1.319e15,
@@ -97,51 +98,29 @@ THAT_DAY = replace(
     launch=6.42e-6,
 )
 RETAINED = replace(STREAMED, retained=28, cheap_retention=True, sums_on_device=30)
+SMALL_STEP = replace(JOB_7B, tokens_per_step=16_384)
+LARGE_STEP = replace(JOB_7B, tokens_per_step=131_072)
+IN_16_GROUPS = replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28)
+OFFLOADED = replace(STREAMED, micro_batch_tokens=8192, resident=6, offload_activations=True)
 # Seconds of steps that the planner had chosen for: benchmarks/results/2026-11-21-h200.
 CHOSEN = [
-    (4.853, QWEN_7B, JOB_7B, replace(RETAINED, micro_batch_tokens=8192, groups=8, resident=28)),
-    (
-        1.225,
-        QWEN_7B,
-        replace(JOB_7B, tokens_per_step=16_384),
-        replace(RETAINED, resident=24, head_chunk_tokens=8192),
-    ),
-    (
-        0.306,
-        QWEN_1B8,
-        replace(JOB_7B, tokens_per_step=16_384),
-        replace(STREAMED, retained=28, resident=30),
-    ),
-    (
-        0.530,
-        QWEN_1B8,
-        replace(JOB_7B, tokens_per_step=16_384),
-        replace(STREAMED, micro_batch_tokens=8192, resident=6, offload_activations=True),
-    ),
-    (
-        9.62,
-        QWEN_7B,
-        replace(JOB_7B, tokens_per_step=131_072),
-        replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28),
-    ),
-    (
-        7.35,
-        QWEN_7B,
-        replace(JOB_7B, precision="fp8", fp8_share=0.937, tokens_per_step=131_072),
-        replace(RETAINED, micro_batch_tokens=8192, groups=16, resident=28),
-    ),
+    (4.853, QWEN_7B, JOB_7B, replace(IN_16_GROUPS, groups=8)),
+    (1.225, QWEN_7B, SMALL_STEP, replace(RETAINED, resident=24, head_chunk_tokens=8192)),
+    (0.306, QWEN_1B8, SMALL_STEP, replace(STREAMED, retained=28, resident=30)),
+    (0.530, QWEN_1B8, SMALL_STEP, OFFLOADED),
+    (9.62, QWEN_7B, LARGE_STEP, IN_16_GROUPS),
+    (7.35, QWEN_7B, replace(LARGE_STEP, precision="fp8", fp8_share=0.937), IN_16_GROUPS),
 ]
 
 
 @pytest.mark.parametrize(("seconds", "shape", "job", "choices"), CHOSEN)
-def test_steps_that_the_planner_had_chosen_for(
-    seconds: float, shape: ModelShape, job: Job, choices: Choices
-) -> None:
+def test_steps_that_the_planner_had_chosen_for(seconds, shape, job, choices):
     assert predict(choices, job, shape, THAT_DAY).seconds == pytest.approx(seconds, rel=0.07)
 
 
-def test_the_parts_of_a_measured_step() -> None:
-    """The prototype's: forward 1.58 s with an update of 1.37 s hidden in it, head 0.52, backward 4.4."""
+def test_the_parts_of_a_measured_step():
+    """The prototype's: forward 1.58 s with an update of 1.37 s hidden in it, head 0.52, backward
+    4.4."""
     step = predict(STREAMED, JOB_7B, without_skipping(QWEN_7B), typical(H200))
     assert step.phases["forward"] == pytest.approx(1.58, rel=0.07)
     assert step.phases["head"] == pytest.approx(0.52, rel=0.12)
@@ -159,56 +138,51 @@ LAYERS = {  # tokens of a micro-batch: TFLOP/s recomputed, retained
     (QWEN_1B8, 8192): (431, 565),
     (QWEN_1B8, 16_384): (439, 576),
 }
-LAUNCH_BOUND = [
-    (QWEN_1B8, 2048)
-]  # taken with kernels that are launched one by one, with neither an engine nor an update beside them
+# taken with kernels that are launched one by one, with neither an engine nor an update beside them
+LAUNCH_BOUND = [(QWEN_1B8, 2048)]
 
 
 def layer_tflops(shape: ModelShape, tokens: int, retained: int) -> float:
-    """Of the layers alone, all resident, without update and gradients' rounding: the difference between two depths."""
+    """TFLOP/s of the layers alone, all resident, without update and gradients' rounding: the
+    difference between two depths."""
     job = replace(JOB_7B, tokens_per_step=tokens, compiled=(shape, tokens) not in LAUNCH_BOUND)
     choices = replace(STREAMED, micro_batch_tokens=tokens, resident=99, retained=retained)
     free = replace(typical(H200), device_update=1e30)
-    deep, shallow = (
-        predict(choices, job, with_depth(without_skipping(shape), layers), free).seconds
-        for layers in (28, 27)
-    )
+    shapes = [with_depth(without_skipping(shape), layers) for layers in (28, 27)]
+    deep, shallow = (predict(choices, job, each, free).seconds for each in shapes)
     numel = shape.block_numel[1]
     sums = numel * (10 + 8) / free.memory  # adding to the fp32 sum; rounding and measuring it
     return 6 * numel * tokens / (deep - shallow - sums) / 1e12
 
 
 @pytest.mark.parametrize(("shape", "tokens"), LAYERS)
-def test_layers_that_were_measured(shape: ModelShape, tokens: int) -> None:
+def test_layers_that_were_measured(shape, tokens):
     beside_an_engine = 0.8 if (shape, tokens) in LAUNCH_BOUND else 1.0
     recomputed, retained = (rate * beside_an_engine for rate in LAYERS[shape, tokens])
     assert layer_tflops(shape, tokens, 0) == pytest.approx(recomputed, rel=0.08)
     assert layer_tflops(shape, tokens, 28) == pytest.approx(retained, rel=0.08)
 
 
-def test_longer_sequences_cost_attention() -> None:
-    """The 7B layer: 554 TFLOP/s retained and 421 recomputed at sequences of 8k tokens, 616 and 471 at 1k."""
-    (layer,) = set(QWEN_7B.cost.layers)
-    at_8k = replace(
-        layer,
-        forward=replace(layer.forward, attention_flops=8 * layer.forward.attention_flops),
-        backward=replace(layer.backward, attention_flops=8 * layer.backward.attention_flops),
-    )
-    seconds = {}
-    for seq_len, work in ((1024, layer), (8192, at_8k)):
-        shape = replace(
-            without_skipping(QWEN_7B),
-            cost=replace(QWEN_7B.cost, layers=(replace(work, skippable_flops=0),) * 28),
-        )
-        choices = replace(STREAMED, resident=30, retained=28)
-        seconds[seq_len] = predict(
-            choices, replace(JOB_7B, seq_len=seq_len), shape, typical(H200)
-        ).seconds
-    slower = (seconds[8192] - seconds[1024]) / (28 * 65_536)
+def test_longer_sequences_cost_attention():
+    """The 7B layer: 554 TFLOP/s retained and 421 recomputed at sequences of 8k tokens, 616 and 471
+    at 1k."""
+    plain = without_skipping(QWEN_7B)
+
+    def seconds(seq_len: int) -> float:
+        layer, longer = plain.cost.layers[0], seq_len // 1024
+        passes: Any = {
+            name: replace(one_way, attention_flops=longer * one_way.attention_flops)
+            for name, one_way in (("forward", layer.forward), ("backward", layer.backward))
+        }
+        shape = replace(plain, cost=replace(plain.cost, layers=(replace(layer, **passes),) * 28))
+        choices, job = replace(STREAMED, resident=30, retained=28), replace(JOB_7B, seq_len=seq_len)
+        return predict(choices, job, shape, typical(H200)).seconds
+
+    slower = (seconds(8192) - seconds(1024)) / (28 * 65_536)
     assert slower == pytest.approx(6 * 233_058_304 * (1 / 554e12 - 1 / 616e12), rel=0.15)
 
 
-def test_fp8_products_are_faster_in_the_layers_alone() -> None:
+def test_fp8_products_are_faster_in_the_layers_alone():
     resident = replace(STREAMED, resident=30)
     bf16, fp8 = (
         predict(resident, replace(JOB_7B, precision=precision), QWEN_7B, typical(H200))
@@ -218,7 +192,7 @@ def test_fp8_products_are_faster_in_the_layers_alone() -> None:
     assert 1.2 < bf16.seconds / fp8.seconds < 1.7
 
 
-def test_more_threads_update_faster() -> None:
+def test_more_threads_update_faster():
     job = replace(JOB_7B, tokens_per_step=16_384)
     few, many = (
         predict(replace(STREAMED, update_threads=threads), job, QWEN_7B, typical(H200))
@@ -228,142 +202,103 @@ def test_more_threads_update_faster() -> None:
     assert few.bound_by["forward"] == "update"
 
 
-def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it() -> None:
-    padded, plain = (
-        replace(JOB_7B, tokens_per_step=16_384, lengths_vary=True),
-        replace(JOB_7B, tokens_per_step=16_384),
-    )
-    large, small = (
-        replace(STREAMED, resident=30, micro_batch_tokens=size) for size in (16_384, 2048)
-    )
-    seconds = {
-        (job.lengths_vary, choices.micro_batch_tokens): predict(
-            choices, job, QWEN_7B, typical(H200)
-        ).seconds
-        for job in (padded, plain)
-        for choices in (large, small)
-    }
-    assert seconds[True, 16_384] > 1.2 * seconds[False, 16_384]
-    assert seconds[True, 2048] < seconds[True, 16_384]
+def test_padding_takes_time_and_smaller_micro_batches_have_less_of_it():
+    def seconds(size: int, padded: bool) -> float:
+        choices = replace(STREAMED, resident=30, micro_batch_tokens=size)
+        job = replace(SMALL_STEP, lengths_vary=padded)
+        return predict(choices, job, QWEN_7B, typical(H200)).seconds
+
+    assert seconds(16_384, padded=True) > 1.2 * seconds(16_384, padded=False)
+    assert seconds(2048, padded=True) < seconds(16_384, padded=True)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_micro_batches_that_are_not_full_move_the_same_bytes_in_more_kernels(offload: bool) -> None:
-    full = replace(
-        JOB_7B,
-        tokens_per_step=32_768,
-        lengths_vary=True,
-        step_tokens=(StepTokens(4096, 32_768, 32_768.0, 8, 8.0),),
+@pytest.mark.parametrize("sent", [0, 14])
+def test_micro_batches_that_are_not_full_move_the_same_bytes_in_more_kernels(sent):
+    full, parts = (
+        replace(
+            JOB_7B,
+            tokens_per_step=32_768,
+            lengths_vary=True,
+            step_tokens=(StepTokens(4096, 32_768, 32_768.0, count, float(count)),),
+        )
+        for count in (8, 10)
     )
-    parts = replace(full, step_tokens=(StepTokens(4096, 32_768, 32_768.0, 10, 10.0),))
-    choices = replace(
-        STREAMED,
-        micro_batch_tokens=4096,
-        offload_activations=offload,
-        retained_on_host=14 if offload else 0,
-    )
+    choices = replace(STREAMED, micro_batch_tokens=4096, offload_activations=bool(sent))
+    choices = replace(choices, retained_on_host=sent)
     blocks = [block_tasks(choices, job, QWEN_7B, typical(H200))[1] for job in (full, parts)]
     assert blocks[1].boundary_up == pytest.approx(blocks[0].boundary_up)
     launching = replace(typical(H200), launch=1.0)
-    assert predict(choices, parts, QWEN_7B, launching).seconds == pytest.approx(
-        1.25 * predict(choices, full, QWEN_7B, launching).seconds, rel=0.01
-    )
+    few, more = (predict(choices, job, QWEN_7B, launching).seconds for job in (full, parts))
+    assert more == pytest.approx(1.25 * few, rel=0.01)
 
 
-def test_padding_and_what_short_rows_lack_are_no_tokens_of_the_data() -> None:
+@pytest.mark.parametrize(
+    ("job", "tokens"),
+    [
+        (replace(JOB_7B, tokens_per_step=20_000), 20_000),
+        (replace(JOB_7B, tokens_per_step=65_536, rows_per_step=64), 24_000),
+    ],
+)
+def test_padding_and_what_short_rows_lack_are_no_tokens_of_the_data(job, tokens):
     known = StepTokens(4096, 32_768, 24_000.0, 8, 6.0)
-    for job, tokens in (
-        (replace(JOB_7B, tokens_per_step=20_000, lengths_vary=True, step_tokens=(known,)), 20_000),
-        (
-            replace(
-                JOB_7B,
-                tokens_per_step=65_536,
-                rows_per_step=64,
-                lengths_vary=True,
-                step_tokens=(known,),
-            ),
-            24_000,
-        ),
-    ):
-        found = predict(replace(STREAMED, micro_batch_tokens=4096), job, QWEN_7B, typical(H200))
-        assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
-        assert found.tflops == pytest.approx(6 * QWEN_7B.parameters * tokens / found.seconds / 1e12)
+    job = replace(job, lengths_vary=True, step_tokens=(known,))
+    found = predict(replace(STREAMED, micro_batch_tokens=4096), job, QWEN_7B, typical(H200))
+    assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
+    assert found.tflops == pytest.approx(6 * QWEN_7B.parameters * tokens / found.seconds / 1e12)
 
 
-def test_chunks_of_a_layer_are_counted_whole_whatever_the_step() -> None:
+def test_chunks_of_a_layer_are_counted_whole_whatever_the_step():
     choices = replace(STREAMED, micro_batch_tokens=2640, layer_chunk_tokens=1320)
-    jobs = [replace(JOB_7B, seq_len=1320, tokens_per_step=tokens) for tokens in (100_000, 100_320)]
-    layers = [
-        block_tasks(choices, job, QWEN_7B, typical(H200))[1].backward / job.tokens_per_step
-        for job in jobs
-    ]
-    assert layers[0] == pytest.approx(layers[1], rel=1e-6)
+
+    def per_token(tokens: int) -> float:
+        job = replace(JOB_7B, seq_len=1320, tokens_per_step=tokens)
+        return block_tasks(choices, job, QWEN_7B, typical(H200))[1].backward / tokens
+
+    assert per_token(100_000) == pytest.approx(per_token(100_320), rel=1e-6)
 
 
-def test_moments_of_8_bits_are_updated_faster_where_memory_bounds_the_update_but_no_faster_than_threads_can() -> (
-    None
-):
-    state, arithmetic = next(
-        (state, arithmetic)
-        for moments, state, arithmetic in JOB_7B.lighter_moments
-        if moments == "int8"
-    )
-    small = replace(JOB_7B, tokens_per_step=16_384)
+RATE = 0.8e9  # parameters/s of one thread
+INT8 = replace(SMALL_STEP, state_bytes=INT8_STATE, update_arithmetic=RATE)
 
+
+def test_moments_of_8_bits_are_updated_faster_where_memory_bounds_the_update():
     def seconds(threads: int, job: Job) -> float:
-        return predict(
-            replace(STREAMED, update_threads=threads),
-            job,
-            QWEN_7B,
-            replace(typical(H200), arithmetic=1.0),
-        ).seconds
+        choices = replace(STREAMED, update_threads=threads)
+        return predict(choices, job, QWEN_7B, replace(typical(H200), arithmetic=1.0)).seconds
 
-    int8 = replace(small, state_bytes=state, update_arithmetic=arithmetic)
-    assert seconds(14, int8) < 0.9 * seconds(14, small)
-    assert seconds(4, replace(int8, update_arithmetic=1e8)) == pytest.approx(
-        QWEN_7B.parameters / 4e8, rel=0.1
-    )
+    assert seconds(14, INT8) < 0.9 * seconds(14, SMALL_STEP)
+    # no faster than threads can
+    slow = seconds(4, replace(INT8, update_arithmetic=1e8))
+    assert slow == pytest.approx(QWEN_7B.parameters / 4e8, rel=0.1)
 
 
-def test_arithmetic_that_is_slower_than_usual_slows_narrow_moments() -> None:
-    state, arithmetic = next(
-        (state, arithmetic)
-        for moments, state, arithmetic in JOB_7B.lighter_moments
-        if moments == "int8"
-    )
-    int8 = replace(JOB_7B, tokens_per_step=16_384, state_bytes=state, update_arithmetic=arithmetic)
-    slow = predict(STREAMED, int8, QWEN_7B, replace(typical(H200), arithmetic=0.03))
-    assert arithmetic is not None
-    assert slow.seconds == pytest.approx(QWEN_7B.parameters / (14 * 0.03 * arithmetic), rel=0.1)
+def test_arithmetic_that_is_slower_than_usual_slows_narrow_moments():
+    slow = predict(STREAMED, INT8, QWEN_7B, replace(typical(H200), arithmetic=0.03))
+    assert slow.seconds == pytest.approx(QWEN_7B.parameters / (14 * 0.03 * RATE), rel=0.1)
 
 
-def test_what_leaves_in_forward_is_slowed_by_as_much_as_goes_on_beside_it() -> None:
-    machine = typical(H200)
+def test_what_leaves_in_forward_is_slowed_by_as_much_as_goes_on_beside_it():
+    machine, offloaded = typical(H200), replace(STREAMED, offload_activations=True)
 
     def rate(resident: int) -> float:
-        choices = replace(
-            STREAMED, offload_activations=True, resident=resident, retained_on_host=28
-        )
+        choices = replace(offloaded, resident=resident, retained_on_host=28)
         saved = Layout.of(choices, JOB_7B, QWEN_7B, H200).activations.saved_on_host
         nbytes = 4 * sum(saved) + 65_536 * 3584 * 2 * 28
-        return nbytes / sum(
-            block.boundary_down for block in block_tasks(choices, JOB_7B, QWEN_7B, machine)
-        )
+        blocks = block_tasks(choices, JOB_7B, QWEN_7B, machine)
+        return nbytes / sum(block.boundary_down for block in blocks)
 
     assert rate(30) == pytest.approx(machine.download), "nothing is streamed, nothing updated"
     assert 0.75 * machine.download < rate(0) < 0.95 * rate(24) < rate(24) < machine.download
 
 
-def test_on_a_cpu_what_lies_between_products_is_written_to_fresh_memory() -> None:
+def test_on_a_cpu_what_lies_between_products_is_written_to_fresh_memory():
     eager = replace(JOB_7B, compiled=False)
-    on_cpu, on_gpu = typical(replace(H200, gpu=None)), typical(H200)
 
     def seconds(machine: MachineProfile, slower: int) -> float:
-        return predict(
-            STREAMED, eager, QWEN_7B, replace(machine, fresh=machine.fresh / slower)
-        ).seconds
+        slowed = replace(machine, fresh=machine.fresh / slower)
+        return predict(STREAMED, eager, QWEN_7B, slowed).seconds
 
-    assert seconds(on_gpu, 1) == seconds(on_gpu, 2)
-    once, twice, thrice = (seconds(on_cpu, slower) for slower in (1, 2, 3))
+    assert seconds(typical(H200), 1) == seconds(typical(H200), 2)
+    once, twice, thrice = (seconds(typical(replace(H200, gpu=None)), n) for n in (1, 2, 3))
     assert once < twice
     assert thrice - twice == pytest.approx(twice - once)

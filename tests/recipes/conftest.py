@@ -1,7 +1,9 @@
-"""A tiny model with a tokenizer and a chat template, a user's folder around it, and the command line."""
+"""A tiny model with a tokenizer and a chat template, a user's folder around it, and the command
+line."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +48,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": POSITIONS}
+    counts: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends: Any = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=POSITIONS, bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer), **sizes, **counts, **ends, initializer_range=0.1
+    )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models") / "model"
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -75,12 +79,17 @@ def project(
 
 @pytest.fixture
 def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command in this process."""
+    """megatrain("train cfg.yaml", "output=there", code=2) runs a command line in this process.
 
-    def run(*arguments: str) -> Answer:
+    It is split as a shell does; what follows is one argument each. The exit code must be `code`.
+    """
+
+    def run(line: str, *arguments: str, code: int = 0) -> Answer:
         capfd.readouterr()
-        code = cli.main(list(arguments))
-        return Answer(code, *capfd.readouterr())
+        found = cli.main([*shlex.split(line), *arguments])
+        answer = Answer(*capfd.readouterr())
+        assert found == code, answer.err
+        return answer
 
     return run
 

@@ -1,10 +1,12 @@
-"""`megatrain doctor` measures, caches and shows; runs take the cached profile, and measure only where that pays."""
+"""`megatrain doctor` measures, caches and shows; runs take the cached profile, and measure only
+where that pays."""
 
 import io
 import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,26 +33,25 @@ def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each measurement was a quick one; a measurement finds a launch of 1.5 s and guesses the rest."""
+    """Whether each measurement was a quick one; a measurement finds a launch of 1.5 s and guesses
+    the rest."""
     made: list[bool] = []
 
     def measure(hardware, device, folder, note, *, quick=False):
         note("something")
         made.append(quick)
-        return replace(
-            typical(hardware),
-            fingerprint=fingerprint(hardware),
-            measured_on="2026-11-21",
-            launch=1.5,
-        )
+        found: Any = {"fingerprint": fingerprint(hardware), "measured_on": "2026-11-21"}
+        return replace(typical(hardware), **found, launch=1.5)
 
     monkeypatch.setattr(doctor, "measure_machine", measure)
     monkeypatch.setattr(doctor, "choose_device", lambda wanted: CPU)
     return made
 
 
-def test_a_plan_touches_no_device(hardware: Hardware, measured: list[bool]) -> None:
-    assert measured_or_typical(hardware, GPU) == typical(hardware)
+@pytest.mark.parametrize("device", [GPU, CPU])
+def test_neither_a_plan_nor_a_run_on_the_cpu_measures(hardware, measured, device):
+    here = hardware if device is GPU else replace(hardware, gpu=None)
+    assert measured_or_typical(here, device, may_measure=device is CPU) == typical(here)
     assert measured == []
 
 
@@ -58,12 +59,8 @@ def test_a_plan_touches_no_device(hardware: Hardware, measured: list[bool]) -> N
     ("name", "aloud"), [("NVIDIA H200", False), ("NVIDIA GeForce RTX 4090 Laptop GPU", True)]
 )
 def test_the_rates_of_a_gpu_without_a_data_sheet_are_guessed_aloud(
-    hardware: Hardware,
-    measured: list[bool],
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    aloud: bool,
-) -> None:
+    hardware, measured, caplog, name, aloud
+):
     unlisted = replace(hardware, gpu=Gpu(name, 1, 1, (8, 9)))
     guessed = f"{name} is not in the table of GPUs: its rates are guessed, not measured"
     assert measured_or_typical(unlisted, GPU) == typical(unlisted)
@@ -73,7 +70,7 @@ def test_the_rates_of_a_gpu_without_a_data_sheet_are_guessed_aloud(
     assert "guessed" not in caplog.text
 
 
-def test_a_run_on_a_gpu_measures_once(hardware: Hardware, measured: list[bool]) -> None:
+def test_a_run_on_a_gpu_measures_once(hardware, measured):
     found = measured_or_typical(hardware, GPU, may_measure=True)
     assert found.launch == 1.5
     assert measured_or_typical(hardware, GPU, may_measure=True) == found
@@ -81,18 +78,7 @@ def test_a_run_on_a_gpu_measures_once(hardware: Hardware, measured: list[bool]) 
     assert measured == [True]
 
 
-def test_a_run_on_the_cpu_does_not_wait(hardware: Hardware, measured: list[bool]) -> None:
-    on_cpu = replace(hardware, gpu=None)
-    assert measured_or_typical(on_cpu, CPU, may_measure=True) == typical(on_cpu)
-    assert measured == []
-
-
-def test_a_run_goes_on_without_a_cache(
-    hardware: Hardware,
-    measured: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_run_goes_on_without_a_cache(hardware, measured, monkeypatch, caplog):
     def refuse(profile):
         raise StorageError("nowhere to write")
 
@@ -102,9 +88,7 @@ def test_a_run_goes_on_without_a_cache(
     assert "nowhere to write" in caplog.text
 
 
-def test_the_command_measures_anew_and_caches(
-    hardware: Hardware, measured: list[bool], tmp_path: Path, capsys
-) -> None:
+def test_the_command_measures_anew_and_caches(hardware, measured, tmp_path, capsys):
     for flags in ([], ["--quick"]):
         assert cli.main(["doctor", "--json", "--output", str(tmp_path), *flags]) == 0
     assert measured == [False, True]
@@ -119,55 +103,43 @@ def test_the_command_measures_anew_and_caches(
 
 
 def test_drives_that_are_named_are_measured_anew_each_time(
-    hardware: Hardware,
-    measured: list[bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    hardware, measured, tmp_path, monkeypatch, capsys
+):
     rates = iter(DriveRates(1e9 * write, 7.5e9, "2026-11-22") for write in (1, 2, 3))
     monkeypatch.setattr(doctor, "drive_rates", lambda folder: next(rates))
+    command = ["doctor", "--output", str(tmp_path)]
     named = ["--nvme", str(tmp_path / "one"), "--nvme", str(tmp_path / "another of the same drive")]
     name = drive_name(tmp_path)
     for write in (1, 2):
-        assert cli.main(["doctor", "--json", "--output", str(tmp_path), *named]) == 0
+        assert cli.main([*command, "--json", *named]) == 0
         out, err = capsys.readouterr()
-        assert json.loads(out)["drives"] == {
-            name: {"write": 1e9 * write, "read": 7.5e9, "measured_on": "2026-11-22"}
-        }
+        found = {"write": 1e9 * write, "read": 7.5e9, "measured_on": "2026-11-22"}
+        assert json.loads(out)["drives"] == {name: found}
         assert err.count("the drive of") == 1
-    assert profiles.load_drives(fingerprint(read_hardware(tmp_path, "cpu"))) == {
-        name: DriveRates(2e9, 7.5e9, "2026-11-22")
-    }
-    assert cli.main(["doctor", "--output", str(tmp_path)]) == 0
+    saved = profiles.load_drives(fingerprint(read_hardware(tmp_path, "cpu")))
+    assert saved == {name: DriveRates(2e9, 7.5e9, "2026-11-22")}
+    assert cli.main(command) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"drive {name}" in shown
     assert "writes 2, reads 7.5 GB/s, on 2026-11-22" in shown
 
 
-def test_the_table_says_what_was_guessed(
-    hardware: Hardware, measured: list[bool], tmp_path: Path
-) -> None:
-    found = doctor.examine(tmp_path, False, str)
+def test_the_table_says_what_was_guessed(hardware, measured, tmp_path):
     console = Console(record=True, width=160, file=io.StringIO())
-    found.render(console)
-    rows = {
-        line.split("│")[1].strip(): line
-        for line in console.export_text().splitlines()
-        if line.startswith("│")
-    }
+    doctor.examine(tmp_path, False, str).render(console)
+    lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    rows = {line.split("│")[1].strip(): line for line in lines}
     assert "1,500,000 µs" in rows["starting an operation"]
     assert "guess" not in rows["starting an operation"]
     assert "a guess, not measured" in rows["device memory"]
-    assert not [
-        what for what in rows if "PCIe" in what or what in ("device update", "fp8 products")
-    ], "a CPU has none"
     assert "free disk" in rows
+    of_gpus = [what for what in rows if what.startswith(("PCIe", "device update", "fp8 products"))]
+    assert of_gpus == [], "a CPU has none"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(55.512e9, "55.5 GB/s"), (4080e9, "4,080 GB/s"), (0.4923e9, "0.492 GB/s")]
 )
-def test_three_digits(hardware: Hardware, value: float, text: str) -> None:
+def test_three_digits(hardware, value, text):
     profile = replace(typical(hardware), upload=value)
     assert next(doctor.figures(profile, ())).figure == text

@@ -40,25 +40,18 @@ def meter(gpu: Gpu, folder: Path, times: list[float] | None = None) -> EnergyMet
     return EnergyMeter(gpu, folder, lambda: next(clock))  # type: ignore[arg-type]
 
 
-def rapl(folder: Path, number: str, name: str, energy_uj: str, full_uj: int = 1000_000_000) -> Path:
+def rapl(folder: Path, number: str, name: str, energy_uj: str) -> Path:
     domain = folder / f"intel-rapl:{number}"
     domain.mkdir(parents=True)
-    for file, text in (
-        ("name", name),
-        ("energy_uj", energy_uj),
-        ("max_energy_range_uj", str(full_uj)),
-    ):
+    files = {"name": name, "energy_uj": energy_uj, "max_energy_range_uj": "1000000000"}
+    for file, text in files.items():
         (domain / file).write_text(f"{text}\n")
     return domain / "energy_uj"
 
 
-def test_an_hour_at_a_kilowatt() -> None:
-    found = planned_economy(
-        2_000_000,
-        HOUR,
-        Power(gpu_w=700, host_w=300),
-        Prices(per_hour=3.5, per_kwh=0.5, currency="EUR"),
-    )
+def test_an_hour_at_a_kilowatt():
+    prices = Prices(per_hour=3.5, per_kwh=0.5, currency="EUR")
+    found = planned_economy(2_000_000, HOUR, Power(gpu_w=700, host_w=300), prices)
     assert found.kwh == pytest.approx(1.0)
     assert found.cost == pytest.approx(4.0)
     assert found.cost_per_million == pytest.approx(2.0)
@@ -69,7 +62,7 @@ def test_an_hour_at_a_kilowatt() -> None:
     ]
 
 
-def test_no_price_and_no_power_is_assumed_but_the_data_sheets() -> None:
+def test_no_price_and_no_power_is_assumed_but_the_data_sheets():
     nothing = planned_economy(1000, 1.0, planned_power(1.0, None, None, None), Prices())
     assert (nothing.cost, nothing.kwh, described(nothing, whole=True)) == (None, None, [])
     busy = planned_power(1.0, 700, None, None)
@@ -78,38 +71,34 @@ def test_no_price_and_no_power_is_assumed_but_the_data_sheets() -> None:
     assert waiting.gpu_w is not None and busy.gpu_w is not None and waiting.gpu_w < 0.5 * busy.gpu_w
     assert "assumed" in planned_economy(1, 1.0, busy, Prices()).counted
     assert planned_power(0.5, 700, 450, None) == Power(450, None)
-    assert (
-        planned_economy(1000, 1.0, Power(), Prices(per_kwh=0.3)).cost is None
-    )  # an unknown energy has no price
+    # an unknown energy has no price
+    assert planned_economy(1000, 1.0, Power(), Prices(per_kwh=0.3)).cost is None
 
 
-def test_measured_stands_beside_planned() -> None:
+def test_measured_stands_beside_planned():
     prices = Prices(per_hour=3.6)
-    rows = dict(
-        compared(
-            Economy(1_000_000, 1100.0, None, prices, ""),
-            Economy(4_000_000, 4000.0, None, prices, ""),
-        )
-    )
-    assert rows == {"cost": "1.10 USD, 1.10 USD per million tokens; planned 1 (+10.0%)"}
+    measured = Economy(1_000_000, 1100.0, None, prices, "")
+    planned = Economy(4_000_000, 4000.0, None, prices, "")
+    cost = "1.10 USD, 1.10 USD per million tokens; planned 1 (+10.0%)"
+    assert compared(measured, planned) == [("cost", cost)]
     assert compared(Economy(0, 0.0, None, prices, ""), None) == compared(None, None) == []
 
 
-def test_a_counter_of_energy_is_read(tmp_path: Path) -> None:
+def test_a_counter_of_energy_is_read(tmp_path):
     counted = meter(Gpu(joules=[500.0, 520.0, 570.0]), tmp_path)
     before = counted.read()
     assert before == Energy(20.0, None)
     assert counted.read().since(before) == Energy(50.0, None)
 
 
-def test_without_a_counter_power_is_summed_over_time(tmp_path: Path) -> None:
+def test_without_a_counter_power_is_summed_over_time(tmp_path):
     sampled = meter(Gpu(watts=300.0), tmp_path, [0.0, 2.0, 5.0])
     before = sampled.read()
     assert before.gpu_j == 600.0
     assert sampled.read().since(before).gpu_j == 900.0
 
 
-def test_processors_count_packages_and_memory_once_and_begin_anew(tmp_path: Path) -> None:
+def test_processors_count_packages_and_memory_once_and_begin_anew(tmp_path):
     package, _ = rapl(tmp_path, "0", "package-0", "900000000"), rapl(tmp_path, "0:0", "core", "5")
     memory = rapl(tmp_path, "0:1", "dram", "0")
     counted = meter(Gpu(), tmp_path)
@@ -120,13 +109,13 @@ def test_processors_count_packages_and_memory_once_and_begin_anew(tmp_path: Path
     assert counted.read() == Energy(None, 207.0)
 
 
-def test_counters_that_may_not_be_read_are_none(tmp_path: Path) -> None:
+def test_counters_that_may_not_be_read_are_none(tmp_path):
     rapl(tmp_path, "0", "package-0", "secret")
     assert meter(Gpu(), tmp_path).read() == Energy(None, None)
     assert meter(Gpu(), tmp_path / "nowhere").read() == Energy(None, None)
 
 
-def test_what_was_given_counts_instead_of_what_was_measured() -> None:
+def test_what_was_given_counts_instead_of_what_was_measured():
     assert Energy(None, None).or_given(10, 300, 200) == Energy(3000, 2000)
     assert Energy(50.0, 5.0).or_given(10, 300, None) == Energy(3000, 5.0)
     assert Energy(50.0, 5.0).or_given(10, None, None) == Energy(50.0, 5.0)

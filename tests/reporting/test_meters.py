@@ -43,10 +43,8 @@ def test_a_sandbox_that_tells_no_peak_tells_what_is_there_now(monkeypatch, statu
 def test_children_are_counted():
     block = f"block = bytearray(b'x' * {200 * MIB})"
     hold = f"import sys; {block}; print('held', flush=True); sys.stdin.read()"
-    before = peak_host_bytes()
-    with subprocess.Popen(
-        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+    before, pipe = peak_host_bytes(), subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
         child.stdout.readline()
         with_child = peak_host_bytes()
@@ -71,9 +69,8 @@ for pid in pids:
 
 
 def test_pages_that_children_share_are_not_counted_for_each():
-    printed = subprocess.run(
-        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=True
-    ).stdout
+    command = [sys.executable, "-c", FORKING]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(printed) < 250 * MIB
 
 
@@ -88,17 +85,9 @@ class FakeDriver(types.ModuleType):
     class NVMLError(Exception):
         pass
 
-    def __init__(
-        self, *, pid: int, readings: list[int], device_bytes: int, broken: bool = False
-    ) -> None:
+    def __init__(self, pid: int, *readings: int, broken: bool = False) -> None:
         super().__init__("pynvml")
-        self.pid, self.readings, self.device_bytes, self.broken, self.asked_for = (
-            pid,
-            readings,
-            device_bytes,
-            broken,
-            "",
-        )
+        self.pid, self.readings, self.broken, self.asked_for = pid, [*readings], broken, ""
 
     def nvmlInit(self) -> None:
         if self.broken:
@@ -117,33 +106,32 @@ class FakeDriver(types.ModuleType):
         ]
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
-        return types.SimpleNamespace(used=self.device_bytes)
+        return types.SimpleNamespace(used=5000)
 
 
 @pytest.fixture
 def meter_on(monkeypatch):
     def build(driver: FakeDriver) -> GpuMeter:
         monkeypatch.setitem(sys.modules, "pynvml", driver)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="aa-bb")
-        )
+        properties = types.SimpleNamespace(uuid="aa-bb")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return GpuMeter(torch.device("cuda", 1))
 
     return build
 
 
 def test_the_largest_reading_of_our_own_process_counts(meter_on):
-    driver = FakeDriver(pid=os.getpid(), readings=[10, 30, 20], device_bytes=5000)
+    driver = FakeDriver(os.getpid(), 10, 30, 20)
     with meter_on(driver) as meter:
         assert [meter.peak_bytes() for _ in range(3)] == [10, 30, 30]
     assert driver.asked_for == "GPU-aa-bb"
 
 
 def test_in_a_container_the_whole_device_counts(meter_on):
-    with meter_on(FakeDriver(pid=-1, readings=[10], device_bytes=5000)) as meter:
+    with meter_on(FakeDriver(-1, 10)) as meter:
         assert meter.peak_bytes() == 5000
 
 
 def test_a_silent_driver_is_no_reading(meter_on):
-    with meter_on(FakeDriver(pid=-1, readings=[], device_bytes=0, broken=True)) as meter:
+    with meter_on(FakeDriver(-1, broken=True)) as meter:
         assert meter.peak_bytes() is None

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import random
-import resource
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,39 +19,26 @@ from megatrain.reporting.metrics import (
     RECENT_STEPS,
     MetricsWriter,
     SteadyTime,
-    StepMetrics,
     StepTime,
     read_metrics,
 )
-
-STEP = StepMetrics(
-    step=1,
-    loss=2.5,
-    grad_norm=0.75,
-    lr=1e-5,
-    tokens=2000,
-    target_tokens=1500,
-    epoch=0.1,
-    step_s=2.0,
-    tokens_per_s=1000.0,
-    tflops=1.6,
-    mfu=None,
-    gpu_peak_bytes=None,
-    host_bytes=2**30,
-    skipped=False,
-    energy_j=None,
-    time=StepTime(compute=1.5, wait_update=0.5),
-    advice="nothing is worth changing",
-)
+from tests.files import largest_file
+from tests.reporting.one_step import STEP
 
 
-def write(run_dir: Path, steps: int, eval_every: int = 2) -> None:
+def write_step(writer: MetricsWriter, step: int) -> None:
+    """A step, and the evaluation after every second one; step 0 is an evaluation alone."""
+    if step:
+        writer.write_step(replace(STEP, step=step))
+    if step % 2 == 0:
+        writer.write_eval(step, 3.0 - step / 10, 100, 1.5)
+
+
+def write(run_dir: Path, steps: int) -> None:
+    run_dir.mkdir(exist_ok=True)
     with MetricsWriter(run_dir) as writer:
-        writer.write_eval(0, 3.0, 100, 1.5)
-        for step in range(1, steps + 1):
-            writer.write_step(replace(STEP, step=step))
-            if step % eval_every == 0:
-                writer.write_eval(step, 3.0 - step / 10, 100, 1.5)
+        for step in range(steps + 1):
+            write_step(writer, step)
 
 
 def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
@@ -61,22 +48,17 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
         "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu "
         "gpu_peak_bytes host_bytes skipped energy_j time shares advice"
     )
-    assert (
-        list(row["time"])
-        == list(row["shares"])
-        == ["compute", "wait_upload", "wait_update", "wait_download", "wait_nvme", "data"]
-    )
-    waits = dict.fromkeys(("wait_upload", "wait_download", "wait_nvme", "data"), 0.0)
-    assert row["shares"] == {"compute": 0.75, "wait_update": 0.25, **waits}
-    assert row["loss"] == 2.5
-    assert row["skipped"] is False
+    keys = "compute wait_upload wait_update wait_download wait_nvme data"
+    assert " ".join(row["time"]) == " ".join(row["shares"]) == keys
+    none = dict.fromkeys(keys.split(), 0.0)
+    assert row["shares"] == {**none, "compute": 0.75, "wait_update": 0.25}
+    assert (row["loss"], row["skipped"]) == (2.5, False)
 
 
 def test_an_evaluation_has_its_own_keys(tmp_path):
     write(tmp_path, 0)
-    assert read_metrics(tmp_path) == [
-        {"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100, "eval_s": 1.5}
-    ]
+    evaluation = {"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100, "eval_s": 1.5}
+    assert read_metrics(tmp_path) == [evaluation]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -85,12 +67,9 @@ def test_what_is_not_finite_is_null(tmp_path, value):
         writer.write_step(replace(STEP, loss=value, grad_norm=value, skipped=True))
         writer.write_eval(1, value, 5, 0.5)
     text = (tmp_path / METRICS_FILE).read_text()
-    assert "NaN" not in text
-    assert "Infinity" not in text
+    assert "NaN" not in text and "Infinity" not in text
     step, evaluation = read_metrics(tmp_path)
-    assert step["loss"] is None
-    assert step["grad_norm"] is None
-    assert evaluation["eval_loss"] is None
+    assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
 
 
 def test_every_line_survives_a_kill(tmp_path):
@@ -137,42 +116,32 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
-    with pytest.raises(
-        StorageError, match=r"nowhere.metrics\.jsonl: cannot be written \(No such file"
-    ):
+    words = r"nowhere.metrics\.jsonl: cannot be written \(No such file"
+    with pytest.raises(StorageError, match=words):
         MetricsWriter(tmp_path / "nowhere")
 
 
 def test_on_a_full_disk_lines_wait_and_are_written_when_there_is_room(tmp_path, caplog):
-    write(tmp_path, 20)
-    whole = (tmp_path / METRICS_FILE).read_bytes()
-    (tmp_path / METRICS_FILE).unlink()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsWriter(tmp_path) as writer:
-        try:
-            for number, row in enumerate(map(json.loads, whole.splitlines())):
-                room = {3: len(whole) // 4, 9: len(whole) // 2, 15: soft}.get(
-                    number
-                )  # the first two end within lines
-                if room is not None:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-                writer._write(row)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    write(tmp_path / "roomy", 20)
+    whole = (tmp_path / "roomy" / METRICS_FILE).read_bytes()
+    with MetricsWriter(tmp_path) as writer, ExitStack() as disk:
+        for step in range(21):
+            if step in (2, 9, 15):
+                disk.close()
+            if step in (
+                2,
+                9,
+            ):  # the file ends within a line, and more lines wait than there is room
+                disk.enter_context(largest_file(len(whole) * step // 28))
+            write_step(writer, step)
     assert (tmp_path / METRICS_FILE).read_bytes() == whole
-    assert (
-        len(caplog.messages) == 1 and "training goes on, and its lines wait" in caplog.messages[0]
-    )
+    (said,) = caplog.messages
+    assert "training goes on, and its lines wait" in said
 
 
 def test_what_waits_is_written_at_the_end_too(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsWriter(tmp_path) as writer:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        try:
-            writer.write_step(STEP)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with MetricsWriter(tmp_path) as writer, largest_file(10):
+        writer.write_step(STEP)
     assert [row["step"] for row in read_metrics(tmp_path)] == [STEP.step]
 
 
@@ -181,10 +150,8 @@ def test_lines_for_which_there_never_was_room_are_missed_aloud(tmp_path, caplog)
     with MetricsWriter(tmp_path) as writer:
         writer.write_step(STEP)
         writer.write_step(STEP)
-    assert [
-        "No space left" in caplog.messages[0],
-        "lacks its last 2 lines" in caplog.messages[1],
-    ] == [True, True]
+    first, second = caplog.messages
+    assert "No space left" in first and "lacks its last 2 lines" in second
 
 
 def test_times_add_up_and_the_largest_share_bounds_the_step():
@@ -195,9 +162,8 @@ def test_times_add_up_and_the_largest_share_bounds_the_step():
 
 
 def test_what_no_wait_explains_is_computation():
-    assert StepTime.of(2.0, {"wait_update": 0.5, "data": 0.25}) == StepTime(
-        compute=1.25, wait_update=0.5, data=0.25
-    )
+    found = StepTime.of(2.0, {"wait_update": 0.5, "data": 0.25})
+    assert found == StepTime(compute=1.25, wait_update=0.5, data=0.25)
     assert StepTime.of(1.0, {"wait_upload": 1.5}).compute == 0.0
     with pytest.raises(TypeError):
         StepTime.of(1.0, {"wait_coffee": 0.5})
@@ -220,21 +186,3 @@ def test_old_steps_are_forgotten():
     for seconds in (1.0, 5.0, *[2.0] * RECENT_STEPS):
         steady.add(StepTime(compute=seconds))
     assert steady.total == StepTime(compute=2.0 * RECENT_STEPS)
-
-
-def test_a_line_that_is_written_in_parts_is_whole(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        real = writer._file
-
-        class Reluctant:
-            def write(self, data: bytes) -> int:
-                return real.write(data[:7])
-
-            def __getattr__(self, name: str):
-                return getattr(real, name)
-
-        writer._file = Reluctant()  # type: ignore[assignment]
-        writer._write({"step": 1, "loss": 2.5})
-        writer._write({"step": 2, "loss": 2.25})
-        writer._file = real
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,82 +12,52 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Conf
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block
 from megatrain.reporting.mfu import Attention, ModelFlops
+from tests.planned import sizes
 
 
 def anatomy_of(model: LlamaForCausalLM) -> Anatomy:
     """Blocks by name, enough for counting."""
-    layers = model.config.num_hidden_layers
-    names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    config = model.config
+    names = ["embed", *(f"layers.{i}" for i in range(config.num_hidden_layers)), "head"]
     tensors: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {name: [] for name in names}
     for name, parameter in model.named_parameters():
-        path = name.removeprefix("model.")
-        block = (
-            "embed"
-            if path.startswith("embed")
-            else ".".join(path.split(".")[:2])
-            if path.startswith("layers")
-            else "head"
-        )
+        kind, number, *_ = name.removeprefix("model.").split(".")
+        block = {"layers": f"layers.{number}", "embed_tokens": "embed"}.get(kind, "head")
         tensors[block].append((name, tuple(parameter.shape), True))
     blocks = tuple(Block(i, name, FlatLayout.pack(tensors[name])) for i, name in enumerate(names))
-    tied = (
-        (("lm_head.weight", "model.embed_tokens.weight"),)
-        if model.config.tie_word_embeddings
-        else ()
-    )
-    return Anatomy(blocks, tied, "llama", model.config.hidden_size, model.config.vocab_size, None)
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    tied = (pair,) if config.tie_word_embeddings else ()
+    return Anatomy(blocks, tied, "llama", config.hidden_size, config.vocab_size, None)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_are_those_that_torch_runs(tied):
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+    layer: Any = {**sizes(32, 80, 4, 2), "vocab_size": 96, "num_hidden_layers": 3}
+    config = LlamaConfig(**layer, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config)
     ids = torch.zeros(2, 7, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     work = ModelFlops.of(anatomy_of(model), config)
-    causal, full = (
-        12 * 32 * 3 * 2 * (7 * 8 // 2),
-        12 * 32 * 3 * 2 * 7 * 7,
-    )  # eager attention multiplies the masked half too
-    rotary = (
-        3 * 2 * 2 * 7 * (config.hidden_size // 4 // 2)
-    )  # transformers forms the angles by a product: noise, and not backward
-    assert work.flops([7, 7]) - causal + full == pytest.approx(
-        counter.get_total_flops(), rel=rotary / counter.get_total_flops()
-    )
+    # eager attention multiplies the masked half too
+    causal, full = (12 * 32 * 3 * 2 * (7 * 8 // 2), 12 * 32 * 3 * 2 * 7 * 7)
+    # transformers forms the angles by a product: noise, and not backward
+    rotary = 3 * 2 * 2 * 7 * (config.hidden_size // 4 // 2)
+    run = counter.get_total_flops()
+    assert work.flops([7, 7]) - causal + full == pytest.approx(run, rel=rotary / run)
 
 
 def test_7b_by_hand():
-    config = Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    )
     layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
-    matrices = 28 * layer + 152064 * 3584
-    work = ModelFlops(
-        parameters=7_615_616_512, matrix_parameters=matrices, attention=(Attention(28 * 128),) * 28
-    )
-    assert config.hidden_size == 28 * 128
+    matrices, layers = 28 * layer + 152064 * 3584, (Attention(28 * 128),) * 28
+    work = ModelFlops(parameters=7_615_616_512, matrix_parameters=matrices, attention=layers)
     attention = 12 * 28 * 3584 * 64 * (1024 * 1025 // 2)
-    assert work.flops([1024] * 64) == 6 * matrices * 65536 + attention
+    flops = 6 * matrices * 65536 + attention
+    assert work.flops([1024] * 64) == flops
     assert work.tflops(65536, 6.5) == pytest.approx(460.7, abs=0.1)
-    assert work.mfu([1024] * 64, 6.5, "NVIDIA H200") == pytest.approx(
-        work.flops([1024] * 64) / 6.5 / 989.4e12
-    )
+    mfu = work.mfu([1024] * 64, 6.5, "NVIDIA H200")
+    assert mfu == pytest.approx(flops / 6.5 / 989.4e12)
     assert work.mfu([1024] * 64, 6.5, None) is None
 
 
@@ -95,27 +67,20 @@ def test_a_sliding_window_is_not_paid_for_outside():
     assert Attention(1, window=8).pairs(8) == Attention(1).pairs(8) == 36
 
 
+SLIDES: Any = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 128}
+
+
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
         (MistralConfig(num_hidden_layers=2, sliding_window=4096), [4096, 4096]),
         (MistralConfig(num_hidden_layers=2, sliding_window=None), [None, None]),
-        (
-            Qwen2Config(
-                num_hidden_layers=3,
-                use_sliding_window=True,
-                max_window_layers=2,
-                sliding_window=128,
-            ),
-            [None, None, 128],
-        ),
+        (Qwen2Config(num_hidden_layers=3, **SLIDES), [None, None, 128]),
         (LlamaConfig(num_hidden_layers=2), [None, None]),
     ],
 )
 def test_windows_are_read_off_the_configuration(config, windows):
-    blocks = tuple(
-        Block(i, str(i), FlatLayout.pack([(f"w{i}", (1, 1), True)]))
-        for i in range(len(windows) + 2)
-    )
+    layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
+    blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
     work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config)
     assert [layer.window for layer in work.attention] == windows

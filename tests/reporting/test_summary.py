@@ -60,9 +60,8 @@ def test_a_finished_run_says_what_was_gained_and_where_it_lies():
 
 
 def test_a_stopped_run_says_how_to_go_on():
-    text = rendered(
-        RunSummary(run_dir=Path("runs/a"), steps=3, tokens=10, seconds=0.0, exit_code=75)
-    )
+    stopped = RunSummary(run_dir=Path("runs/a"), steps=3, tokens=10, seconds=0.0, exit_code=75)
+    text = rendered(stopped)
     assert "megatrain resume runs/a" in text
     assert "held-out" not in text
     assert "advice" not in text
@@ -75,15 +74,9 @@ def test_a_figure_without_a_prediction_stands_alone():
 
 
 def test_it_is_json():
-    read_back = json.loads(
-        json.dumps(
-            RunSummary(Path("runs/a"), 1, 2, 3.0, eval_loss_after=math.nan).to_dict(),
-            allow_nan=False,
-        )
-    )
+    empty = RunSummary(Path("runs/a"), 1, 2, 3.0, eval_loss_after=math.nan).to_dict()
+    read_back = json.loads(json.dumps(empty, allow_nan=False))
     assert read_back["run_dir"] == "runs/a"
     assert read_back["eval_loss_after"] is None
-    assert json.loads(json.dumps(DONE.to_dict()))["host"] == {
-        "predicted": 2**31,
-        "measured": 2**31 + 2**25,
-    }
+    host = {"predicted": 2**31, "measured": 2**31 + 2**25}
+    assert json.loads(json.dumps(DONE.to_dict()))["host"] == host

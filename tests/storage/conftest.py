@@ -20,26 +20,13 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
 from megatrain.storage.checkpoint import save_checkpoint
 
-CONFIG = transformers.LlamaConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    vocab_size=32,
-    max_position_embeddings=16,
-)
+SIZES: Any = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
+COUNTS: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+CONFIG = transformers.LlamaConfig(**SIZES, **COUNTS)
+MOMENTS = [("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)]
 ARRAYS = {
-    "bfloat16": [
-        ("weight", torch.bfloat16),
-        ("remainder", torch.int16),
-        ("exp_avg", torch.float32),
-        ("exp_avg_sq", torch.float32),
-    ],
-    "float32": [
-        ("weight", torch.float32),
-        ("exp_avg", torch.float32),
-        ("exp_avg_sq", torch.float32),
-    ],
+    "bfloat16": [("weight", torch.bfloat16), ("remainder", torch.int16), *MOMENTS],
+    "float32": [("weight", torch.float32), *MOMENTS],
 }
 
 
@@ -56,12 +43,9 @@ class StillEngine:
         self.hf_config = config
         self.anatomy: Anatomy = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"]).anatomy
         specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
-        self.store = Store(
-            layouts_of(self.anatomy),
-            [*specs, ArraySpec("grad", torch.bfloat16)],
-            device=torch.device("cpu"),
-            threads=1,
-        )
+        specs.append(ArraySpec("grad", torch.bfloat16))
+        cpu = torch.device("cpu")
+        self.store = Store(layouts_of(self.anatomy), specs, device=cpu, threads=1)
         self.updates = 0
         self.pending: dict[int, int] = {}
         self.lock = threading.Lock()  # several writers may wait for one block
@@ -81,15 +65,10 @@ class StillEngine:
         if number is None:
             return
         for index, (name, dtype) in enumerate(ARRAYS[self.precision]):
-            for view in (
-                self.anatomy.blocks[block].layout.views(self.store.array(name, block)).values()
-            ):
-                ramp = (
-                    torch.arange(view.numel())
-                    .mul(17)
-                    .add(1000 * number + 100 * block + index)
-                    .remainder(30000)
-                )
+            first = 1000 * number + 100 * block + index
+            views = self.anatomy.blocks[block].layout.views(self.store.array(name, block))
+            for view in views.values():
+                ramp = torch.arange(view.numel()).mul(17).add(first).remainder(30000)
                 view.copy_(ramp.view(view.shape).to(dtype))
 
     def state(self) -> dict[str, int]:
@@ -113,9 +92,7 @@ def new_engine() -> Iterator[Callable[..., StillEngine]]:
     """Makes engines: what is named may differ from the usual."""
     made = []
 
-    def make(
-        layers: int = 2, precision: str = "bfloat16", vocab_size: int = CONFIG.vocab_size
-    ) -> StillEngine:
+    def make(layers: int = 2, precision: str = "bfloat16", vocab_size: int = 32) -> StillEngine:
         config = copy.deepcopy(CONFIG)
         config.num_hidden_layers, config.vocab_size = layers, vocab_size
         made.append(StillEngine(config, precision))

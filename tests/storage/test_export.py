@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +13,20 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, GenerationConfig
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
 from megatrain.optim.split import join_master
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export, save_pretrained
+from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.safetensors_writer import plan_shards
+from tests.files import flip, largest_file, logits_of, names
 
 IDS = torch.arange(24).view(2, 12)
-SMALL: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 16,
-}
+SMALL: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"vocab_size": 32, "max_position_embeddings": 16}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SMALL, intermediate_size=24, tie_word_embeddings=True),
     "gpt-neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=24),
@@ -57,120 +53,83 @@ def bf16_engine() -> Iterator[Engine]:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    words = {"<unk>": 0, "</s>": 1, "hello": 2}
-    result = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        eos_token="</s>",
-        pad_token="</s>",
-    )
+    words = WordLevel({"<unk>": 0, "</s>": 1, "hello": 2}, unk_token="<unk>")
+    ends = {"eos_token": "</s>", "pad_token": "</s>"}
+    result = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **ends)
     result.chat_template = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
     return result
-
-
-def logits_of(folder: Path) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        return model.eval()(IDS).logits.float()  # type: ignore[no-any-return]
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
     result = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
-        result.update(
-            block.layout.views(
-                join_master(
-                    engine.store.array("weight", block.index),
-                    engine.store.array("remainder", block.index),
-                )
-            )
-        )
+        halves = (engine.store.array(name, block.index) for name in ("weight", "remainder"))
+        result.update(block.layout.views(join_master(*halves)))
     return result
 
 
-def test_a_saved_engine_gives_its_own_logits_in_transformers(
-    tmp_path: Path, engine: Engine
-) -> None:
+def test_a_saved_engine_gives_its_own_logits_in_transformers(tmp_path, engine):
     expected = engine.logits(IDS).float()
     save_pretrained(engine, tmp_path / "out")
-    assert torch.equal(logits_of(tmp_path / "out"), expected)
+    assert torch.equal(logits_of(tmp_path / "out", IDS), expected)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_files_carry_the_published_names(tmp_path: Path, family: str) -> None:
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(
-        tmp_path / "theirs"
-    )
+def test_files_carry_the_published_names(tmp_path, family):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(theirs)
     with trained(CONFIGS[family], "float32") as engine:
-        save_pretrained(engine, tmp_path / "ours")
-        assert (
-            load_file(tmp_path / "ours" / "model.safetensors").keys()
-            == load_file(tmp_path / "theirs" / "model.safetensors").keys()
-        )
-        assert torch.allclose(logits_of(tmp_path / "ours"), engine.logits(IDS), atol=1e-5)
+        save_pretrained(engine, ours)
+        saved, expected = (load_file(path / "model.safetensors") for path in (ours, theirs))
+        assert saved.keys() == expected.keys()
+        assert torch.allclose(logits_of(ours, IDS), engine.logits(IDS), atol=1e-5)
 
 
-def test_the_folder_is_complete(tmp_path: Path, bf16_engine: Engine) -> None:
-    generation = transformers.GenerationConfig(
-        eos_token_id=[1, 2], temperature=0.7
-    )  # sampling off, as published models have it
-    save_pretrained(bf16_engine, tmp_path / "out", tokenizer(), generation)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["architectures"], config["dtype"], config["use_cache"]) == (
-        ["LlamaForCausalLM"],
-        "bfloat16",
-        True,
-    )
-    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (
-        loaded.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
-        == "hello</s>"
-    )
+def test_the_folder_is_complete(tmp_path, bf16_engine):
+    # sampling off, as published models have it
+    generation, out = GenerationConfig(eos_token_id=[1, 2], temperature=0.7), tmp_path / "out"
+    save_pretrained(bf16_engine, out, tokenizer(), generation)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["dtype"], config["use_cache"]) == ("bfloat16", True)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [1, 2]
+    loaded, said = AutoTokenizer.from_pretrained(out), [{"role": "user", "content": "hello"}]
+    assert loaded.apply_chat_template(said, tokenize=False) == "hello</s>"
 
 
-def test_large_models_are_cut_into_shards(
-    tmp_path: Path, bf16_engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "megatrain.storage.export.plan_shards", partial(plan_shards, shard_bytes=2000)
-    )
+def test_large_models_are_cut_into_shards(tmp_path, bf16_engine, monkeypatch):
+    small_shards = partial(plan_shards, shard_bytes=2000)
+    monkeypatch.setattr("megatrain.storage.export.plan_shards", small_shards)
     expected = bf16_engine.logits(IDS).float()
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     for folder in (tmp_path / "run" / "last", export(tmp_path / "run", tmp_path / "out")):
         assert len(list(folder.glob("model-*.safetensors"))) > 3
-        assert torch.equal(logits_of(folder), expected)
+        assert torch.equal(logits_of(folder, IDS), expected)
     whole = export(tmp_path / "run", tmp_path / "whole", "float32")
     assert load_file(next(whole.glob("model-00001-*")))
 
 
-def test_an_export_is_the_checkpoints_model_without_copying_weights(
-    tmp_path: Path, engine: Engine
-) -> None:
+def test_an_export_is_the_checkpoints_model_without_copying_weights(tmp_path, engine):
     expected = engine.logits(IDS).float()
     folder = save_checkpoint(tmp_path / "run", 1, engine, tokenizer(), {})
     out = export(tmp_path / "run", tmp_path / "out")
-    assert torch.equal(logits_of(out), expected)
+    assert torch.equal(logits_of(out, IDS), expected)
     assert (out / "model.safetensors").samefile(folder / "model.safetensors")
-    assert not (out / "config.json").samefile(folder / "config.json"), (
-        "an edit of the export must not reach the checkpoint"
-    )
-    assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()} - {
-        "optimizer",
-        "state.json",
-        "MANIFEST.json",
-    }
+    # an edit of the export must not reach the checkpoint
+    assert not (out / "config.json").samefile(folder / "config.json")
+    assert names(out) == names(folder) - {"optimizer", "state.json", "MANIFEST.json"}
 
 
-def test_several_chat_templates_go_along(tmp_path: Path, engine: Engine) -> None:
+def test_several_chat_templates_go_along(tmp_path, engine):
     several = tokenizer()
     several.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
     save_checkpoint(tmp_path / "run", 1, engine, several, {})
     out = export(tmp_path / "run", tmp_path / "out")
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
+    assert AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
 
 
-def test_float32_is_the_exact_master(tmp_path: Path, bf16_engine: Engine) -> None:
+def test_float32_is_the_exact_master(tmp_path, bf16_engine):
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     out = export(tmp_path / "run", tmp_path / "out", dtype="float32")
     exported, expected = load_file(out / "model.safetensors"), masters(bf16_engine)
@@ -180,37 +139,32 @@ def test_float32_is_the_exact_master(tmp_path: Path, bf16_engine: Engine) -> Non
     assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
 
 
-def test_bfloat16_of_a_float32_run_is_rounded_to_nearest(tmp_path: Path) -> None:
+def test_bfloat16_of_a_float32_run_is_rounded_to_nearest(tmp_path):
     with trained(CONFIGS["llama"], "float32") as engine:
         save_checkpoint(tmp_path / "run", 1, engine, None, {})
-        exported = load_file(
-            export(tmp_path / "run", tmp_path / "out", dtype="bfloat16") / "model.safetensors"
-        )
-        assert all(
-            torch.equal(exported[name], weight.bfloat16()) for name, weight in engine.iter_weights()
-        )
+        out = export(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+        exported = load_file(out / "model.safetensors")
+        for name, weight in engine.iter_weights():
+            assert torch.equal(exported[name], weight.bfloat16())
 
 
-def test_best_last_and_final_are_found(tmp_path: Path, bf16_engine: Engine) -> None:
+def test_best_last_and_final_are_found(tmp_path, bf16_engine):
     run = tmp_path / "run"
-    save_checkpoint(run, 1, bf16_engine, None, {}, best=True)
-    save_checkpoint(run, 2, bf16_engine, None, {})
-    save_checkpoint(run, 3, bf16_engine, None, {})
+    for step in (1, 2, 3):
+        save_checkpoint(run, step, bf16_engine, None, {}, best=step == 1)
     write_final(run, "checkpoint-2")
     which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 2}
     for name, step in which.items():
-        out = export(run, tmp_path / f"out-{name}", checkpoint=name)
-        assert (out / "model.safetensors").samefile(
-            run / f"checkpoint-{step}" / "model.safetensors"
-        ), name
+        out, file = export(run, tmp_path / f"out-{name}", checkpoint=name), "model.safetensors"
+        assert (out / file).samefile(run / f"checkpoint-{step}" / file), name
 
 
-def test_one_checkpoint_can_be_named_by_its_folder(tmp_path: Path, bf16_engine: Engine) -> None:
+def test_one_checkpoint_can_be_named_by_its_folder(tmp_path, bf16_engine):
     folder = save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     assert (export(folder, tmp_path / "out") / "model.safetensors").exists()
 
 
-def test_an_occupied_folder_is_refused(tmp_path: Path, bf16_engine: Engine) -> None:
+def test_an_occupied_folder_is_refused(tmp_path, bf16_engine):
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     (tmp_path / "empty").mkdir()
     export(tmp_path / "run", tmp_path / "empty")
@@ -220,7 +174,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path, bf16_engine: Engine) -> N
         save_pretrained(bf16_engine, tmp_path / "empty")
 
 
-def test_an_unknown_dtype_or_checkpoint_is_refused(tmp_path: Path, bf16_engine: Engine) -> None:
+def test_an_unknown_dtype_or_checkpoint_is_refused(tmp_path, bf16_engine):
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
     with pytest.raises(ConfigError, match="dtype must be bfloat16 or float32, not 'fp8'"):
         export(tmp_path / "run", tmp_path / "out", dtype="fp8")
@@ -230,69 +184,46 @@ def test_an_unknown_dtype_or_checkpoint_is_refused(tmp_path: Path, bf16_engine: 
         export(tmp_path / "nowhere", tmp_path / "out")
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, bf16_engine: Engine) -> None:
-    file = save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {}) / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 16
-    file.write_bytes(data)
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, bf16_engine):
+    flip(save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {}) / "model.safetensors")
     with pytest.raises(StorageError, match=r"model\.safetensors: does not match its checksum"):
         export(tmp_path / "run", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert names(tmp_path) == {"run"}
 
 
 @pytest.mark.parametrize("limit", [100, 400, 3000])
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, bf16_engine: Engine, limit: int) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path, bf16_engine, limit):
     save_checkpoint(tmp_path / "run", 1, bf16_engine, tokenizer(), {})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
+    with largest_file(limit):
         with pytest.raises(StorageError, match="errno 27"):
             save_pretrained(bf16_engine, tmp_path / "out", tokenizer())
         with pytest.raises(StorageError, match="errno 27"):
             export(tmp_path / "run", tmp_path / "out", dtype="float32")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert names(tmp_path) == {"run"}
 
 
-def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_storage_error(
-    tmp_path: Path, bf16_engine: Engine
-) -> None:
-    large = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(
-            WordLevel({f"word{i}": i for i in range(5000)}, unk_token="word0")
-        )
-    )
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, hard))
-    try:
-        with pytest.raises(StorageError, match="27"):
-            save_pretrained(bf16_engine, tmp_path / "out", large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_storage_error(tmp_path, bf16_engine):
+    words = WordLevel({f"word{i}": i for i in range(5000)}, unk_token="word0")
+    large = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    with largest_file(32 << 10), pytest.raises(StorageError, match="27"):
+        save_pretrained(bf16_engine, tmp_path / "out", large)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_resumed_engine_continues_bit_for_bit(tmp_path: Path, engine: Engine) -> None:
-    from megatrain.storage.restore import load_checkpoint
-
-    def go_on(one: Engine) -> dict[str, torch.Tensor]:
+def test_a_resumed_engine_continues_bit_for_bit(tmp_path, engine):
+    def go_on(one: Engine) -> list[torch.Tensor]:
         for _ in range(3):
             one.forward_backward([{"input_ids": IDS, "labels": IDS}])
             one.step(lr=1e-3)
-        for block in one.anatomy.blocks:
-            one.wait_ready(block.index)
-        return {
-            f"{name} {b.index}": one.store.array(name, b.index).clone()
-            for name in one.store.arrays
-            for b in one.anatomy.blocks
-        }
+        blocks = [block.index for block in one.anatomy.blocks]
+        for block in blocks:
+            one.wait_ready(block)
+        return [one.store.array(name, block) for name in one.store.arrays for block in blocks]
 
     folder = save_checkpoint(tmp_path / "run", 1, engine, None, {})
-    with Engine.from_config(
-        CONFIGS["llama"], precision=engine.precision, device="cpu", seed=9
-    ) as other:
+    same = {"precision": engine.precision, "device": "cpu"}
+    with Engine.from_config(CONFIGS["llama"], **same, seed=9) as other:
         load_checkpoint(folder, other)
         assert other.state() == engine.state()
-        expected, found = go_on(engine), go_on(other)
-    assert all(torch.equal(found[name], array) for name, array in expected.items())
+        for found, expected in zip(go_on(other), go_on(engine), strict=True):
+            assert torch.equal(found, expected)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 
 from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import write_final
-from megatrain.storage.manifest import Manifest, read_manifest, verify_checkpoint
+from megatrain.storage.manifest import read_manifest, verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.safetensors_writer import WrittenFile
-
-Save = Callable[..., Path]
+from tests.files import flip
 
 
 def damaged(draw: random.Random, files: dict[str, bytes]) -> tuple[str, str, bytes | None]:
@@ -43,19 +42,14 @@ def damaged(draw: random.Random, files: dict[str, bytes]) -> tuple[str, str, byt
     return (name, what, kinds[what]) if kinds[what] != data else damaged(draw, files)
 
 
-def test_every_damage_is_found_and_the_file_is_named(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_every_damage_is_found_and_the_file_is_named(run_dir, engine, save):
     folder = save(1)
-    files = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     draw = random.Random(1)
     for _ in range(1000):
         name, what, data = damaged(draw, files)
-        path = folder / name
+        path, of_manifest = folder / name, name == "MANIFEST.json"
         if data is None:
             path.unlink()
         else:
@@ -63,15 +57,11 @@ def test_every_damage_is_found_and_the_file_is_named(
         for look in (verify_checkpoint, lambda folder: load_checkpoint(folder, engine)):
             with pytest.raises(StorageError) as caught:
                 look(folder)
-            assert name in str(caught.value) or (name, what) == ("MANIFEST.json", "removed"), (
-                name,
-                what,
-            )
-            if what in (
-                "flipped",
-                "zeroed",
-            ):  # wherever the damage is: a header that it spoils is not of another step or format
-                assert "checksum" in str(caught.value) or name == "MANIFEST.json", caught.value
+            words = str(caught.value)
+            assert name in words or (of_manifest and what == "removed"), (name, what)
+            # wherever the damage is: a header that it spoils is not of another step or format
+            if what in ("flipped", "zeroed"):
+                assert "checksum" in words or of_manifest, words
         path.write_bytes(files[name])
     verify_checkpoint(folder)
 
@@ -79,79 +69,62 @@ def test_every_damage_is_found_and_the_file_is_named(
 def forge(folder: Path, **changes: Any) -> None:
     """Write a manifest that agrees with the files as they are now."""
     old = read_manifest(folder)
-    files = {}
-    for name in old.files:
-        data = (folder / name).read_bytes()
-        files[name] = WrittenFile(name, len(data), hashlib.sha256(data).hexdigest())
-    values: dict[str, Any] = {"step": old.step, "sequence": old.sequence, "files": files} | changes
-    (folder / "MANIFEST.json").write_bytes(Manifest(**values).encode())
+    data = {name: (folder / name).read_bytes() for name in old.files}
+    files = {
+        name: WrittenFile(name, len(read), hashlib.sha256(read).hexdigest())
+        for name, read in data.items()
+    }
+    (folder / "MANIFEST.json").write_bytes(replace(old, **{"files": files, **changes}).encode())
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer/block-00002.safetensors"])
-def test_files_of_two_steps_are_refused_even_with_matching_hashes(
-    run_dir: Path, engine: Any, file: str, save: Save
-) -> None:
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer/block-00002.safetensors", "state.json"]
+)
+def test_files_of_two_steps_are_refused_even_with_matching_hashes(run_dir, engine, file, save):
     save(1, 2)
     shutil.copyfile(run_dir / "checkpoint-1" / file, run_dir / "checkpoint-2" / file)
     forge(run_dir / "checkpoint-2")
-    with pytest.raises(StorageError, match=rf"{file}: is of step 1 in a checkpoint of step 2"):
+    with pytest.raises(StorageError, match=rf"{file}: is of step 1"):
         load_checkpoint(run_dir / "checkpoint-2", engine)
 
 
-def test_a_state_of_another_step_is_refused(run_dir: Path, engine: Any, save: Save) -> None:
-    save(1, 2)
-    shutil.copyfile(
-        run_dir / "checkpoint-1" / "state.json", run_dir / "checkpoint-2" / "state.json"
-    )
-    forge(run_dir / "checkpoint-2")
-    with pytest.raises(StorageError, match=r"state\.json: is of step 1"):
-        load_checkpoint(run_dir / "checkpoint-2", engine)
-
-
-def test_a_manifest_cannot_name_files_outside(run_dir: Path, engine: Any, save: Save) -> None:
+def test_a_manifest_cannot_name_files_outside(run_dir, engine, save):
     folder = save(1)
     forge(folder, files={"../../secret": WrittenFile("../../secret", 1, "")})
     with pytest.raises(StorageError, match="outside the checkpoint"):
         verify_checkpoint(folder)
 
 
-def test_a_later_format_is_refused_as_such(run_dir: Path, engine: Any, save: Save) -> None:
+def test_a_later_format_is_refused_as_such(run_dir, engine, save):
     path = save(1) / "MANIFEST.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
     with pytest.raises(StorageError, match="has format 2 and this release reads 1"):
         verify_checkpoint(path.parent)
 
 
-def test_a_stray_weight_file_is_refused(run_dir: Path, engine: Any, save: Save) -> None:
+def test_a_stray_weight_file_is_refused(run_dir, engine, save):
     folder = save(1)
     save_file({"a": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
     with pytest.raises(StorageError, match=r"model-00001-of-00002\.safetensors: does not belong"):
         verify_checkpoint(folder)
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning(run_dir, engine, save):
     save(1, 2, 3)
     (run_dir / "checkpoint-3" / "MANIFEST.json").unlink()
-    file = run_dir / "checkpoint-2" / "optimizer" / "block-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(run_dir / "checkpoint-2" / "optimizer" / "block-00000.safetensors")
     found = find_resumable(run_dir)
     assert found.path == run_dir / "checkpoint-1"
     assert len(found.warnings) == 2
     assert "block-00000.safetensors: does not match its checksum" in " ".join(found.warnings)
 
 
-def test_final_is_resumed_from_when_nothing_else_is_left(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_final_is_resumed_from_when_nothing_else_is_left(run_dir, engine, save):
     path = save(1)
     write_final(run_dir)
     shutil.rmtree(path)
     assert find_resumable(run_dir).path == run_dir / "final"
 
 
-def test_without_checkpoints_there_is_nothing_to_resume(run_dir: Path) -> None:
+def test_without_checkpoints_there_is_nothing_to_resume(run_dir):
     assert find_resumable(run_dir).path is None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,14 +17,9 @@ from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import Resumable, find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors_reader import HashedReader
 from megatrain.storage.safetensors_writer import WrittenFile, write_safetensors
+from tests.files import flip
 
-Save = Callable[..., Path]
-
-
-def flip(path: Path, position: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
+CHECKSUM = "does not match its checksum"
 
 
 def bytes_read() -> int:
@@ -34,7 +28,7 @@ def bytes_read() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
-def test_every_byte_is_read_once(run_dir: Path, new_engine: Any) -> None:
+def test_every_byte_is_read_once(run_dir, new_engine):
     engine = new_engine(vocab_size=20_000)  # beside which headers are small
     path = save_checkpoint(run_dir, 1, engine, None, {})
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -46,9 +40,7 @@ def test_every_byte_is_read_once(run_dir: Path, new_engine: Any) -> None:
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer/block-00001.safetensors", "state.json", "config.json"]
 )
-def test_a_checkpoint_that_turns_out_damaged_gives_way(
-    run_dir: Path, engine: Any, save: Save, caplog: pytest.LogCaptureFixture, file: str
-) -> None:
+def test_a_checkpoint_that_turns_out_damaged_gives_way(run_dir, engine, save, caplog, file):
     engine.update(2)
     save(2)
     saved = engine.bits()
@@ -65,36 +57,27 @@ def test_a_checkpoint_that_turns_out_damaged_gives_way(
     assert "checksum" in warning
 
 
-def test_when_all_are_damaged_the_way_out_is_named(run_dir: Path, engine: Any, save: Save) -> None:
+def test_when_all_are_damaged_the_way_out_is_named(run_dir, engine, save):
     for step in (1, 2):
         flip(save(step) / "optimizer" / "block-00000.safetensors")
-    with pytest.raises(
-        StorageError,
-        match=r"no intact checkpoint to go on from; start again: megatrain train .*config\.yaml",
-    ):
+    words = r"no intact checkpoint to go on from; start again: megatrain train .*config\.yaml"
+    with pytest.raises(StorageError, match=words):
         load_resumable(run_dir, engine, Resumable(run_dir / "checkpoint-2", ()))
 
 
-def test_a_damaged_name_of_a_tensor_is_damage_and_no_other_model(
-    run_dir: Path, engine: Any, new_engine: Any, save: Save
-) -> None:
+def test_a_damaged_name_of_a_tensor_is_damage_and_no_other_model(run_dir, engine, new_engine, save):
     folder = save(1)
     file = folder / "optimizer" / "block-00001.safetensors"
     flip(file, file.read_bytes().index(b"exp_avg_sq"))
-    with pytest.raises(
-        StorageError, match=r"block-00001\.safetensors: does not match its checksum"
-    ):
+    with pytest.raises(StorageError, match=f"block-00001.safetensors: {CHECKSUM}"):
         load_checkpoint(folder, engine)
     flip(file, file.read_bytes().index(b"dxp_avg_sq"))
     with pytest.raises(ConfigError, match="parameters"):
         load_checkpoint(folder, new_engine(layers=3))
 
 
-def test_every_checkpoint_that_is_passed_over_is_named_once(
-    run_dir: Path, engine: Any, save: Save, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(1, 2, 3, keep=4)
-    newest = save(4, keep=4)
+def test_every_checkpoint_that_is_passed_over_is_named_once(run_dir, engine, save, caplog):
+    newest = save(1, 2, 3, 4)
     (newest / "MANIFEST.json").unlink()
     flip(run_dir / "checkpoint-3" / "model.safetensors")
     (run_dir / "checkpoint-2" / "state.json").unlink()
@@ -102,28 +85,17 @@ def test_every_checkpoint_that_is_passed_over_is_named_once(
     with caplog.at_level(logging.WARNING, logger="megatrain"):
         path, _ = load_resumable(run_dir, engine, found)
     assert path == run_dir / "checkpoint-1"
-    named = [
-        name
-        for warning in (*found.warnings, *caplog.messages)
-        for name in re.findall(r"checkpoint-\d", warning)
-    ]
+    warnings = " ".join((*found.warnings, *caplog.messages))
+    named = re.findall(r"checkpoint-\d", warnings)
     assert named == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
 
 
 def test_a_drive_that_fails_is_not_taken_for_a_damaged_checkpoint(
-    run_dir: Path,
-    engine: Any,
-    save: Save,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise StorageError(
-            "/nvme/swap: cannot read it: Input/output error (errno 5); check the disk"
-        )
-
+    run_dir, engine, save, monkeypatch, caplog
+):
     save(1, 2)
-    monkeypatch.setattr(engine.store, "lease", fails)
+    error = StorageError("/nvme/swap: cannot read it: Input/output error (errno 5)")
+    monkeypatch.setattr(engine.store, "lease", Mock(side_effect=error))
     with (
         caplog.at_level(logging.WARNING, logger="megatrain"),
         pytest.raises(StorageError, match="/nvme/swap: cannot read it"),
@@ -132,9 +104,7 @@ def test_a_drive_that_fails_is_not_taken_for_a_damaged_checkpoint(
     assert caplog.messages == []
 
 
-def test_damage_ends_the_reading(
-    run_dir: Path, new_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_ends_the_reading(run_dir, new_engine, monkeypatch):
     engine = new_engine(layers=20)
     folder = save_checkpoint(run_dir, 1, engine, None, {})
     flip(folder / "model.safetensors")  # which comes first
@@ -143,9 +113,8 @@ def test_damage_ends_the_reading(
     class Noted(HashedReader):
         def __init__(self, path: Path) -> None:
             if begun:
-                time.sleep(
-                    0.5
-                )  # files this small would all be read before the waiting thread wakes up
+                # files this small would all be read before the waiting thread wakes up
+                time.sleep(0.5)
             begun.append(path)
             super().__init__(path)
 
@@ -156,17 +125,13 @@ def test_damage_ends_the_reading(
     assert len(begun) < 5
 
 
-def test_a_file_without_tensors_is_checked_too(run_dir: Path, engine: Any, save: Save) -> None:
-    folder = save(1)
-    path, manifest = folder / "optimizer" / "block-00009.safetensors", read_manifest(folder)
+def test_a_file_without_tensors_is_checked_too(run_dir, engine, save):
+    folder, name = save(1), "optimizer/block-00009.safetensors"
+    path, manifest = folder / name, read_manifest(folder)
     written = write_safetensors(path, [], {"format": "pt", "step": "1"})
-    files = manifest.files | {
-        "optimizer/block-00009.safetensors": WrittenFile(path.name, written.nbytes, written.sha256)
-    }
+    files = manifest.files | {name: WrittenFile(path.name, written.nbytes, written.sha256)}
     (folder / "MANIFEST.json").write_bytes(replace(manifest, files=files).encode())
     load_checkpoint(folder, engine)
     flip(path, path.read_bytes().index(b'"pt"') + 1)
-    with pytest.raises(
-        StorageError, match=r"block-00009\.safetensors: does not match its checksum"
-    ):
+    with pytest.raises(StorageError, match=f"block-00009.safetensors: {CHECKSUM}"):
         load_checkpoint(folder, engine)

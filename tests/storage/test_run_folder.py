@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,25 +12,16 @@ from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.run_folder import RunLock, find_checkpoint
-
-Save = Callable[..., Path]
-
-
-def names(run_dir: Path) -> set[str]:
-    return {path.name for path in run_dir.iterdir()}
+from tests.files import names
 
 
-def test_the_newest_are_kept_and_last_points_to_the_newest(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_the_newest_are_kept_and_last_points_to_the_newest(run_dir, engine, save):
     save(1, 2, 3, 10, keep=2)
     assert names(run_dir) == {"checkpoint-3", "checkpoint-10", "last"}
     assert os.readlink(run_dir / "last") == "checkpoint-10"
 
 
-def test_best_is_kept_besides_until_another_is_better(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_best_is_kept_besides_until_another_is_better(run_dir, engine, save):
     save_checkpoint(run_dir, 1, engine, None, {}, best=True)
     save(2, 3, keep=1)
     assert names(run_dir) == {"checkpoint-1", "checkpoint-3", "best", "last"}
@@ -43,7 +32,7 @@ def test_best_is_kept_besides_until_another_is_better(
     assert find_checkpoint(run_dir, "best") == run_dir / "checkpoint-4"
 
 
-def test_final_is_hard_links_of_the_last(run_dir: Path, engine: Any, save: Save) -> None:
+def test_final_is_hard_links_of_the_last(run_dir, engine, save):
     last = save(1, 2)
     final = write_final(run_dir)
     assert verify_checkpoint(final).step == 2
@@ -54,20 +43,15 @@ def test_final_is_hard_links_of_the_last(run_dir: Path, engine: Any, save: Save)
     assert verify_checkpoint(final).step == 4
 
 
-def test_final_is_copied_where_links_are_not_possible(
-    run_dir: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, save: Save
-) -> None:
-    def no_links(source: object, target: object) -> None:
-        raise OSError(1, "Operation not permitted")
-
+def test_final_is_copied_where_links_are_not_possible(run_dir, engine, monkeypatch, save):
     last = save(1)
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(1, "Operation not permitted")))
     final = write_final(run_dir)
     assert verify_checkpoint(final).step == 1
     assert not (final / "model.safetensors").samefile(last / "model.safetensors")
 
 
-def test_saving_a_step_again_replaces_it(run_dir: Path, engine: Any, save: Save) -> None:
+def test_saving_a_step_again_replaces_it(run_dir, engine, save):
     save(4)
     engine.update(5)
     path = save_checkpoint(run_dir, 4, engine, None, {"second": True})
@@ -75,46 +59,32 @@ def test_saving_a_step_again_replaces_it(run_dir: Path, engine: Any, save: Save)
     assert names(run_dir) == {"checkpoint-4", "last"}
 
 
-def test_after_going_back_the_new_saves_are_the_newest(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_after_going_back_the_new_saves_are_the_newest(run_dir, engine, save):
     save(100, 200, 300)
     save(150, keep=2)  # resumed from 100 by hand
     assert names(run_dir) == {"checkpoint-150", "checkpoint-300", "last"}
     assert find_resumable(run_dir).path == run_dir / "checkpoint-150"
 
 
-@pytest.mark.parametrize(
-    ("which", "found"),
-    [
-        (None, "checkpoint-2"),
-        ("last", "checkpoint-2"),
-        ("checkpoint-1", "checkpoint-1"),
-        ("1", "checkpoint-1"),
-    ],
-)
-def test_checkpoints_are_found_by_name(
-    run_dir: Path, engine: Any, which: str | None, found: str, save: Save
-) -> None:
+def test_checkpoints_are_found_by_name(run_dir, engine, save):
     save(1, 2)
-    assert find_checkpoint(run_dir, which) == run_dir / found
+    which = {None: 2, "last": 2, "checkpoint-1": 1, "1": 1}
+    for name, step in which.items():
+        assert find_checkpoint(run_dir, name) == run_dir / f"checkpoint-{step}"
 
 
 @pytest.mark.parametrize("which", ["best", "final", "3", "../run/checkpoint-1"])
 def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(
-    run_dir: Path, engine: Any, which: str, save: Save
-) -> None:
+    run_dir, engine, which, save
+):
     save(1)
     with pytest.raises(ConfigError, match=r"there is checkpoint-1, last"):
         find_checkpoint(run_dir, which)
 
 
-def test_a_run_folder_serves_one_run(run_dir: Path) -> None:
-    with (
-        RunLock(run_dir),
-        pytest.raises(ConfigError, match=rf"in use by another run \(process {os.getpid()}\)"),
-        RunLock(run_dir),
-    ):
+def test_a_run_folder_serves_one_run(run_dir):
+    words = rf"in use by another run \(process {os.getpid()}\)"
+    with RunLock(run_dir), pytest.raises(ConfigError, match=words), RunLock(run_dir):
         pass
     with RunLock(run_dir):
         pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatrain.engine.engine import Engine
+from tests.files import add_tensors, gguf_writer, logits_of, names
 
 IDS = torch.arange(16).view(1, 16)
 WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "h", "e", "l", "o", "he", "ll", "hell", "hello"]
@@ -22,14 +23,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 TURNS = [{"role": "user", "content": "hello"}]
-CONFIG = transformers.LlamaConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    vocab_size=32,
-    max_position_embeddings=32,
-)
+SIZES: Any = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
+COUNTS: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+CONFIG = transformers.LlamaConfig(**SIZES, **COUNTS)
 GENERATION = {"eos_token_id": [2, 0], "temperature": 0.7, "top_p": 0.8}
 
 
@@ -55,32 +51,15 @@ def folder(tmp_path: Path) -> Path:
 def as_gguf(folder: Path) -> Path:
     """The model of `folder` in a GGUF file, whose end-of-sequence token is not the template's."""
     path = folder.with_name("model.gguf")
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(32)
-    writer.add_embedding_length(16)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(24)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(32)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([3] * 3 + [1] * (len(WORDS) - 3))
-    writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    for name, tensor in transformers.AutoModelForCausalLM.from_pretrained(
-        folder
-    ).named_parameters():
-        writer.add_tensor(
-            f"{names.get_name(name.removesuffix('.weight'))}.weight", tensor.detach().numpy()
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    with gguf_writer(path, CONFIG) as writer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(WORDS)
+        writer.add_token_types([3] * 3 + [1] * (len(WORDS) - 3))
+        writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
+        writer.add_eos_token_id(0)
+        writer.add_chat_template(TEMPLATE)
+        add_tensors(writer, tensors, layers=2)
     return path
 
 
@@ -90,12 +69,6 @@ def train_and_save(engine: Engine, out: Path) -> torch.Tensor:
         engine.train_step([{"input_ids": IDS, "labels": IDS}], lr=1e-2)
         engine.save_pretrained(out)
         return engine.logits(IDS).float()
-
-
-def logits_of(folder: Path) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        return model.eval()(IDS).logits.float()  # type: ignore[no-any-return]
 
 
 def tokenizer_of(folder: Path) -> transformers.PreTrainedTokenizerBase:
@@ -118,13 +91,11 @@ def source(
     return folder.with_name("earlier")
 
 
-def test_a_folder_has_its_source_s_tokenizer_template_and_settings(
-    folder: Path, source: str | Path, tmp_path: Path
-) -> None:
+def test_a_folder_has_its_source_s_tokenizer_template_and_settings(folder, source, tmp_path):
     out = tmp_path / "out"
     logits = train_and_save(Engine.from_pretrained(source, device="cpu"), out)
-    assert torch.equal(logits_of(out), logits)
-    assert not torch.equal(logits_of(folder), logits)
+    assert torch.equal(logits_of(out, IDS), logits)
+    assert not torch.equal(logits_of(folder, IDS), logits)
     ours, theirs = tokenizer_of(out), tokenizer_of(folder)
     assert ours.chat_template == theirs.chat_template == TEMPLATE
     assert ours.get_vocab() == theirs.get_vocab()
@@ -137,12 +108,10 @@ def test_a_folder_has_its_source_s_tokenizer_template_and_settings(
     assert {key: getattr(found, key) for key in GENERATION} == GENERATION
 
 
-def test_a_gguf_file_s_tokenizer_is_saved_with_the_end_of_its_template_s_turns(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_s_tokenizer_is_saved_with_the_end_of_its_template_s_turns(folder, tmp_path):
     out = tmp_path / "out"
     logits = train_and_save(Engine.from_pretrained(as_gguf(folder), device="cpu"), out)
-    assert torch.equal(logits_of(out), logits)
+    assert torch.equal(logits_of(out, IDS), logits)
     tokenizer = tokenizer_of(out)
     assert tokenizer("hello").input_ids == [WORDS.index("hello")]
     assert tokenizer.chat_template == TEMPLATE
@@ -150,25 +119,23 @@ def test_a_gguf_file_s_tokenizer_is_saved_with_the_end_of_its_template_s_turns(
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 2
 
 
-def test_an_engine_from_a_configuration_saves_weights_and_configuration(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_engine_from_a_configuration_saves_weights_and_configuration(folder, tmp_path):
     out = tmp_path / "out"
     logits = train_and_save(Engine.from_config(CONFIG, device="cpu"), out)
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert torch.equal(logits_of(out), logits)
+    assert names(out) == {"config.json", "model.safetensors"}
+    assert torch.equal(logits_of(out, IDS), logits)
 
 
 @pytest.mark.parametrize("damage", ["missing", "malformed"])
 def test_trained_weights_are_saved_though_the_source_s_tokenizer_cannot_be_read(
-    folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    folder, tmp_path, damage, caplog
+):
     for path in folder.glob("tokenizer*"):
         path.unlink()
         if damage == "malformed":
             path.write_text("{")
     out = tmp_path / "out"
     logits = train_and_save(Engine.from_pretrained(folder, device="cpu"), out)
-    assert torch.equal(logits_of(out), logits)
+    assert torch.equal(logits_of(out, IDS), logits)
     assert f"saved without this: {folder}: the tokenizer cannot be used" in caplog.text
     assert transformers.GenerationConfig.from_pretrained(out).top_p == 0.8

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +16,31 @@ from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.run_folder import checkpoints
-
-Save = Callable[..., Path]
-
-
-def names(run_dir: Path) -> set[str]:
-    return {path.name for path in run_dir.iterdir()}
+from tests.files import largest_file, names
 
 
 @pytest.mark.parametrize("limit", [0, 100, 700, 4096, 9000])
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(
-    run_dir: Path, engine: Any, limit: int, save: Save
-) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(run_dir, engine, limit, save):
     save(1)
     before = engine.bits()
     engine.update(2)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(StorageError, match=r"checkpoint-2\.tmp/.*errno 27.*free space"):
-            save_checkpoint(run_dir, 2, engine, None, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    words = r"checkpoint-2\.tmp/.*errno 27.*free space"
+    with largest_file(limit), pytest.raises(StorageError, match=words):
+        save_checkpoint(run_dir, 2, engine, None, {})
     assert names(run_dir) == {"checkpoint-1", "last"}
     load_checkpoint(run_dir / "checkpoint-1", engine)
     assert engine.bits() == before
     assert save(2).name == "checkpoint-2", "the run can go on and save later"
 
 
-def test_too_little_space_is_known_before_writing(
-    run_dir: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, save: Save
-) -> None:
+def test_too_little_space_is_known_before_writing(run_dir, engine, monkeypatch, save):
     usage = shutil.disk_usage(run_dir.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     with pytest.raises(StorageError, match=r"a checkpoint needs .* GiB and 0\.00 GiB are free"):
         save(1)
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next(run_dir, engine, save):
     save(1)
     shutil.copytree(run_dir / "checkpoint-1", run_dir / "checkpoint-2.tmp")
     (run_dir / "last.link.tmp").symlink_to("nowhere")
@@ -66,13 +49,10 @@ def test_what_a_killed_save_left_is_removed_by_the_next(
     assert names(run_dir) == {"checkpoint-1", "checkpoint-3", "last"}
 
 
-def test_a_replacement_cut_off_in_the_middle_loses_nothing(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_a_replacement_cut_off_in_the_middle_loses_nothing(run_dir, engine, save):
     save(1)
-    (run_dir / "checkpoint-1").rename(
-        run_dir / "checkpoint-1.replaced"
-    )  # killed before the new one was renamed
+    # killed before the new one was renamed
+    (run_dir / "checkpoint-1").rename(run_dir / "checkpoint-1.replaced")
     assert find_resumable(run_dir).path == run_dir / "checkpoint-1.replaced"
     save(2)
     assert names(run_dir) == {"checkpoint-1", "checkpoint-2", "last"}
@@ -88,9 +68,7 @@ def save_until_killed(run_dir: Path, engine: Any, step: int) -> None:
             save_checkpoint(run_dir, step, engine, None, {"step": step}, keep=1)
 
 
-def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(
-    run_dir: Path, engine: Any, save: Save
-) -> None:
+def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir, engine, save):
     draw = random.Random(2)
     began = time.monotonic()
     save(1)

@@ -1,5 +1,6 @@
 """The planner's view of a model."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,14 +11,9 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Linear
 from megatrain.planner.cost.footprint import layer_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
+from tests.planned import QWEN_SIZES, sizes
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
+SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
 
 
 def shape(layers: int = 2, tied: bool = False, **kwargs: Any) -> ModelShape:
@@ -25,7 +21,7 @@ def shape(layers: int = 2, tied: bool = False, **kwargs: Any) -> ModelShape:
     return shape_of(Skeleton(config, dtype=torch.bfloat16), 32, [32, 64, 128], **kwargs)
 
 
-def test_working_set_is_exact_at_points_and_never_below_a_convex_curve_between_them() -> None:
+def test_working_set_is_exact_at_points_and_never_below_a_convex_curve_between_them():
     working_set = WorkingSet(((10, 100), (20, 150), (40, 350)))
     assert [working_set.at(n) for n in (10, 20, 40)] == [100, 150, 350]
     assert working_set.at(15) == 125
@@ -35,57 +31,46 @@ def test_working_set_is_exact_at_points_and_never_below_a_convex_curve_between_t
     assert WorkingSet(((10, 100),)).at(25) == 250
 
 
-def test_parameters_and_blocks() -> None:
+def test_parameters_and_blocks():
     untied, tied = shape(), shape(tied=True)
-    layer = (
-        64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176 + 2 * 64
-    )  # q, o, k, v, gate, up, down, two norms
+    # q, o, k, v, gate, up, down, two norms
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176 + 2 * 64
     assert untied.parameters == 2 * layer + 2 * 96 * 64 + 64
     assert tied.parameters == untied.parameters - 96 * 64
     assert len(untied.block_numel) == 4
-    assert tied.tied
-    assert not untied.tied
+    assert (untied.tied, tied.tied) == (False, True)
 
 
-def test_working_sets_do_not_depend_on_depth() -> None:
+def test_working_sets_do_not_depend_on_depth():
     shallow, deep = shape(layers=2), shape(layers=6)
-    assert (shallow.layer, shallow.embed, shallow.head, shallow.calls) == (
-        deep.layer,
-        deep.embed,
-        deep.head,
-        deep.calls,
-    )
+    for name in ("layer", "embed", "head", "calls"):
+        assert getattr(shallow, name) == getattr(deep, name)
 
 
-def test_head_chunk_by_hand() -> None:
+def test_head_chunk_by_hand():
     tokens, vocab, hidden = 512, 96, 64
     # the worst moment is the loss's backward: bf16 logits are gone, fp32 copies of logits,
     # log-probabilities and their gradient are not
-    logits = vocab * tokens
-    assert shape().head.at(tokens) >= 3 * 4 * logits
-    assert (
-        shape().head.at(tokens)
-        <= 3 * 4 * logits + 16 * tokens * hidden + 2 * vocab * hidden + 2**12
-    )
+    logits = 3 * 4 * vocab * tokens
+    rest = 16 * tokens * hidden + 2 * vocab * hidden + 2**12
+    assert logits <= shape().head.at(tokens) <= logits + rest
 
 
-def test_padded_rows_bring_masks() -> None:
+def test_padded_rows_bring_masks():
     plain, padded = shape(), shape(padded=True)
-    assert (
-        padded.calls.at(128) == plain.calls.at(128) + 4 * 32 * 32
-    )  # four rows' boolean masks, shared by the layers
+    # four rows' boolean masks, shared by the layers
+    assert padded.calls.at(128) == plain.calls.at(128) + 4 * 32 * 32
     assert padded.layer.at(128) > plain.layer.at(128)
 
 
-def test_layers_share_a_sliding_mask_when_padded() -> None:
+def test_layers_share_a_sliding_mask_when_padded():
     config = MistralConfig(**SIZES, num_hidden_layers=4, sliding_window=16)
     padded = shape_of(Skeleton(config), 32, [64], padded=True)
-    assert (
-        padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4
-    )  # less than a mask for each layer
+    # less than a mask for each layer
+    assert padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4
 
 
-def test_a_bound_skeleton_is_refused() -> None:
+def test_a_bound_skeleton_is_refused():
     skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=1))
     block = skeleton.anatomy.blocks[1]
     skeleton.bind(block, torch.zeros(block.layout.numel, dtype=torch.bfloat16))
@@ -94,33 +79,27 @@ def test_a_bound_skeleton_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "eager"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_whether_graphs_hold_their_inputs(dtype: torch.dtype, eager: bool) -> None:
+def test_whether_graphs_hold_their_inputs(dtype, eager):
     """An eager norm computes with its input in float32: a copy, or the input itself. Compiled, the
     copy is recomputed."""
-    config = LlamaConfig(**SIZES, num_hidden_layers=2)
-    assert shape_of(Skeleton(config, dtype=dtype), 32, [32], compiled=True).graphs_keep_inputs == (
-        eager,
-        True,
-        True,
-    )
+    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2), dtype=dtype)
+    found = shape_of(skeleton, 32, [32], compiled=True).graphs_keep_inputs
+    assert found == (eager, True, True)
 
 
-def test_retained_bytes_add_up_layer_by_layer() -> None:
-    kinds = Qwen2MoeConfig(
-        **SIZES, num_hidden_layers=3, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[0]
-    )
-    mixed = shape_of(Skeleton(kinds), 32, [32, 64])
-    last, before, first = (
-        mixed.retained_bytes(64, n) - mixed.retained_bytes(64, n - 1) for n in (1, 2, 3)
-    )
+def test_retained_bytes_add_up_layer_by_layer():
+    experts: Any = {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    config = Qwen2MoeConfig(**SIZES, **experts, num_hidden_layers=3)
+    mixed = shape_of(Skeleton(config), 32, [32, 64])
+    kept = [mixed.retained_bytes(64, n) for n in range(4)]
+    last, before, first = (more - less for less, more in pairwise(kept))
+    assert kept[0] == 0
     assert last == before != first
-    assert mixed.retained_bytes(64, 0) == 0
-    assert mixed.retained_bytes(64, 3) == pytest.approx(
-        2 * mixed.retained_bytes(32, 3), rel=1e-4
-    )  # experts count their tokens
+    # experts count their tokens
+    assert kept[3] == pytest.approx(2 * mixed.retained_bytes(32, 3), rel=1e-4)
 
 
-def test_retained_bytes_are_the_graphs_less_their_outputs() -> None:
+def test_retained_bytes_are_the_graphs_less_their_outputs():
     tokens, hidden = 64, 64
     skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2))
     _, calls = skeleton.dry_call(2, 32)
@@ -128,60 +107,42 @@ def test_retained_bytes_are_the_graphs_less_their_outputs() -> None:
     assert shape().retained_bytes(tokens, 1) == footprint.saved_bytes - tokens * hidden * 2
 
 
-def test_compiled_layers_retain_less() -> None:
-    compiled = shape(compiled=True)
-    assert compiled.retained_bytes(64, 2) == shape().retained_bytes(64, 2)
-    assert compiled.retained_bytes(64, 2, compiled=True) < 0.8 * compiled.retained_bytes(64, 2)
-    assert shape().retained_bytes(64, 2, compiled=True) == shape().retained_bytes(
-        64, 2
-    )  # not asked about, so the larger figure
+def test_compiled_layers_retain_less_and_cheaply_retained_ones_less_yet():
+    """Cheap retention leaves out the norms' outputs and the MLP's middle."""
+
+    def retained(found: ModelShape, **how: bool) -> int:
+        return found.retained_bytes(64, 2, **how)
+
+    eager, compiled = shape(), shape(compiled=True)
+    assert retained(compiled) == retained(compiled, cheap=True) == retained(eager)
+    full = retained(compiled, compiled=True)
+    assert full < 0.8 * retained(eager)
+    # of two layers, 64 tokens in bf16
+    assert full - retained(compiled, compiled=True, cheap=True) == 2 * 64 * 2 * (2 * 64 + 176)
+    # not asked about, so the larger figure
+    assert retained(eager, compiled=True) == retained(eager)
+    assert retained(eager, compiled=True, cheap=True) == retained(eager)
 
 
-def test_cheap_retention_leaves_out_the_norms_outputs_and_the_mlp_s_middle() -> None:
-    compiled = shape(compiled=True)
-    full, cheap = (
-        compiled.retained_bytes(64, 2, compiled=True),
-        compiled.retained_bytes(64, 2, compiled=True, cheap=True),
-    )
-    assert full - cheap == 2 * 64 * 2 * (2 * 64 + 176)  # of two layers, 64 tokens in bf16
-    assert compiled.retained_bytes(64, 2, cheap=True) == compiled.retained_bytes(
-        64, 2
-    )  # eager layers keep their graphs whole
-    assert shape().retained_bytes(64, 2, compiled=True, cheap=True) == shape().retained_bytes(64, 2)
-
-
-def test_products_in_fp8_need_what_was_measured_on_a_gpu() -> None:
+def test_products_in_fp8_need_what_was_measured_on_a_gpu():
     """Four layers of 7.6B's shape, 16k tokens at once: the layers' share of an H200's peak."""
-    config = Qwen2Config(
-        **{
-            **SIZES,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        }
-    )
-    skeleton = Skeleton(config, dtype=torch.bfloat16)
-    in_bf16, in_fp8, on_cpu = (
-        shape_of(
-            skeleton, 1024, [16_384], runs_on=device, compiled=True, fp8=fp8, layer_chunks=[4096]
-        )
-        for device, fp8 in (("cuda", False), ("cuda", True), ("cpu", True))
-    )
+    tokens, sizes_7b = 16_384, {**SIZES, **QWEN_SIZES["7B"], "num_hidden_layers": 4}
+    skeleton = Skeleton(Qwen2Config(**sizes_7b), dtype=torch.bfloat16)
+
+    def found(runs_on: str, fp8: bool) -> ModelShape:
+        how: Any = {"compiled": runs_on == "cuda", "layer_chunks": [4096]}
+        return shape_of(skeleton, 1024, [tokens], runs_on=runs_on, fp8=fp8, **how)
+
+    in_bf16, in_fp8, on_cpu = found("cuda", False), found("cuda", True), found("cpu", True)
     assert in_fp8.compiled is not None
     assert in_bf16.compiled is not None
-    assert in_fp8.compiled.recomputed.at(16_384) / 2**20 == pytest.approx(4310, rel=0.01)
-    assert in_fp8.compiled.last.at(16_384) / 2**20 == pytest.approx(
-        4146, rel=0.015
-    )  # benchmarks.peak: its outputs stay in bf16
-    assert (
-        in_bf16.compiled.recomputed.at(16_384)
-        < in_fp8.compiled.recomputed.at(16_384)
-        < in_fp8.layer_bytes(16_384)
-    )
-    assert in_fp8.layer_bytes(16_384, 4096) > in_bf16.layer_bytes(16_384, 4096)
-    assert on_cpu.layer == shape_of(skeleton, 1024, [16_384], compiled=True).layer
+    needed = in_fp8.compiled.recomputed.at(tokens)
+    assert needed / 2**20 == pytest.approx(4310, rel=0.01)
+    # benchmarks.peak: its outputs stay in bf16
+    assert in_fp8.compiled.last.at(tokens) / 2**20 == pytest.approx(4146, rel=0.015)
+    assert in_bf16.compiled.recomputed.at(tokens) < needed < in_fp8.layer_bytes(tokens)
+    assert in_fp8.layer_bytes(tokens, 4096) > in_bf16.layer_bytes(tokens, 4096)
+    assert on_cpu.layer == found("cpu", False).layer
     assert in_fp8.cost == in_bf16.cost
-    assert not any(
-        isinstance(module, Fp8Linear) for layer in skeleton.layers for module in layer.modules()
-    )
+    modules = (module for layer in skeleton.layers for module in layer.modules())
+    assert not any(isinstance(module, Fp8Linear) for module in modules)

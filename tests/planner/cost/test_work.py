@@ -11,25 +11,17 @@ from transformers import LlamaConfig, Qwen2Config
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, flops_of_matmul, tally
+from tests.planned import QWEN_SIZES, sizes
 from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
 
 TOKENS = 32
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
+SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
 MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176  # q, o, k, v, gate, up, down of one layer
 
 
-def shape(
-    config: Any, *, attention: str = "auto", seq_len: int = TOKENS, compiled: bool = False
-) -> ModelShape:
-    return shape_of(
-        Skeleton(config, attention=attention), seq_len, [seq_len], runs_on="cuda", compiled=compiled
-    )
+def shape(config: Any, attention: str = "auto", tokens: int = TOKENS, **more: Any) -> ModelShape:
+    skeleton = Skeleton(config, attention=attention)
+    return shape_of(skeleton, tokens, [tokens], runs_on="cuda", **more)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +29,7 @@ def llama() -> ModelShape:
     return shape(LlamaConfig(**SIZES, num_hidden_layers=2))
 
 
-def test_products_by_hand(llama: ModelShape) -> None:
+def test_products_by_hand(llama):
     layer = llama.cost.layers[0]
     assert layer.forward.matmul_flops == 2 * MATRICES
     assert layer.backward.matmul_flops == 4 * MATRICES
@@ -50,14 +42,14 @@ def test_products_by_hand(llama: ModelShape) -> None:
 @pytest.mark.parametrize(
     ("attention", "pairs"), [("sdpa", TOKENS * (TOKENS + 1) // 2), ("eager", TOKENS * TOKENS)]
 )
-def test_causal_attention_counts_half_where_a_kernel_skips_it(attention: str, pairs: int) -> None:
+def test_causal_attention_counts_half_where_a_kernel_skips_it(attention, pairs):
     layer = shape(LlamaConfig(**SIZES, num_hidden_layers=1), attention=attention).cost.layers[0]
     assert layer.forward.attention_flops == 4 * 64 * pairs // TOKENS
     assert layer.backward.attention_flops == 2 * layer.forward.attention_flops
     assert layer.forward.matmul_flops == 2 * MATRICES
 
 
-def test_a_mixture_counts_a_token_s_own_experts() -> None:
+def test_a_mixture_counts_a_token_s_own_experts():
     few, many = (
         shape(tiny_config("mixtral", num_local_experts=n)).cost.layers[0].forward.matmul_flops
         for n in (4, 8)
@@ -65,83 +57,64 @@ def test_a_mixture_counts_a_token_s_own_experts() -> None:
     assert many - few == 2 * 4 * 32  # the router's four columns more
 
 
-def test_the_embedding_moves_rows_and_not_its_table(llama: ModelShape) -> None:
-    assert (
-        2 * 64 <= llama.cost.embed.forward.eager_bytes < 96 * 64
-    )  # a row, its position and rotary tables
+def test_the_embedding_moves_rows_and_not_its_table(llama):
+    # a row, its position and rotary tables
+    assert 2 * 64 <= llama.cost.embed.forward.eager_bytes < 96 * 64
 
 
-def test_layers_of_one_kind_are_one_object(llama: ModelShape) -> None:
+def test_layers_of_one_kind_are_one_object(llama):
     assert llama.cost.layers[0] is llama.cost.layers[1]
 
 
-def test_nothing_is_said_of_compilation_unless_asked(llama: ModelShape) -> None:
+def test_nothing_is_said_of_compilation_unless_asked(llama):
     compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
     for eager, fused in zip(llama.cost.layers, compiled.cost.layers, strict=True):
-        assert (eager.forward.compiled_bytes, eager.forward.compiled_kernels) == (
-            eager.forward.eager_bytes,
-            eager.forward.eager_kernels,
-        )
-        assert (
-            fused.forward.eager_bytes
-            == eager.forward.eager_bytes
-            > 2 * fused.forward.compiled_bytes
-        )
-        assert (
-            fused.backward.eager_kernels
-            == eager.backward.eager_kernels
-            > 2 * fused.backward.compiled_kernels
-        )
+        one_way, back = eager.forward, eager.backward
+        assert one_way.compiled_bytes == one_way.eager_bytes == fused.forward.eager_bytes
+        assert one_way.compiled_kernels == one_way.eager_kernels
+        assert one_way.eager_bytes > 2 * fused.forward.compiled_bytes
+        assert back.eager_kernels == fused.backward.eager_kernels
+        assert back.eager_kernels > 2 * fused.backward.compiled_kernels
     assert compiled.cost.head == llama.cost.head
 
 
-def test_cheap_retention_adds_traffic_and_no_products(llama: ModelShape) -> None:
-    (layer, _), eager = (
-        shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True).cost.layers,
-        llama.cost.layers[0],
-    )
-    assert (
-        2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes
-    )  # what was left out is written again, at least
+def test_cheap_retention_adds_traffic_and_no_products(llama):
+    compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
+    layer, eager = compiled.cost.layers[0], llama.cost.layers[0]
+    # what was left out is written again, at least
+    assert 2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes
     assert 0 < layer.cheap_kernels <= 3  # two norms, silu times up
     assert (eager.cheap_bytes, eager.cheap_kernels) == (0, 0)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_every_family_has_its_work(family: str) -> None:
+def test_every_family_has_its_work(family):
     work = shape(tiny_config(family)).cost
     for block in (work.embed, *work.layers, work.head):
-        assert (
-            min(
-                block.forward.eager_bytes,
-                block.backward.eager_bytes,
-                block.forward.eager_kernels,
-                block.backward.eager_kernels,
-            )
-            > 0
-        )
+        for one_way in (block.forward, block.backward):
+            assert min(one_way.eager_bytes, one_way.eager_kernels) > 0
     for block in (*work.layers, work.head):
         assert 0 <= block.skippable_flops < block.forward.matmul_flops
     assert all(layer.forward.attention_flops > 0 for layer in work.layers)
 
 
-def test_operations_by_hand() -> None:
+def test_operations_by_hand():
     x, weight = (torch.empty(8, 8, device="meta", requires_grad=True) for _ in range(2))
     bias = torch.empty(8, device="meta", requires_grad=True)
-    found = tally(
-        lambda: (x @ weight).t().relu() + bias, [x], [weight, bias], fused=False, runs_on="cpu"
-    )
+
+    def forward() -> torch.Tensor:
+        return (x @ weight).t().relu() + bias
+
+    found = tally(forward, [x], [weight, bias], fused=False, runs_on="cpu")
     matrix = 8 * 8 * 4
     assert found.matmul_flops == 2 * 8**3
     assert found.attention_flops == 0
     assert found.forward == (2 * matrix + (2 * matrix + 8 * 4), 3)  # relu; add
-    assert found.backward == (
-        (matrix + 8 * 4) + 3 * matrix,
-        4,
-    )  # sum for the bias; relu's; two products
+    # sum for the bias; relu's; two products
+    assert found.backward == ((matrix + 8 * 4) + 3 * matrix, 4)
 
 
-def test_fused_attention_is_no_traffic() -> None:
+def test_fused_attention_is_no_traffic():
     query, key, value = (
         torch.empty(1, 2, 8, 4, device="meta", requires_grad=True) for _ in range(3)
     )
@@ -163,34 +136,14 @@ def test_fused_attention_is_no_traffic() -> None:
         ((5, 6), (6, 7), 420),
     ],
 )
-def test_flops_of_a_product(a: tuple[int, ...], b: tuple[int, ...], flops: int) -> None:
+def test_flops_of_a_product(a, b, flops):
     assert flops_of_matmul(a, b) == flops
 
 
-# -- measured on one H200: TFLOP/s as 6 x the layer's parameters x tokens, 32k tokens, cuDNN -------
+# -- measured on one H200: TFLOP/s as 6 x the layer's parameters x tokens, 32k tokens, cuDNN -----
 
 PRODUCTS, MEMORY = 700e12, 3.3e12  # FLOP/s and bytes/s that it sustains
 ATTENTION = {1024: 311e12, 8192: 540e12}  # FLOP/s by sequence length, measured at 1k, 4k and 16k
-QWEN = {
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "14B": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-    "1.8B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
-}
 MEASURED = [
     ("7B", 1024, "eager", 409, 542),
     ("7B", 1024, "compiled", 483, 638),
@@ -214,12 +167,9 @@ def seconds_per_token(work: BlockCost, kind: str, seq_len: int) -> tuple[float, 
 
 
 @pytest.mark.parametrize(("size", "seq_len", "kind", "recomputed", "retained"), MEASURED)
-def test_the_work_of_a_layer_gives_its_measured_speed(
-    size: str, seq_len: int, kind: str, recomputed: float, retained: float
-) -> None:
-    sizes: dict[str, Any] = QWEN[size]
-    config = Qwen2Config(**sizes, vocab_size=96, num_hidden_layers=1)
-    found = shape(config, seq_len=seq_len, compiled=kind == "compiled")
+def test_the_work_of_a_layer_gives_its_measured_speed(size, seq_len, kind, recomputed, retained):
+    config: Any = {**QWEN_SIZES[size], "vocab_size": 96, "num_hidden_layers": 1}
+    found = shape(Qwen2Config(**config), tokens=seq_len, compiled=kind == "compiled")
     forward, backward = seconds_per_token(found.cost.layers[0], kind, seq_len)
     flops = 6 * found.block_numel[1] / 1e12
     assert flops / (2 * forward + backward) == pytest.approx(recomputed, rel=0.05)
