@@ -102,9 +102,12 @@ def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(confi
     same: dict[str, Any] = {**PLANNED, "max_grad_norm": clip, "precision": "float32"}
     with Engine.from_plan(plan) as planned:
         assert planned.settings == plan.choices.settings(plan.job)
+        assert planned.plan == plan
         losses = [planned.train_step(BATCHES, lr=1e-3).loss for _ in range(3)]
     with Engine.from_config(config_folder, **same, seed=0) as engine:
         assert engine.settings == planned.settings
+        assert engine.plan is not None
+        assert engine.plan.choices == plan.choices
         assert [engine.train_step(BATCHES, lr=1e-3).loss for _ in range(3)] == losses
     assert losses[2] < losses[0]
 
@@ -112,6 +115,7 @@ def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(confi
 def test_without_a_step_s_size_everything_is_streamed_and_that_is_said(caplog):
     with caplog.at_level(logging.WARNING), Engine.from_config(tiny_config("llama")) as engine:
         assert (engine.settings.resident, engine.settings.retained) == (0, 0)
+        assert engine.plan is None
     assert "tokens_per_step and seq_len" in caplog.text
 
 

@@ -96,10 +96,11 @@ class Prepared:
     device: torch.device
     settings: Settings
     seed: int = 0
+    plan: Plan | None = None  # that the settings are from
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `Engine`."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "plan"}
 
 
 def prepare(
@@ -216,6 +217,7 @@ def prepare_planned(plan: Plan) -> Prepared:
         machine.device,
         plan.choices.settings(plan.job, resolved.nvme_folders),
         resolved.seed,
+        plan,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from megatrain.engine.build import prepare, prepare_planned, read_config
+from megatrain.engine.build import Prepared, prepare, prepare_planned, read_config
 from megatrain.engine.masters import draw_weights
 from megatrain.engine.resolved import Weights
 from megatrain.memory.store import Store
@@ -30,6 +30,7 @@ class Constructors(ABC):
     seed: int
     source: ModelSource | None = None  # of the weights; None if they were drawn
     trust_remote_code = False
+    plan: Plan | None = None  # None: made without one
 
     @abstractmethod
     def weights_changed(self) -> None: ...
@@ -65,7 +66,8 @@ class Constructors(ABC):
                 softcaps.
             device: "auto", "cpu", "cuda" or "cuda:N".
             tokens_per_step, seq_len: tokens of a step and of its rows, which are planned as full.
-            settings: "auto" plans as the command line does, if the two above are given; without
+            settings: "auto" plans as the command line does, if the two above are given (`plan`
+                then says what was planned, such as `plan.choices.micro_batch_tokens`); without
                 them everything is streamed. An mt.Settings is taken at its word.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
 
@@ -90,7 +92,7 @@ class Constructors(ABC):
             memory=memory,
             weights=Weights(str(source), revision, trust_remote_code),
         )
-        return cls(**prepared.arguments())._filled(found, trust_remote_code)
+        return cls._open(prepared, found, trust_remote_code)
 
     @classmethod
     def from_config(
@@ -129,7 +131,7 @@ class Constructors(ABC):
             memory=memory,
             weights=Weights(None, trust_remote_code=trust_remote_code),
         )
-        return cls(**prepared.arguments())._filled(None, trust_remote_code)
+        return cls._open(prepared, None, trust_remote_code)
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Self:
@@ -140,7 +142,7 @@ class Constructors(ABC):
         prepared = prepare_planned(plan)
         weights: Weights = plan.made_of.weights
         found = resolve_source(weights.source, weights.revision) if weights.source else None
-        return cls(**prepared.arguments())._filled(found, weights.trust_remote_code)
+        return cls._open(prepared, found, weights.trust_remote_code)
 
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
         """Read all weights. Raises ModelError and StorageError."""
@@ -153,14 +155,17 @@ class Constructors(ABC):
         draw_weights(self.skeleton, self.store, self.seed, self.device)
         self.weights_changed()
 
-    def _filled(self, source: ModelSource | None, trust_remote_code: bool) -> Self:
-        """This engine with the weights of `source`, or random ones; closed if that fails."""
+    @classmethod
+    def _open(cls, prepared: Prepared, source: ModelSource | None, trust_remote_code: bool) -> Self:
+        """An engine with the weights of `source`, or random ones; closed if that fails."""
+        engine = cls(**prepared.arguments())
+        engine.plan = prepared.plan
         try:
             if source is None:
-                self.draw_weights()
+                engine.draw_weights()
             else:
-                self.load_weights(source, trust_remote_code)
+                engine.load_weights(source, trust_remote_code)
         except BaseException:
-            self.close()
+            engine.close()
             raise
-        return self
+        return engine
