@@ -52,9 +52,10 @@ def plan_case(case: Case, device: str) -> Plan:
     from megatrain.engine.placement import PRECISIONS
     from megatrain.machine.hardware import GIB, keep_heap_small, read_hardware
     from megatrain.models.skeleton import Skeleton
+    from megatrain.planner.job import Budget
     from megatrain.planner.memory import Layout
     from megatrain.planner.plan import lay_out, make_plan
-    from megatrain.planner.search import Room, Search
+    from megatrain.planner.search import Search
     from megatrain.recipes.doctor import measured_or_typical
 
     keep_heap_small()
@@ -68,8 +69,8 @@ def plan_case(case: Case, device: str) -> Plan:
     if case.edge is not None:
         tier, share = case.edge
         free = None if hardware.gpu is None else hardware.gpu.free_bytes
-        room = Room(free, hardware.host_available_bytes)
-        limits[tier] = int(share * least(Search(job, shape, hardware, machine, room), tier))
+        budget = Budget(free, hardware.host_available_bytes)
+        limits[tier] = int(share * least(Search(job, shape, hardware, machine, budget), tier))
     plan = make_plan(
         job, shape, hardware, machine, gpu_limit=limits["gpu"], host_limit=limits["host"]
     )
@@ -126,12 +127,11 @@ def job_of(case: Case, skeleton: Skeleton, shape: ModelShape) -> Job:
 def least(search: Search, tier: str) -> int:
     """The least of a tier that a plan needs while the others suffice: the smallest limit that is
     accepted, to 0.1%."""
-    field = "host" if tier == "host" else "device"
-    low, high = 0, getattr(search.room, field) or 0
+    low, high = 0, getattr(search.budget, tier) or 0
     while high - low > high // 1000:
         middle = (low + high) // 2
-        room = replace(search.room, **{field: middle})
-        low, high = (low, middle) if replace(search, room=room).fits_somehow() else (middle, high)
+        limited = replace(search, budget=replace(search.budget, **{tier: middle}))
+        low, high = (low, middle) if limited.fits_somehow() else (middle, high)
     return high
 
 

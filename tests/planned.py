@@ -74,7 +74,6 @@ QWEN_7B = ModelShape(
                 PassCost(932_184_064, 14_694_400, 1_248_336, 351_285, 76, 23),
                 skippable_flops=135_790_592,
                 cheap_bytes=142_358,
-                cheap_kernels=2,
             ),
         )
         * 28,
@@ -115,7 +114,6 @@ QWEN_1B8 = ModelShape(
                 PassCost(187_170_816, 6_297_600, 551_504, 159_776, 76, 23),
                 skippable_flops=27_525_120,
                 cheap_bytes=66_062,
-                cheap_kernels=2,
             ),
         )
         * 28,

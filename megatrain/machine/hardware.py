@@ -24,6 +24,7 @@ from megatrain.machine.datasheets import FIRST_BFLOAT16
 
 MIB = 2**20
 GIB = 2**30
+CPUINFO = Path("/proc/cpuinfo")
 
 # What the driver counts beyond torch's reservation once a model's kernels are loaded: H200, torch
 # 2.11, CUDA 13. The same to the byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB
@@ -147,7 +148,7 @@ def update_threads(cores: int | None = None) -> int:
     return max(1, cores - max(FEWEST_CORES_KEPT_FREE, int(cores * SHARE_OF_CORES_KEPT_FREE)))
 
 
-def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def bf16_is_fast(device: str, cpuinfo: Path = CPUINFO) -> bool:
     """True if `device` ("cpu" or "cuda...") multiplies bf16 matrices faster than fp32 ones.
 
     GPUs from Ampere on do; CPUs with AMX or AVX512-BF16 (2.3 times on a Zen 4 core) or Arm's bf16.
@@ -155,13 +156,17 @@ def bf16_is_fast(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     if device.startswith("cuda"):
         gpu = visible_gpu()
         return gpu is not None and gpu.capability >= FIRST_BFLOAT16
+    flags = next(processor_facts(("flags", "features"), cpuinfo), "").split()
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags)
+
+
+def processor_facts(names: tuple[str, ...], cpuinfo: Path = CPUINFO) -> Iterator[str]:
+    """What Linux says of each core under one of these names; nothing elsewhere."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return False
-    found = (line for line in lines if line.lower().startswith(("flags", "features")))
-    flags = next(found, "").partition(":")[2].split()
-    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags)
+        return
+    yield from (line.partition(":")[2].strip() for line in lines if line.lower().startswith(names))
 
 
 def disk_free(folder: Path) -> int:

@@ -21,12 +21,14 @@ from typing import Any
 from megatrain.errors import StorageError
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
 from megatrain.machine.hardware import (
+    CPUINFO,
     GIB,
     Hardware,
     bf16_is_fast,
     drive_name,
     one_of_each_drive,
     opened_nvml,
+    processor_facts,
     update_threads,
 )
 
@@ -106,14 +108,9 @@ def driver_version() -> str:
         return str(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor(cpuinfo: Path = CPUINFO) -> str:
     """The processor's name, as well as the system knows it."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    return next(processor_facts(("model name",), cpuinfo), platform.processor())
 
 
 def installed_version(package: str) -> str | None:
@@ -145,14 +142,15 @@ def load(fingerprint: str) -> MachineProfile | None:
 
 
 def known_or_typical(hardware: Hardware) -> MachineProfile:
-    """The cached profile of this machine, or data sheets'; a GPU without a sheet is guessed aloud."""
+    """The cached profile of this machine, or one from data sheets; logs a warning for a GPU that
+    has none."""
     found = load(fingerprint(hardware))
     if found is not None:
         return found
     if hardware.gpu is not None and data_sheet(hardware.gpu.name) is None:
         logger.warning(
-            f"{hardware.gpu.name} is not in the table of GPUs: its rates are guessed, not measured; "
-            "`megatrain doctor` measures them"
+            f"{hardware.gpu.name} is not in the table of GPUs: its rates are guessed, not "
+            "measured; `megatrain doctor` measures them"
         )
     return typical(hardware)
 
@@ -229,25 +227,24 @@ def with_drives(
     hardware: Hardware,
     measure: Callable[[Path], DriveRates | None] = lambda folder: None,
 ) -> tuple[MachineProfile, tuple[Path, ...]]:
-    """The profile with the rates of the slowest drive of `folders`, and a folder on each drive whose
-    rates are assumed to be the profile's own.
+    """The profile with the rates of the slowest drive of `folders`, and a folder on each drive
+    whose rates are assumed to be the profile's own.
 
     measure: of a folder on a drive that has not been measured yet; None where it cannot be.
     """
-    kept = load_drives(fingerprint(hardware)) if folders else {}
-    known, assumed = [], []
-    for folder in one_of_each_drive(folders):
-        rates = kept.get(drive_name(folder)) or measure(folder)
-        if rates is None:
-            assumed.append(folder)
-        else:
-            known.append((rates.write, rates.read))
     if not folders:
         return profile, ()
+    kept = load_drives(fingerprint(hardware))
+    found = {
+        folder: kept.get(drive_name(folder)) or measure(folder)
+        for folder in one_of_each_drive(folders)
+    }
+    assumed = tuple(folder for folder, rates in found.items() if rates is None)
+    rates = [(known.write, known.read) for known in found.values() if known is not None]
     if assumed:
-        known.append((profile.disk_write, profile.disk_read))
-    write, read = map(min, zip(*known, strict=True))
-    return replace(profile, disk_write=write, disk_read=read), tuple(assumed)
+        rates.append((profile.disk_write, profile.disk_read))
+    write, read = map(min, zip(*rates, strict=True))
+    return replace(profile, disk_write=write, disk_read=read), assumed
 
 
 def typical(hardware: Hardware, sheet: DataSheet | None = None) -> MachineProfile:

@@ -16,8 +16,8 @@ GROUP = TENSOR_ALIGNMENT  # consecutive elements that share one element of a "gr
 BLOCK_ALIGNMENT = 1024
 
 
-# Granularity of an array of a block: one element for every parameter, for every GROUP of them, or for
-# every parameter that is not in a hidden matrix (TensorSpec.hidden).
+# Granularity of an array of a block: one element for every parameter, for every GROUP of them, or
+# for every parameter that is not in a hidden matrix (TensorSpec.hidden).
 Per = Literal["element", "group", "unhidden"]
 
 

@@ -56,7 +56,7 @@ class _Buffer:
 
     @property
     def changes(self) -> bool:
-        """Whether it is being changed, or holds changes that are not on the drive yet."""
+        """True if it is being changed, or holds changes that are not on the drive yet."""
         return self.users > self.readers or self.dirty or self.writing
 
 
@@ -246,7 +246,7 @@ class NvmeStore:
                 self._waited_s += time.perf_counter() - self._waiting_since
 
     def _is_ready(self, lease: NvmeLease) -> bool:
-        """Whether the lease can be used, or never will be."""
+        """True if the lease can be used, or never will be."""
         if self._error is not None or lease.released:
             return True
         buffers = [lease.buffers.get(key) for key in lease.keys]
@@ -290,7 +290,7 @@ class NvmeStore:
         self._changed.notify_all()
 
     def _give(self, lease: NvmeLease, key: Key) -> bool:
-        """Give a lease whose turn it is its buffer. Returns whether its turn is over."""
+        """Give a lease whose turn it is its buffer. Returns True if its turn is over."""
         if lease.released:  # before its turn: nobody waits for it
             return True
         if not lease.wanted:  # keeps its place until `wait`

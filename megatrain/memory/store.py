@@ -191,11 +191,11 @@ class Store:
             self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def is_resident(self, block: int) -> bool:
-        """Whether the block is on the device."""
+        """True if the block is on the device."""
         return block < self.resident
 
     def is_on_nvme(self, name: str, block: int) -> bool:
-        """Whether the array can only be had by a lease that waits for it."""
+        """True if the array is on NVMe, so that only a lease can bring it."""
         return self.nvme is not None and self.nvme.holds(name, block)
 
     def layout(self, name: str, block: int) -> FlatLayout:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
 SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
-INPUT_BYTES = 24  # of a token: its id, its position among the targets and its label, int64 each
+INPUT_BYTES = 24  # per token: its id, its position among the targets and its label, int64 each
 
 # Reserved by torch's caching allocator and not used: it grows with the working set, where tensors
 # of many sizes come and go. H200 with expandable segments, eager: 37 to 83 MiB for working sets of
@@ -80,19 +80,13 @@ class Activations:
         return WEIGHT_BYTES[self.job.precision]
 
     @cached_property
-    def micro_batches(self) -> int:
-        """Micro-batches of a group."""
-        return self.choices.micro_batches(self.job)
-
-    @cached_property
     def group_tokens(self) -> int:
         return self.choices.group_tokens(self.job)
 
     @cached_property
     def recomputed(self) -> int:
         """Number of recomputed layers."""
-        kept = self.choices.retained + self.choices.retained_on_host
-        return len(self.shape.block_numel) - 2 - kept
+        return self.shape.layers - self.choices.retained - self.choices.retained_on_host
 
     @property
     def row_bytes(self) -> int:
@@ -131,7 +125,7 @@ class Activations:
         """Saved bytes of one micro-batch, of each layer that sends them to host RAM."""
         if not self.choices.retained_on_host:
             return ()
-        layers = len(self.shape.block_numel) - 2
+        layers = self.shape.layers
         of_last = [self._saved_by_last(count) for count in range(layers + 1)]
         where = graphs_of_layers(layers, self.choices.retained, self.choices.retained_on_host)
         return tuple(
@@ -161,32 +155,36 @@ class Activations:
             if self.saved_on_host:
                 sent = max(self.saved_on_host) + tokens * self.sent_row_bytes
                 travelling = max(travelling, sent)
-            here = sum(rings(self.micro_batches, choices.retained_on_host)) * travelling
+            micro_batches = choices.micro_batches(self.job)
+            here = sum(rings(micro_batches, choices.retained_on_host)) * travelling
         whole = choices.retained + 1 + choices.second_backward
         return self.group_tokens * self.row_bytes * whole + here
 
     @property
-    def checkpoints_on_host(self) -> int:
-        """Bytes of a group's activation checkpoints in host RAM; retained layers have none."""
+    def host(self) -> dict[str, int]:
+        """The rows of the host's table: a group's offloaded activations.
+
+        Checkpoints are those of recomputed layers, and the inputs that saved activations hold.
+        """
         rows = self.recomputed * self.checkpoint_row_bytes
         rows += self.choices.retained_on_host * self.sent_row_bytes
-        return self.group_tokens * rows if self.choices.offload_activations else 0
-
-    @property
-    def retained_on_host(self) -> int:
-        """Bytes of a group's saved activations in host RAM, beyond the layers' inputs."""
-        return self._of_group(sum(self.saved_on_host))
+        offloads = self.choices.offload_activations
+        return {
+            "boundary activations": self.group_tokens * rows if offloads else 0,
+            "retained activations": self._of_group(sum(self.saved_on_host)),
+        }
 
     @cached_property
     def kept(self) -> dict[str, int]:
         """Bytes that a group's micro-batches hold on the device from one block to the next."""
         tokens = self.choices.micro_batch_tokens
+        inputs = max(self.job.step(tokens).most, self.group_tokens)  # of the whole step
+        calls = self.choices.micro_batches(self.job) * self.shape.calls.at(tokens)
         return {
             "boundary activations": self._checkpoints,
             "retained activations": self._retained,
-            "token ids and targets": INPUT_BYTES
-            * max(self.job.padded_tokens(tokens), self.group_tokens),
-            "rotary tables and masks": self.micro_batches * self.shape.calls.at(tokens),
+            "token ids and targets": INPUT_BYTES * inputs,
+            "rotary tables and masks": calls,
         }
 
     # -- working sets ------------------------------------------------------------------------------
@@ -210,8 +208,8 @@ class Activations:
         """Working set of a recomputed layer, or what a retained layer needs beyond its saved
         tensors; includes the decoded input.
 
-        Layers are recomputed after all retained ones are done. Without `_compiled`, the eager
-        working set less one layer's saved activations is the bound for both kinds.
+        Without `_compiled`, the eager working set less one layer's saved activations is the bound
+        for both kinds.
         """
         choices, sets = self.choices, self._compiled
         tokens, chunk = choices.micro_batch_tokens, choices.layer_chunk_tokens
@@ -221,21 +219,18 @@ class Activations:
             keeps = choices.retained and not chunk
             saved = self._saved_by_last(choices.retained) // choices.retained if keeps else 0
             return self.shape.layer_bytes(tokens, chunk) + decoded - saved
-        recomputed = max(sets.last.at(tokens), sets.recomputed.at(tokens) - self._last_input)
+        # the last layer's checkpoint is freed before other layers are recomputed, unless it is not
+        # on the device, or is needed again, or there is none
+        kept = choices.retained or choices.retained_on_host or choices.second_backward
+        freed = 0 if kept or choices.offload_activations else self.group_tokens
+        freed *= self.checkpoint_row_bytes
+        # layers are recomputed after all retained ones are done and their activations freed
+        recomputed = max(sets.last.at(tokens), sets.recomputed.at(tokens) - freed)
         recomputed += decoded - self._retained
         beyond = sets.beyond_cheap_graph if choices.cheap_retention else sets.beyond_graph
         return max(
-            recomputed if self.recomputed else 0,
-            beyond.at(tokens) if choices.retained else 0,
+            recomputed if self.recomputed else 0, beyond.at(tokens) if choices.retained else 0
         )
-
-    @property
-    def _last_input(self) -> int:
-        """Bytes of the last layer's checkpoint, if it is gone when other layers are recomputed."""
-        choices = self.choices
-        kept = choices.retained or choices.retained_on_host
-        stays_or_leaves = choices.offload_activations or choices.second_backward or kept
-        return 0 if stays_or_leaves else self.group_tokens * self.checkpoint_row_bytes
 
     @cached_property
     def _compiled(self) -> CompiledSets | None:
@@ -256,30 +251,26 @@ class Activations:
     @property
     def slack(self) -> int:
         """Bytes that the allocator holds and cannot use: PyTorch's on a GPU, malloc's on a CPU."""
-        retained, passing = self._retained, self._checkpoints + max(self.working_sets.values())
-        hidden_states = self.choices.micro_batch_tokens * self.row_bytes
+        retained, largest = self._retained, max(self.working_sets.values())
+        passing, tokens = self._checkpoints + largest, self.choices.micro_batch_tokens
+        hidden_states = tokens * self.row_bytes
         if self.hardware.gpu is None:
             if self.job.pads:
                 return int(VARIED_ROWS_SLACK["host"] * (passing + retained))
             small = hidden_states < LARGE_BLOCK_BYTES
             return int((HEAP_HOLES_SHARE if small else MAPPED_HOLES_SHARE) * retained)
-        slack = self._steady_slack
+        if self._compiled is None:
+            slack = ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * largest)
+        else:  # the blocks of the smaller one lie among those of the larger one
+            layer = self._compiled.recomputed.at(tokens) if self.recomputed else 0
+            smaller = min(self.working_sets[HEAD_SET], layer)
+            slack = COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * smaller)
+        if self.choices.offload_activations:
+            slack += OFFLOAD_SLACK_BYTES
         if self.job.pads:
             share = VARIED_ROWS_SLACK["gpu"]
             slack += int(share * passing + min(share, UNSPLIT_BYTES / hidden_states) * retained)
         return slack
-
-    @property
-    def _steady_slack(self) -> int:
-        """On a GPU, with micro-batches of one shape."""
-        slack = OFFLOAD_SLACK_BYTES if self.choices.offload_activations else 0
-        if self._compiled is None:
-            largest = max(self.working_sets.values())
-            return slack + ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * largest)
-        tokens = self.choices.micro_batch_tokens
-        layer = self._compiled.recomputed.at(tokens) if self.recomputed else 0
-        smaller = min(self.working_sets[HEAD_SET], layer)
-        return slack + COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * smaller)
 
 
 def compiled_sets(job: Job, shape: ModelShape) -> CompiledSets | None:

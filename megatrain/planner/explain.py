@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -13,18 +13,18 @@ from megatrain.planner.suggest import TIER_WORDS
 from megatrain.reporting.energy import described, human_hours
 from megatrain.reporting.words import human_bytes
 
+# Headings of right-aligned columns.
+NUMBERS = {"seconds", "share", "size", "B/parameter", "needs", "has", "used"}
+
 
 def render(plan: Plan, console: Console) -> None:
     """Print `plan` as tables and a verdict."""
     for table in (_choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
         console.print(table)
     if plan.drives_assumed:
-        doctor = " ".join(
-            ("megatrain doctor", *(f"--nvme {folder}" for folder in plan.drives_assumed))
-        )
-        console.print(
-            Text(f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it")
-        )
+        doctor = " ".join(["megatrain doctor", *(f"--nvme {name}" for name in plan.drives_assumed)])
+        assumed = f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
+        console.print(Text(assumed))
     for line in _economy(plan):
         console.print(Text(line))
     if not plan.fits:
@@ -33,25 +33,21 @@ def render(plan: Plan, console: Console) -> None:
     console.print(Text("fits", style="bold green"))
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
-        console.print(
-            Text(f"faster: {better.words} would give {gain} ({better.cost}; {better.why})")
-        )
+        line = f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
+        console.print(Text(line))
 
 
-def _table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
-    """An empty table whose columns of numbers, right-aligned, follow those of words."""
+def _table(title: str, *headings: str) -> Table:
     table = Table(title=title)
-    for heading in words:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
     return table
 
 
 def _choices(plan: Plan) -> Table:
     tokens = f"{plan.job.tokens_per_step:,} tokens per step"
     title = f"{plan.parameters:,} parameters, {plan.job.precision}, {tokens}"
-    table = _table(title, ("choice", "value", "why"))
+    table = _table(title, "choice", "value", "why")
     for row in plan.reasons:
         table.add_row(*row)
     return table
@@ -61,8 +57,7 @@ def _step(plan: Plan) -> Table:
     timing = plan.timing
     speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s"
     title = f"a step, predicted: {timing.seconds:.3g} s, {speed}"
-    table = _table(title, ("phase",), ("seconds", "share"))
-    table.add_column("bound by")
+    table = _table(title, "phase", "seconds", "share", "bound by")
     for phase, seconds in timing.phases.items():
         if seconds:
             share = f"{seconds / timing.seconds:.0%}"
@@ -83,7 +78,7 @@ def _economy(plan: Plan) -> Iterable[str]:
 
 def _arrays(plan: Plan) -> Table:
     where = "GPU" if plan.budget.gpu is not None else "host, computing"
-    table = _table("bytes by tier and array", ("tier", "array"), ("size", "B/parameter"))
+    table = _table("bytes by tier and array", "tier", "array", "size", "B/parameter")
     tiers = {where: plan.device, "host": plan.host, "NVMe": plan.nvme, "disk": plan.disk}
     for tier, arrays in tiers.items():
         for name, nbytes in arrays.items():
@@ -94,7 +89,7 @@ def _arrays(plan: Plan) -> Table:
 
 
 def _tiers(plan: Plan) -> Table:
-    table = _table("totals", ("tier",), ("needs", "has", "used"))
+    table = _table("totals", "tier", "needs", "has", "used")
     for name, need, have in plan.tiers:
         style = "red" if name in plan.short else None
         used = f"{need / max(have, 1):.0%}"

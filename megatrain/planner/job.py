@@ -1,16 +1,20 @@
-"""What the planner is asked, and what it chooses."""
+"""What the planner is asked, what it may use, and what it chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatrain.machine.hardware import MIB
 from megatrain.schedule import UNCHANGED, Level
 from megatrain.settings import Chosen, Settings
 
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
+# Of GPU memory and host RAM, what choices for speed leave: the plan is right to 3%, and
+# variable-length sequences leave fragments.
+SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
 State = tuple[tuple[str, float], ...]  # an optimizer's arrays: name, bytes per parameter
 
 
@@ -20,8 +24,8 @@ class WholeUpdate:
 
     Attributes:
         state_bytes: the optimizer's arrays: name, bytes of every block.
-        product_flops: of the matmuls in every block's update.
-        bytes_per_parameter: of the arrays, on average.
+        product_flops: FLOPs of the matmuls in the update of every block.
+        bytes_per_parameter: the arrays' mean over all blocks.
         passes_bytes: memory traffic per parameter beyond one pass over its state and gradient.
         host_scratch: bytes beside the state while a block in host RAM is updated.
         device_scratch: bytes where matmuls are computed, or a resident block is updated.
@@ -40,12 +44,12 @@ class WholeUpdate:
 
 
 class StepTokens(NamedTuple):
-    """Padded tokens and micro-batches of a step whose micro-batches hold `micro_batch` tokens."""
+    """A step whose micro-batches hold `micro_batch` tokens, padding included."""
 
     micro_batch: int
-    most: int
+    most: int  # tokens of any step
     mean: float
-    most_micro_batches: int
+    most_micro_batches: int  # sequences seldom fill them
     mean_micro_batches: float
 
 
@@ -77,17 +81,18 @@ class Job(Asked):
             layers) or "float32".
         clipping: to the exact global norm: every gradient is kept until it is known, or is
             computed twice.
-        state_bytes: of the optimizer, unless `whole_update` has it.
+        state_bytes: the optimizer's arrays, but for those of `whole_update`.
         update_arithmetic: compute-bound rate of the update, parameters/s of one host thread;
             None: bound by memory alone.
-        lighter_moments: values of optimizer.moments that need less, with those two of each.
-        fp8_share: share of the layers' matmul work that precision fp8 computes in fp8.
-        compiled: the layers' element-wise parts are fused.
+        lighter_moments: values of optimizer.moments that need less memory, each with its
+            `state_bytes` and `update_arithmetic`.
+        fp8_share: share of the layers' matmul FLOPs that precision fp8 computes in fp8.
+        compiled: torch.compile fuses the layers' element-wise parts.
         activations: codec of recomputed layers' checkpoints.
         nvme_drives: number of drives that hold what host RAM has no room for.
-        draws_weights: at random, on the device.
-        lengths_vary: of sequences, so that micro-batches have padding and ever new shapes.
-        step_tokens: ascending by micro-batch; empty before the examples are known.
+        draws_weights: weights start at random and are drawn on the device.
+        lengths_vary: sequences differ in length, so micro-batches have padding and new shapes.
+        step_tokens: measured steps, ascending by micro-batch; empty before the examples are known.
         keeps_best: the best checkpoint is kept beside the `checkpoints_kept` newest.
         checkpoints_written: in the whole run, if known.
         rows_per_step: `tokens_per_step` in rows of `seq_len`, where the user counts in rows.
@@ -113,36 +118,26 @@ class Job(Asked):
     checkpoints_written: int | None = None
     rows_per_step: int | None = None
 
-    def padded_tokens(self, micro_batch_tokens: int) -> int:
-        """Most tokens, padding included, that a step computes.
+    def step(self, micro_batch_tokens: int) -> StepTokens:
+        """A step in micro-batches of this size; estimated until the examples are known.
 
-        Examples enter micro-batches longest first: the more micro-batches, the less padding.
+        Examples enter micro-batches longest first, so more micro-batches mean less padding.
         Instruction data of 20 to 512 tokens took up to 1.7 times a step's tokens in one or two
         micro-batches, 1.25 in four and 1.12 in eight; on average 1.5, 1.22 and 1.11.
         """
-        known = self._known(micro_batch_tokens)
-        if known:
-            return known.most
-        return int(self.tokens_per_step * (1 + MOST_PADDING * self._padding(micro_batch_tokens)))
-
-    def computed_tokens(self, micro_batch_tokens: int) -> float:
-        """Mean tokens, padding included, that a step computes."""
-        known = self._known(micro_batch_tokens)
-        if known:
-            return known.mean
-        return self.tokens_per_step * (1 + MEAN_PADDING * self._padding(micro_batch_tokens))
-
-    def most_micro_batches(self, micro_batch_tokens: int) -> int:
-        """Most micro-batches of a step; examples seldom fill them."""
-        known = self._known(micro_batch_tokens)
-        full = -(-self.padded_tokens(micro_batch_tokens) // self.filled(micro_batch_tokens))
-        return max(1, full, known.most_micro_batches if known else 0)
-
-    def mean_micro_batches(self, micro_batch_tokens: int) -> float:
-        """Mean micro-batches of a step, in parts of full ones before the examples are known."""
-        known = self._known(micro_batch_tokens)
-        full = self.computed_tokens(micro_batch_tokens) / self.filled(micro_batch_tokens)
-        return max(full, known.mean_micro_batches if known else 0.0)
+        if self.step_tokens:
+            # a size that was not measured has no more padding than the next larger one
+            measured = (step for step in self.step_tokens if step.micro_batch >= micro_batch_tokens)
+            _, most, mean, fewest, average = next(measured, self.step_tokens[-1])
+        else:
+            share = min(1.0, 2 * micro_batch_tokens / self.tokens_per_step) if self.pads else 0.0
+            most = int(self.tokens_per_step * (1 + MOST_PADDING * share))
+            mean = self.tokens_per_step * (1 + MEAN_PADDING * share)
+            fewest, average = 1, 0.0
+        full = self.filled(micro_batch_tokens)
+        return StepTokens(
+            micro_batch_tokens, most, mean, max(fewest, -(-most // full)), max(average, mean / full)
+        )
 
     def filled(self, micro_batch_tokens: int) -> int:
         """Tokens of a full micro-batch, which holds whole sequences."""
@@ -152,18 +147,7 @@ class Job(Asked):
 
     def trained_tokens(self, micro_batch_tokens: int) -> float:
         """Non-padding tokens per step; an upper bound until row lengths are known."""
-        return min(self.tokens_per_step, self.computed_tokens(micro_batch_tokens))
-
-    def _known(self, micro_batch_tokens: int) -> StepTokens | None:
-        """Of micro-batches of this size, or of the next larger ones, which have more padding."""
-        if not self.step_tokens:
-            return None
-        larger = (known for known in self.step_tokens if known.micro_batch >= micro_batch_tokens)
-        return next(larger, self.step_tokens[-1])
-
-    def _padding(self, micro_batch_tokens: int) -> float:
-        """Amount of padding, from 0 to 1: it falls with the number of micro-batches."""
-        return min(1.0, 2 * micro_batch_tokens / self.tokens_per_step) if self.pads else 0.0
+        return min(self.tokens_per_step, self.step(micro_batch_tokens).mean)
 
     @property
     def pads(self) -> bool:
@@ -177,10 +161,17 @@ class Choices(Chosen):
 
     micro_batch_tokens: int
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """All but the micro-batch, by field."""
+        values = vars(self).copy()
+        del values["micro_batch_tokens"]
+        return values
+
     def settings(self, job: Job, nvme_folders: Sequence[Path] = ()) -> Settings:
         """The same for the engine. Raises ConfigError where options exclude each other."""
         return Settings(
-            **{field.name: getattr(self, field.name) for field in fields(Chosen)},
+            **self.chosen,
             group_size=self.micro_batches(job),
             activations=job.activations,
             compile=job.compiled,
@@ -194,9 +185,25 @@ class Choices(Chosen):
 
     def micro_batches(self, job: Job) -> int:
         """Micro-batches of the largest group."""
-        return -(-job.most_micro_batches(self.micro_batch_tokens) // self.groups)
+        return -(-job.step(self.micro_batch_tokens).most_micro_batches // self.groups)
 
     def group_tokens(self, job: Job) -> int:
         """Tokens of the largest group."""
         tokens = self.micro_batches(job) * job.filled(self.micro_batch_tokens)
-        return min(tokens, max(job.padded_tokens(self.micro_batch_tokens), self.micro_batch_tokens))
+        return min(tokens, max(job.step(self.micro_batch_tokens).most, self.micro_batch_tokens))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that the run may use."""
+
+    gpu: int | None  # None: it trains on the CPU, and everything is in host RAM
+    host: int
+    disk: int = 0  # for checkpoints, which no choice changes
+    nvme: int | None = None  # None: no folder is named
+
+    def less_spare(self) -> Budget:
+        """The part that choices for speed may use up."""
+        sizes = {"host": self.host} | ({} if self.gpu is None else {"gpu": self.gpu})
+        spared = {tier: int(n * (1 - SPARE_SHARE)) - SPARE_BYTES for tier, n in sizes.items()}
+        return replace(self, **spared)

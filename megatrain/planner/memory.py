@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.machine.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, Hardware
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Beside the weight in bf16; in float32 the weight is the master itself.
 REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}
-# Of GPU memory in use, what the driver keeps on the host to record it: 20 MiB of 89 GiB, 68 of 125.
+# Host memory with which the driver records GPU memory in use: 20 MiB of 89 GiB, 68 of 125.
 GPU_RECORDS_SHARE = 0.4 / 1024
 # Rows of the device that the driver counts and PyTorch does not.
 NOT_ALLOCATED = ("allocator slack", "CUDA context")
@@ -44,8 +44,9 @@ HEAD_COPIES = "the libraries' forms of the head"
 class Layout:
     """What a run holds on every tier under given choices. Tables map arrays to bytes.
 
-    A table is reckoned when it is first asked for. The activations' part does not depend on where
-    blocks are, so layouts that differ only in that share it; its own choices may have other places.
+    A table is computed when it is first asked for. The activations' part does not depend on where
+    blocks are, so layouts that differ only in that share it (`moved`); the `choices` of that part
+    may therefore place blocks elsewhere.
     """
 
     choices: Choices
@@ -55,9 +56,10 @@ class Layout:
     def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
         return cls(choices, Activations(choices, job, shape, hardware))
 
-    def moved(self, choices: Choices) -> Layout:
-        """The layout of choices that place only blocks, accumulators and NVMe arrays otherwise."""
-        return Layout(choices, self.activations)
+    def moved(self, **places: Any) -> Layout:
+        """The layout with other choices of where blocks, accumulators and NVMe arrays are."""
+        # not `replace`, which takes twice as long: a search does this most of all
+        return Layout(Choices(**vars(self.choices) | places), self.activations)
 
     @property
     def job(self) -> Job:
@@ -86,10 +88,9 @@ class Layout:
     def _blocks(self) -> dict[str, int]:
         """The rows of `device` that depend on where blocks and gradient accumulators are."""
         choices, shape, weight = self.choices, self.shape, self.activations.weight
-        sizes, slots = (
-            shape.block_numel,
-            slot_sizes(shape.block_numel, choices.resident, shape.tied),
-        )
+        sizes = shape.block_numel
+        slots = slot_sizes(sizes, choices.resident, shape.tied)
+        # accumulators that stay for the whole step, and the buffers that other blocks' pass through
         own = own_sums(self._summed, shape.tied)
         sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], choices.groups > 1))
         table = {
@@ -112,48 +113,45 @@ class Layout:
 
     @property
     def _resident_state(self) -> int:
-        """With several groups, accumulators that stay on the device hold the gradient already."""
         choices, whole = self.choices, self.job.whole_update
-        stored = choices.stores_gradients(self.job) and choices.groups == 1
+        each = state_bytes_per_parameter(self.job)
+        # with several groups, accumulators that stay on the device hold the gradient already
+        if choices.stores_gradients(self.job) and choices.groups == 1:
+            each += self.activations.weight
         numel = sum(self.shape.block_numel[: choices.resident])
-        each = state_bytes_per_parameter(self.job) + (self.activations.weight if stored else 0)
         if whole is None:
             return int(numel * each)
-        uniform = each - whole.bytes_per_parameter
-        return int(numel * uniform) + sum(whole.of_blocks(0, choices.resident).values())
+        # arrays that differ from block to block are counted block by block, not on average
+        of_blocks = sum(whole.of_blocks(0, choices.resident).values())
+        return int(numel * (each - whole.bytes_per_parameter)) + of_blocks
 
     # -- host RAM ----------------------------------------------------------------------------------
 
     @cached_property
     def host(self) -> dict[str, int]:
         """What is in host RAM: every array of the streamed blocks, and the process itself."""
-        arrays = {name: slab_bytes(size) for name, size in self._host_arrays.items() if size}
-        return arrays | self._process
-
-    @cached_property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
-
-    @property
-    def _host_arrays(self) -> dict[str, int]:
-        """Bytes before they are rounded up to whole slabs."""
-        choices, whole = self.choices, self.job.whole_update
-        sizes, streamed = self.shape.block_numel, self.shape.block_numel[choices.resident :]
+        choices, whole, activations = self.choices, self.job.whole_update, self.activations
+        streamed = self.shape.block_numel[choices.resident :]
         table = {name: int(sum(streamed) * each) for name, each in self.array_bytes.items()}
         if whole is not None:
             table |= whole.of_blocks(choices.resident)
         table = {name: size - self.nvme.get(name, 0) for name, size in table.items()}
         if whole is not None and streamed:
             table["update's scratch"] = whole.host_scratch
+        # gradients that are not stored pass through a few buffers, of the largest block each
         landing = 0 if choices.stores_gradients(self.job) else LANDING_BUFFERS
-        travelling = sizes[self._summed :] if choices.groups > 1 else ()
-        return table | {
-            "gradient staging": landing * max(streamed, default=0) * self.activations.weight,
+        travelling = self.shape.block_numel[self._summed :] if choices.groups > 1 else ()
+        table |= {
+            "gradient staging": landing * max(streamed, default=0) * activations.weight,
             "NVMe staging": self._nvme_staging,
             "gradient sums": sum(travelling) * SUM_BYTES,
-            "boundary activations": self.activations.checkpoints_on_host,
-            "retained activations": self.activations.retained_on_host,
+            **activations.host,
         }
+        return {name: slab_bytes(size) for name, size in table.items() if size} | self._process
+
+    @cached_property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
 
     @property
     def _process(self) -> dict[str, int]:
@@ -161,6 +159,7 @@ class Layout:
         job, shape, hardware = self.job, self.shape, self.hardware
         libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
         if hardware.gpu:
+            # attention in float32 loads nothing of cuDNN
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
@@ -209,10 +208,9 @@ class Layout:
 
     @property
     def _nvme_staging(self) -> int:
-        """Bytes of host RAM through which the arrays on NVMe pass."""
-        blocks = self.far_blocks
-        largest = self.far_arrays(blocks, max)
-        return int(sum(stages(name, len(blocks)) * size for name, size in largest.items()))
+        """Bytes of host RAM through which the arrays on NVMe pass, in buffers of the largest."""
+        largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
+        return int(sum(stages(name, count) * size for name, size in largest.items()))
 
     @property
     def nvme_traffic(self) -> tuple[int, int]:

@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING, Any
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner.job import Choices, Job
+from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import NOT_ALLOCATED, Layout, disk_bytes
 from megatrain.planner.reasons import Reason, reasons
-from megatrain.planner.search import Room, Search
+from megatrain.planner.search import Search
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, cheapest_fix, faster
-from megatrain.planner.timing import Timing, predict
+from megatrain.planner.timing import StepCosts, Timing
 from megatrain.reporting.energy import Economy
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes that the run may use; `gpu` is None when it trains on the CPU."""
-
-    gpu: int | None
-    host: int
-    disk: int
-    nvme: int | None = None  # None: no folder is named
 
 
 @dataclass(frozen=True)
@@ -53,16 +43,9 @@ class Plan:
     economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
     steps: int | None = None  # of the whole run, if known
     drives_assumed: tuple[str, ...] = ()  # folders on drives for NVMe whose rates nobody measured
-    faster: tuple[
-        Suggestion, ...
-    ] = ()  # what would make it faster, if it fits and that was asked for
+    faster: tuple[Suggestion, ...] = ()  # what would speed it up, if it fits and that was asked for
 
     made_of: Any = field(default=None, compare=False, repr=False)  # `engine.resolved.Resolved`
-
-    @property
-    def boundary_bytes(self) -> int:
-        """The boundary activations: the part of the device's memory that grows with depth."""
-        return self.device["boundary activations"]
 
     @property
     def allocated_bytes(self) -> int:
@@ -77,30 +60,19 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Peak resident memory of the process; on the CPU the device's arrays live there too."""
-        return sum(self.host.values()) + (
-            sum(self.device.values()) if self.budget.gpu is None else 0
-        )
-
-    @property
-    def disk_bytes(self) -> int:
-        """Peak disk space of the run folder's checkpoints."""
-        return sum(self.disk.values())
+        return sum(self.host.values()) + sum(self.device.values()) - self.gpu_bytes
 
     @property
     def tiers(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, bytes needed, bytes to be had) of every tier in use."""
-        gpu = () if self.budget.gpu is None else (("gpu", self.gpu_bytes, self.budget.gpu),)
-        nvme = (
-            ()
-            if self.budget.nvme is None
-            else (("nvme", sum(self.nvme.values()), self.budget.nvme),)
-        )
-        return (
-            *gpu,
-            ("host", self.host_bytes, self.budget.host),
-            *nvme,
-            ("disk", self.disk_bytes, self.budget.disk),
-        )
+        """(name, bytes needed at the peak, bytes to be had) of every tier in use."""
+        needs = {
+            "gpu": self.gpu_bytes,
+            "host": self.host_bytes,
+            "nvme": sum(self.nvme.values()),
+            "disk": sum(self.disk.values()),
+        }
+        budget = vars(self.budget)
+        return tuple((t, need, budget[t]) for t, need in needs.items() if budget[t] is not None)
 
     @property
     def short(self) -> tuple[str, ...]:
@@ -128,14 +100,13 @@ class Plan:
             name: {"need": need, "have": have, "fits": need <= have}
             for name, need, have in self.tiers
         }
-        economy = None if self.economy is None else self.economy.to_dict()
         values = asdict(replace(self, made_of=None))
         del values["made_of"]  # a model and a machine, which is no JSON
         return values | {
             "reasons": {row.what: row.why for row in self.reasons},
             "totals": totals,
             "fits": self.fits,
-            "economy": economy,
+            "economy": None if self.economy is None else self.economy.to_dict(),
         }
 
 
@@ -161,15 +132,14 @@ def make_plan(
         nvme_limit: bytes free in the folders of memory.nvme; None without such folders.
         suggest: also find out what would make it faster.
     """
+    free = None if hardware.gpu is None else hardware.gpu.free_bytes
     budget = Budget(
-        gpu=None
-        if hardware.gpu is None
-        else min(gpu_limit or hardware.gpu.free_bytes, hardware.gpu.free_bytes),
+        gpu=free if free is None else min(gpu_limit or free, free),
         host=host_limit or hardware.host_available_bytes,
         disk=hardware.disk_free_bytes,
         nvme=nvme_limit,
     )
-    search = Search(job, shape, hardware, machine, Room(budget.gpu, budget.host, budget.nvme))
+    search = Search(job, shape, hardware, machine, budget)
     plan = lay_out(search.fastest(), machine, budget)
     if not plan.fits:
         return replace(plan, fix=cheapest_fix(plan.short, search))
@@ -190,6 +160,6 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
         budget=budget,
         job=layout.job,
         parameters=layout.shape.parameters,
-        timing=predict(layout, machine),
+        timing=StepCosts(layout, machine).predict(),
         fix=None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Choices, Job
@@ -11,11 +11,8 @@ from megatrain.reporting.words import human_bytes
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
 
-if TYPE_CHECKING:
-    pass
-
-# Bytes that wear out a drive: makers of 1 TB consumer drives promise about this, of data-centre
-# drives several times as much.
+# Bytes written that wear out a drive, as makers state for 1 TB consumer drives; drives for data
+# centres stand several times this.
 WORN_OUT_BYTES = 600e12
 NVME_WORDS = {"state": "state", "gradients": "state and gradients", "all": "everything"}
 
@@ -48,11 +45,11 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
         ),
         "head_chunk_tokens": (
             f"{choices.head_chunk_tokens:,} tokens",
-            "the largest that needs no more memory than the layers, or is worth it",
+            "the largest whose logits need no more memory than the layers, or are worth it",
         ),
         "layer_chunk_tokens": (
             f"{chunk:,} tokens" if chunk else "none",
-            "of a whole micro-batch, nothing wider than the hidden states exists at once"
+            "MLPs and norms take this many tokens at a time, so that wide intermediates stay small"
             if chunk
             else "a layer computes a whole micro-batch at once",
         ),
@@ -127,14 +124,14 @@ def _checkpoints(offloaded: bool, codec: str) -> str:
 
 def _gradients(choices: Choices, job: Job) -> tuple[str, str]:
     if choices.second_backward:
-        return "computed twice", "none is kept: once for the global norm, once to be applied"
+        return "computed twice", "once for the global norm, once to be applied: none is kept"
     kept = "kept until the global norm is known"
     return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
 
 
 def _sums(choices: Choices, blocks: int) -> str:
     if choices.groups == 1:
-        return "one block's at a time: all micro-batches pass a block together"
+        return "one block's at a time: it ends all micro-batches before the next block begins"
     if choices.sums_on_device == 0:
         return "in host RAM between groups"
     here = f"those of {_part('first', choices.sums_on_device, blocks, 'block')} stay on the device"
@@ -143,7 +140,7 @@ def _sums(choices: Choices, blocks: int) -> str:
 
 
 def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:
-    asked = job.nvme_blocks is not None  # then at most the arrays are chosen
+    asked = job.nvme_blocks is not None  # then the planner chooses the arrays at most
     if not choices.nvme_blocks:
         return "nothing", "nothing" if asked else "host RAM has room for everything"
     value = f"{NVME_WORDS[choices.nvme_arrays]} of {counted(choices.nvme_blocks, 'block')}"

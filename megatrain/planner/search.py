@@ -6,14 +6,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from megatrain.machine.hardware import MIB, Hardware, update_threads
+from megatrain.machine.hardware import Hardware, update_threads
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner import timing
 from megatrain.planner.activations import compiled_sets, head_bytes
-from megatrain.planner.job import Choices, Job
+from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
+from megatrain.planner.timing import StepCosts
 from megatrain.schedule import LEVELS, Level
 
 if TYPE_CHECKING:
@@ -25,30 +26,8 @@ AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 SMALLEST_HEAD_CHUNK_TOKENS = 256
 # Parts of their range at which numbers of retained layers, and of layers that send saved
 # activations to host RAM, are tried first; those between are tried next to the fastest.
-RETAINED_STEPS = 8
-ON_HOST_STEPS = 8
+PARTS = 8
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
-# Of each tier, what speed may not use up: the plan is right to 3%, and variable-length sequences
-# leave fragments.
-SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes that may be used; `device` is None when training on the CPU, where all is host RAM."""
-
-    device: int | None
-    host: int
-    nvme: int | None = None  # None: no limit
-
-    def less_spare(self) -> Room:
-        """The room that choices for speed leave."""
-        device = None if self.device is None else _less_spare(self.device)
-        return Room(device, _less_spare(self.host), self.nvme)
-
-
-def _less_spare(size: int) -> int:
-    return int(size * (1 - SPARE_SHARE)) - SPARE_BYTES
 
 
 @dataclass(frozen=True)
@@ -59,7 +38,7 @@ class Search:
     shape: ModelShape
     hardware: Hardware
     machine: MachineProfile
-    room: Room
+    budget: Budget
 
     def layout(self, choices: Choices) -> Layout:
         return Layout.of(choices, self.job, self.shape, self.hardware)
@@ -67,9 +46,10 @@ class Search:
     # -- choosing ----------------------------------------------------------------------------------
 
     def fastest(self) -> Layout:
-        """The fastest choices that leave some room, or that fit; else the nearest to fitting."""
-        found = replace(self, room=self.room.less_spare()).fastest_that_fits()
+        """The fastest choices that leave spare memory, or that fit; else the nearest to fitting."""
+        found = replace(self, budget=self.budget.less_spare()).fastest_that_fits()
         if found is None or self.strains(found.choices):
+            # without the spare room, and then without NVMe, it may do without the strains
             candidates = [found, self.fastest_that_fits()]
             if self.job.nvme_drives and not self.job.nvme_blocks:
                 without = replace(self, job=replace(self.job, nvme_drives=0)).fastest_that_fits()
@@ -86,7 +66,7 @@ class Search:
 
     def cost(self, layout: Layout) -> tuple[int, float]:
         """Strains, then seconds, which may differ by much where a drive is used."""
-        seconds = timing.predict(layout, self.machine).seconds if self.job.nvme_drives else 0.0
+        seconds = StepCosts(layout, self.machine).predict().seconds if self.job.nvme_drives else 0.0
         return self.strains(layout.choices), seconds
 
     def fastest_that_fits(self) -> Layout | None:
@@ -97,72 +77,65 @@ class Search:
         return found
 
     def fits_somehow(self) -> bool:
+        """True if any combination fits: then the one with the least memory does."""
         return any(self.fits(layout) for layout in self.lean())
 
     def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
         """The fastest of those that fit; of equal ones the simplest."""
         fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
-        bounds = {
-            choices: timing.at_least(layout, self.machine) for choices, layout in fitting.items()
-        }
-        seconds: dict[Choices, float] = {}
+        costed = [StepCosts(layout, self.machine) for layout in fitting.values()]
+        bounds = [(costs.at_least(), costs) for costs in costed]
+        timed: list[tuple[float, Layout]] = []
         best = float("inf")
-        for choices in sorted(bounds, key=lambda choices: bounds[choices]):
-            if bounds[choices] > best * (1 + TIE):
-                break
-            seconds[choices] = timing.predict(fitting[choices], self.machine).seconds
-            best = min(best, seconds[choices])
-        tied = [fitting[choices] for choices in seconds if seconds[choices] <= best * (1 + TIE)]
+        for bound, costs in sorted(bounds, key=itemgetter(0)):
+            if bound > best * (1 + TIE):
+                break  # nor can those that follow be as fast: a simulation takes long
+            timed.append((costs.predict().seconds, costs.layout))
+            best = min(best, timed[-1][0])
+        tied = [layout for seconds, layout in timed if seconds <= best * (1 + TIE)]
         return min(tied, key=_complexity, default=None)
 
     # -- candidates --------------------------------------------------------------------------------
 
     def coarse(self) -> Iterator[Layout]:
         """Combinations over the range of every open option, with blocks resident as they fit."""
-        yield from self.combined(self.retained_counts())
+        return self.combined(self.retained_counts())
 
     def lean(self) -> Iterator[Layout]:
-        """Those of them that need the least memory."""
-        yield from self.combined(self.retained_counts()[:1])
+        """The combinations that need the least memory: as few layers retained as possible."""
+        return self.combined(self.retained_counts()[:1])
+
+    def combined(self, retained_counts: Sequence[int]) -> Iterator[Layout]:
+        """Every size of micro-batch and number of groups, with these numbers of retained layers."""
+        for tokens in self.micro_batch_sizes():
+            chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
+            for groups, retained in product(self.group_counts(tokens), retained_counts):
+                yield from self.placed(tokens, groups, retained, chunk)
 
     def about(self, found: Choices) -> Iterator[Layout]:
         """Combinations with the micro-batch found; one group, or half to twice as many."""
-        tokens = self.job.micro_batch_tokens or min(
-            found.micro_batch_tokens, self.micro_batch_sizes()[-1]
-        )
-        chunk = self.job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
+        job, largest = self.job, self.micro_batch_sizes()[-1]
+        tokens = job.micro_batch_tokens or min(found.micro_batch_tokens, largest)
+        chunk = job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
         counts = {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
-        for groups in sorted({self.job.groups} if self.job.groups else counts):
-            for retained in self.retained_counts():
-                yield from self.placed(tokens, groups, retained, chunk)
-
-    def combined(self, retained_counts: Sequence[int]) -> Iterator[Layout]:
-        for tokens in self.micro_batch_sizes():
-            chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
-            for groups in self.group_counts(tokens):
-                for retained in retained_counts:
-                    yield from self.placed(tokens, groups, retained, chunk)
+        counts = {job.groups} if job.groups else counts
+        for groups, retained in product(sorted(counts), self.retained_counts()):
+            yield from self.placed(tokens, groups, retained, chunk)
 
     def nearby_retained(self, layout: Layout) -> Iterator[Layout]:
         """Numbers of retained layers that `coarse` left out next to the one found."""
-        found, step = layout.choices, -(-self.layers // RETAINED_STEPS)
+        found = layout.choices
+        tokens, groups, chunk = found.micro_batch_tokens, found.groups, found.head_chunk_tokens
         if self.job.retained is None and not found.second_backward:
-            last = min(self.layers, found.retained + step - 1)
-            for retained in range(max(0, found.retained - step + 1), last + 1):
-                if retained != found.retained:
-                    yield from self.placed(
-                        found.micro_batch_tokens, found.groups, retained, found.head_chunk_tokens
-                    )
+            for retained in _around(found.retained, self.shape.layers):
+                yield from self.placed(tokens, groups, retained, chunk)
 
     def nearby_on_host(self, layout: Layout) -> Iterator[Layout]:
         """The same for layers with saved activations in host RAM."""
         found = layout.choices
         if self.job.retained_on_host is None and found.retained_on_host:
-            step = -(-(self.layers - found.retained) // ON_HOST_STEPS)
-            last = min(self.layers - found.retained, found.retained_on_host + step - 1)
-            for count in range(max(0, found.retained_on_host - step + 1), last + 1):
-                if count != found.retained_on_host:
-                    yield self.filled(replace(found, retained_on_host=count))
+            for count in _around(found.retained_on_host, self.shape.layers - found.retained):
+                yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
         """Larger ones run faster, and take room from other things."""
@@ -171,12 +144,10 @@ class Search:
             if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
                 yield self.filled(replace(found, head_chunk_tokens=chunk))
 
-    @property
-    def layers(self) -> int:
-        return len(self.shape.block_numel) - 2
+    # -- values of the options ---------------------------------------------------------------------
 
     def micro_batch_sizes(self) -> list[int]:
-        """Those that were dry-run, up to the cap and to a step's tokens, and one row at least."""
+        """Dry-run sizes from one sequence to the cap or a step's tokens; else one sequence."""
         job = self.job
         if job.micro_batch_tokens:
             return [job.micro_batch_tokens]
@@ -185,15 +156,16 @@ class Search:
         return [n for n in self.shape.layer.sizes if job.seq_len <= n <= largest] or [job.seq_len]
 
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
+        """Powers of two, and one group for each micro-batch."""
         if self.job.groups or self.job.second_backward:
             return [self.job.groups or 1]
-        most = self.job.most_micro_batches(micro_batch_tokens)
+        most = self.job.step(micro_batch_tokens).most_micro_batches
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def retained_counts(self) -> list[int]:
         if self.job.retained is not None or self.job.second_backward:
-            return [min(self.job.retained or 0, self.layers)]
-        return [*range(0, self.layers, -(-self.layers // RETAINED_STEPS)), self.layers]
+            return [min(self.job.retained or 0, self.shape.layers)]
+        return [*range(0, self.shape.layers, -(-self.shape.layers // PARTS)), self.shape.layers]
 
     def cheap_retentions(self) -> list[bool]:
         """Only compiled layers can save selectively."""
@@ -213,17 +185,17 @@ class Search:
         With several groups there is more room on the device, and less time to send them. If left
         open, only the smaller form is sent.
         """
-        others = self.layers - retained
+        others = self.shape.layers - retained
         if self.job.retained_on_host is not None:
             asked = min(self.job.retained_on_host, others)
             return [asked] if offload or not asked else []
         never = not self.hardware.gpu or not offload or groups > 1 or self.job.second_backward
         if never or cheap != self.cheap_retentions()[-1]:
             return [0]
-        return sorted({others * part // ON_HOST_STEPS for part in range(ON_HOST_STEPS + 1)})
+        return sorted({others * part // PARTS for part in range(PARTS + 1)})
 
     def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
-        """Gradients may be computed twice in one group whose layers are all recomputed."""
+        """Gradients are computed twice only in one group whose layers are all recomputed."""
         if not self.job.clipping or groups > 1 or retained + sent > 0:
             return [False]
         return [False, True] if self.job.second_backward is None else [self.job.second_backward]
@@ -235,7 +207,7 @@ class Search:
         return [None, *(size for size, _ in self.shape.layer_chunked if size < tokens)]
 
     def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Layout]:
-        """Combinations of where blocks, accumulators and activations may be."""
+        """Combinations of where blocks, accumulators and activations may be. chunk: the head's."""
         job, blocks = self.job, len(self.shape.block_numel)
         threads = job.update_threads or update_threads(self.hardware.physical_cores)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
@@ -257,7 +229,6 @@ class Search:
                         Choices(
                             micro_batch_tokens=tokens,
                             groups=groups,
-                            resident=0,
                             sums_on_device=sums,
                             retained=retained,
                             cheap_retention=cheap,
@@ -289,30 +260,25 @@ class Search:
         return self.spilled(self.placed_on_device(self.layout(choices)))
 
     def placed_on_device(self, layout: Layout) -> Layout:
+        """With as many blocks resident as fit, then as many accumulators."""
         choices, blocks = layout.choices, len(self.shape.block_numel)
 
-        def resident(count: int) -> Layout:
-            sums = max(choices.sums_on_device, count) if choices.groups > 1 else 0
-            return layout.moved(replace(choices, resident=count, sums_on_device=sums))
+        def placed(resident: int, sums: int = 0) -> Layout:
+            sums = max(choices.sums_on_device, resident, sums) if choices.groups > 1 else 0
+            return layout.moved(resident=resident, sums_on_device=sums)
 
         if self.job.resident is not None:
-            return self.summed(resident(min(self.job.resident, blocks)))
-        if not self.fits_device(resident(0)):
-            return resident(0)
-        blocks -= min(blocks, self.job.nvme_blocks or 0)  # what was sent to a drive is streamed
-        return self.summed(resident(most(blocks, lambda n: self.fits_device(resident(n)))))
-
-    def summed(self, layout: Layout) -> Layout:
-        """With more blocks' accumulators on the device, as they fit."""
-        choices = layout.choices
-        least, blocks = choices.sums_on_device, len(self.shape.block_numel)
+            resident = min(self.job.resident, blocks)
+        elif not self.fits_device(placed(0)):
+            return placed(0)
+        else:  # what the user sent to a drive is streamed
+            free = blocks - min(blocks, self.job.nvme_blocks or 0)
+            resident = most(free, lambda count: self.fits_device(placed(count)))
         if choices.groups == 1:
-            return layout
-
-        def keeping(count: int) -> Layout:
-            return layout.moved(replace(choices, sums_on_device=least + count))
-
-        return keeping(most(blocks - least, lambda n: self.fits_device(keeping(n))))
+            return placed(resident)
+        least = placed(resident).choices.sums_on_device
+        more = most(blocks - least, lambda count: self.fits_device(placed(resident, least + count)))
+        return placed(resident, least + more)
 
     def spilled(self, layout: Layout) -> Layout:
         """With arrays of as few blocks on NVMe as suffice, what a step touches least first."""
@@ -320,57 +286,51 @@ class Search:
             return layout
 
         def on_nvme(count: int, level: Level) -> Layout:
-            return layout.moved(replace(layout.choices, nvme_blocks=count, nvme_arrays=level))
+            return layout.moved(nvme_blocks=count, nvme_arrays=level)
+
+        def enough(found: Layout) -> bool:
+            return self.host_share(found) <= 1
 
         levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
         streamed = len(self.shape.block_numel) - layout.choices.resident
         if self.job.nvme_blocks is not None:
             tried = [on_nvme(min(self.job.nvme_blocks, streamed), level) for level in levels]
-            return next((found for found in tried if self.host_share(found) <= 1), tried[0])
-        if self.host_share(layout) <= 1:
+            return next(filter(enough, tried), tried[0])
+        if enough(layout):
             return on_nvme(0, levels[0])
-        tried = []
         # the head and the embedding come last: they need the largest buffers
-        for level, count in product(levels, sorted({min(streamed, self.layers), streamed})):
-            tried.append(on_nvme(count, level))
-            if self.host_share(tried[-1]) <= 1:
-                return self.least_spilled(tried[-1])
-        return min(tried, key=self.host_share)
-
-    def least_spilled(self, layout: Layout) -> Layout:
-        """With the fewest blocks on NVMe that suffice, if all of `layout` do."""
-
-        def fewer(count: int) -> Layout:
-            return layout.moved(replace(layout.choices, nvme_blocks=count))
-
-        counts = range(1, layout.choices.nvme_blocks)
-        enough = bisect_left(counts, True, key=lambda n: self.host_share(fewer(n)) <= 1)
-        return fewer(enough + 1)
+        counts = sorted({min(streamed, self.shape.layers), streamed})
+        tried = [on_nvme(count, level) for level, count in product(levels, counts)]
+        found = next(filter(enough, tried), None)
+        if found is None:
+            return min(tried, key=self.host_share)
+        level, fewer = found.choices.nvme_arrays, range(1, found.choices.nvme_blocks)
+        return on_nvme(1 + bisect_left(fewer, True, key=lambda n: enough(on_nvme(n, level))), level)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def fits_device(self, layout: Layout) -> bool:
         """True if there is room on the GPU; without one, on every tier."""
-        device = self.room.device
-        return self.fits(layout) if device is None else layout.device_bytes <= device
+        gpu = self.budget.gpu
+        return self.fits(layout) if gpu is None else layout.device_bytes <= gpu
 
     def fits(self, layout: Layout) -> bool:
-        on_device = self.room.device is None or layout.device_bytes <= self.room.device
+        on_device = self.budget.gpu is None or layout.device_bytes <= self.budget.gpu
         return on_device and self.shortage(layout) <= 1  # the host's table takes longer
 
     def shortage(self, layout: Layout) -> float:
-        """The need of the tightest tier as a share of its room."""
+        """The need of the tightest tier as a share of its budget."""
         shares = [self.host_share(layout)]
-        if self.room.device is not None:
-            shares.append(layout.device_bytes / max(1, self.room.device))
-        if self.room.nvme is not None:
-            shares.append(sum(layout.nvme.values()) / max(1, self.room.nvme))
+        if self.budget.gpu is not None:
+            shares.append(layout.device_bytes / max(1, self.budget.gpu))
+        if self.budget.nvme is not None:
+            shares.append(sum(layout.nvme.values()) / max(1, self.budget.nvme))
         return max(shares)
 
     def host_share(self, layout: Layout) -> float:
-        """The need of host RAM as a share of its room."""
-        need = layout.host_bytes + (layout.device_bytes if self.room.device is None else 0)
-        return need / max(1, self.room.host)
+        """The need of host RAM as a share of its budget."""
+        need = layout.host_bytes + (layout.device_bytes if self.budget.gpu is None else 0)
+        return need / max(1, self.budget.host)
 
 
 def most(count: int, fits: Callable[[int], bool]) -> int:
@@ -378,6 +338,13 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     if fits(count):  # the last block takes the slots with it: all can fit where all but one do not
         return count
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
+
+
+def _around(found: int, largest: int) -> Iterator[int]:
+    """Numbers up to `largest` that are nearer to `found` than the next part of the range."""
+    step = -(-largest // PARTS)
+    near = range(max(0, found - step + 1), min(largest, found + step - 1) + 1)
+    return (number for number in near if number != found)
 
 
 def _complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from megatrain.schedule import (
     GRADIENT_STAGES,
@@ -23,8 +24,9 @@ from megatrain.schedule import (
     slots_of_blocks,
     uploads,
 )
+from megatrain.settings import Chosen
 
-# The first, two in the middle, and the last; further ones take as long as the second in the middle.
+# Groups: the first, two in the middle, and the last. More take as long as the second in the middle.
 SIMULATED_GROUPS = 4
 PHASES = ("update", "forward", "head", "backward", "second backward")
 WAITS = ("upload", "update", "download", "nvme")
@@ -51,18 +53,13 @@ class BlockTasks:
     nvme_weight: float = 0.0  # reading a weight for a sweep
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """The choices that decide the order of work."""
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Chosen):
+    """What decides the order of work: the choices, and what the job adds to them."""
 
-    groups: int
     micro_batches: float  # of a group, on average
-    resident: int  # blocks
-    sums_on_device: int  # blocks
     clipping: bool
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
-    second_backward: bool = False  # the first one measures gradients only
-    layers_on_host: int = 0  # that send saved activations to host RAM
 
     @property
     def stored(self) -> bool:
@@ -90,37 +87,43 @@ class StepTimeline:
                 self.waits[phase][wait] += times * other.waits[phase][wait]
 
 
+def _total(task: str, blocks: Sequence[BlockTasks]) -> float:
+    seconds: float = sum(map(attrgetter(task), blocks))
+    return seconds
+
+
 def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     """A step on a machine where everything shares the same cores: the sum of all tasks."""
-    timeline = StepTimeline()
     *others, head = blocks
     groups, streamed = options.groups, blocks[options.resident :]
-    forward, backward = timeline.waits["forward"], timeline.waits["backward"]
-    weights = groups * sum(block.upload for block in streamed)
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
-    forward["upload"] = weights
-    forward["download"] = groups * sum(block.boundary_down for block in others)
-    backward["upload"] = (
-        weights
-        + groups * sum(block.boundary_up for block in others)
-        + (groups - 1) * sum(block.sum_up for block in travelling)
-    )
-    backward["download"] = sum(block.download for block in streamed) + (groups - 1) * sum(
-        block.sum_down for block in travelling
-    )
+    forward = groups * _total("forward", others)
+    weights = groups * _total("upload", streamed)
     sweeps = 2 * groups - 1 + options.second_backward
     drive = sum(
         b.nvme_read + b.nvme_write + b.nvme_gradient + sweeps * b.nvme_weight for b in blocks
     )
-    # drives need no cores
-    forward["nvme"] = max(0.0, drive - groups * sum(block.forward for block in others))
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
-        "forward": groups * sum(block.forward for block in others),
+        "forward": forward,
         "head": groups * head.backward + head.finish,
         "backward": sum(groups * block.backward + block.finish for block in others),
         "second backward": 0.0,
     }
+    timeline = StepTimeline()
+    timeline.waits["forward"] |= {
+        "upload": weights,
+        "download": groups * _total("boundary_down", others),
+        "nvme": max(0.0, drive - forward),  # drives need no cores
+    }
+    backward = timeline.waits["backward"]
+    backward["upload"] = (
+        weights
+        + groups * _total("boundary_up", others)
+        + (groups - 1) * _total("sum_up", travelling)
+    )
+    backward["download"] = _total("download", streamed)
+    backward["download"] += (groups - 1) * _total("sum_down", travelling)
     if options.second_backward:  # moves the same as the first, whose gradients stay
         computed["second backward"] = sum(block.backward + block.finish for block in blocks)
         timeline.waits["second backward"] |= backward
@@ -142,22 +145,15 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     """Lower bound in seconds of `overlapped`: computation, busiest lane or update alone."""
     groups = options.groups
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
-    forward = sum(block.forward for block in blocks)
-    on_device = sum(block.device_update for block in blocks)
-    computing = (
-        groups * (forward + sum(block.backward for block in blocks))
-        + sum(block.finish for block in blocks)
-        + on_device
+    forward, backward, finish, on_device = (
+        _total(task, blocks) for task in ("forward", "backward", "finish", "device_update")
     )
-    if options.second_backward:
-        computing += sum(block.backward + block.finish for block in blocks)
-    uploading = groups * sum(block.upload for block in blocks)
-    uploading += (groups - 1) * sum(block.sum_up for block in travelling)
-    downloading = sum(groups * block.boundary_down + block.download for block in blocks)
-    downloading += (groups - 1) * sum(block.sum_down for block in travelling)
-    updating = max(
-        sum(block.host_update for block in blocks), sum(block.nvme_read for block in blocks)
-    )
+    computing = groups * (forward + backward) + finish + on_device
+    computing += backward + finish if options.second_backward else 0.0
+    uploading = groups * _total("upload", blocks) + (groups - 1) * _total("sum_up", travelling)
+    downloading = groups * _total("boundary_down", blocks) + _total("download", blocks)
+    downloading += (groups - 1) * _total("sum_down", travelling)
+    updating = max(_total("host_update", blocks), _total("nvme_read", blocks))
     # The head is updated last: where gradients are stored, only the first forward and the device's
     # own updates happen meanwhile.
     behind = computing - forward - on_device if options.stored else 0.0
@@ -165,11 +161,11 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
 
 
 class StepSimulator:
-    """The times at which lanes and buffers become free, as far as steps were simulated."""
+    """When each lane and buffer is free next; a step goes on from where the one before ended."""
 
     def __init__(self, blocks: Sequence[BlockTasks], options: StepOptions) -> None:
         self.blocks, self.options = blocks, options
-        self.head = len(blocks) - 1
+        self.head, self.order = len(blocks) - 1, block_order(len(blocks))
         self.slots = slots_of_blocks(len(blocks), options.resident, options.tied)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
@@ -191,17 +187,16 @@ class StepSimulator:
         self.travelling_free = [0.0] * TRAVELLING_SUMS
         self.turn = 0
         # the rings' sizes as seconds of the transfers that fill them
-        leaving, coming = rings(options.micro_batches, options.layers_on_host)
+        leaving, coming = rings(options.micro_batches, options.retained_on_host)
         parts = max(1.0, options.micro_batches)
         self.leaving = leaving * max(block.boundary_down for block in blocks) / parts
         self.coming = coming * max(block.boundary_up for block in blocks) / parts
 
     def step(self) -> StepTimeline:
         """Simulate a step: from the time the norm of the one before is known to its own."""
-        options = self.options
+        options, back = self.options, self.order[self.head :]
         simulated = min(options.groups, SIMULATED_GROUPS)
-        order = block_order(len(self.blocks))
-        visits = order * simulated + (order[self.head :] if options.second_backward else ())
+        visits = self.order * simulated + (back if options.second_backward else ())
         self.asked = iter(uploads(visits, self.slots))
         self.uploads = 0
         self.slot_holds.clear()
@@ -210,28 +205,26 @@ class StepSimulator:
             self._update_all()
         for group in range(simulated):
             self.timeline = StepTimeline()
-            self._group(first=group == 0, last=group == simulated - 1)
+            first, last = group == 0, group == simulated - 1
+            for block in self.order[: self.head]:
+                self._visit("forward", block, first, last)
+            for block in back:
+                self._visit("head" if block == self.head else "backward", block, first, last)
             times = options.groups - simulated + 1 if group == SIMULATED_GROUPS - 2 else 1
             whole.add(self.timeline, times)
-        if options.second_backward:
-            self.timeline = whole
-            for block in order[self.head :]:
-                self._arrive("second backward", block)
-                self._backward("second backward", block, first=True, last=True)
-                self._leave(block)
+        self.timeline = whole
+        for block in back if options.second_backward else ():
+            self._visit("second backward", block, first=True, last=True)
         return whole
 
-    def _group(self, first: bool, last: bool) -> None:
-        order = block_order(len(self.blocks))
-        for block in order[: self.head]:
-            self._arrive("forward", block)
+    def _visit(self, phase: str, block: int, first: bool, last: bool) -> None:
+        """first, last: of the groups whose gradients are added up."""
+        self._arrive(phase, block)
+        if phase == "forward":
             self._forward(block)
-            self._leave(block)
-        for block in order[self.head :]:
-            phase = "head" if block == self.head else "backward"
-            self._arrive(phase, block)
+        else:
             self._backward(phase, block, first, last)
-            self._leave(block)
+        self.slot_free[self.slots[block]] = self.compute
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -246,19 +239,17 @@ class StepSimulator:
 
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
-        arrived = self._read_state(tasks) if tasks.nvme_read else 0.0
+        arrived = 0.0
+        if tasks.nvme_read:
+            # state is read ahead of its update, when a write has freed a staging buffer
+            if len(self.to_write) == STATE_STAGES:
+                self._write_back()
+            arrived = self.drive = max(self.drive, self.compute) + tasks.nvme_read
         queued = begin == self.host and self.host_late
         self.late[block] = self.host_late = arrived > begin or queued
         self.host = self.updated[block] = max(begin, arrived) + tasks.host_update
         if tasks.nvme_write:
             self.to_write.append(block)
-
-    def _read_state(self, tasks: BlockTasks) -> float:
-        """State is read from NVMe ahead of its update, when a write has freed a staging buffer."""
-        if len(self.to_write) == STATE_STAGES:
-            self._write_back()
-        self.drive = max(self.drive, self.compute) + tasks.nvme_read
-        return self.drive
 
     def _write_back(self) -> None:
         block = self.to_write.pop(0)
@@ -277,32 +268,37 @@ class StepSimulator:
             self._compute(phase, gap)
 
     def _forward(self, block: int) -> None:
-        """Activations that leave for the host wait for room in the ring."""
+        """Activations that leave for the host need room in the ring."""
         tasks, begin = self.blocks[block], self.compute
         self._compute("forward", tasks.forward)
         if tasks.boundary_down:
             ready = begin + tasks.forward / self.options.micro_batches
             self.download = max(self.download, ready) + tasks.boundary_down
+            # wait: what is on its way to the host must leave room in the ring
             self._wait("forward", self.download - self.leaving, "download")
 
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
-        """The first micro-batch needs no accumulator yet, and the last one its checkpoint."""
+        """Back-propagate a group's micro-batches through a block. The first needs no sum yet."""
         tasks = self.blocks[block]
         travels = self.options.groups > 1 and block >= self.options.sums_on_device
         each = tasks.backward / max(1.0, self.options.micro_batches)
         if travels:
             self.turn = (self.turn + 1) % TRAVELLING_SUMS
-        arriving = self._fetch_sum(block) if travels and not first else 0.0
+        arriving = 0.0
         if travels and first:
             self._wait(phase, self.travelling_free[self.turn], "download")
+        elif travels:
+            # the sum of earlier groups comes into a buffer that another block's may be leaving
+            begin = max(self.upload, self.travelling_free[self.turn], self.sum_landed[block])
+            arriving = self.upload = begin + tasks.sum_up
         back = 0.0
         if tasks.boundary_up:
             self.fetch = max(self.fetch, self.compute - self.coming) + tasks.boundary_up
             back = self.fetch + each
         self._compute(phase, each)
-        self._wait(phase, arriving, "upload")
+        self._wait(phase, arriving, "upload")  # wait: the next gradient is added to the sum
         self._compute(phase, tasks.backward - each)
-        self._wait(phase, back, "upload")
+        self._wait(phase, back, "upload")  # wait: the last micro-batch needs its activations
         if last:
             self._finish(phase, block)
         elif travels:
@@ -313,13 +309,17 @@ class StepSimulator:
         """Round, measure and download a gradient; if it is not stored, apply it."""
         tasks, streamed = self.blocks[block], block >= self.options.resident
         stage = block % GRADIENT_STAGES
-        if streamed:
+        if streamed:  # wait: the gradient before last leaves the same staging buffer
             self._wait(phase, self.staging_free[stage], "download")
         if self.options.second_backward and phase != "second backward":
             self._compute(phase, tasks.finish)
             return
         if streamed and not self.options.stored:
-            self._wait_for_a_buffer(phase, block)
+            # wait: landing buffers are taken in turn, and an update still reads the next one
+            if len(self.applying) == LANDING_BUFFERS:
+                user = self.applying[0]
+                self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
+            self.applying.append(block)
         self._compute(phase, tasks.finish)
         if streamed:
             self.download = max(self.download, self.compute) + tasks.download
@@ -333,14 +333,7 @@ class StepSimulator:
             if streamed:
                 self._host_update(block)
 
-    def _wait_for_a_buffer(self, phase: str, block: int) -> None:
-        """Landing buffers are taken in turn: the update that reads the next one must be done."""
-        if len(self.applying) == LANDING_BUFFERS:
-            user = self.applying[0]
-            self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
-        self.applying.append(block)
-
-    # -- weights and accumulators ------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def _arrive(self, phase: str, block: int) -> None:
         """Ask for the weights whose slots are free, and wait for the block's own."""
@@ -353,9 +346,6 @@ class StepSimulator:
             self._wait(phase, min(self.updated[block], landed), late)
             self._wait(phase, landed, "nvme" if self.blocks[block].nvme_weight else "upload")
 
-    def _leave(self, block: int) -> None:
-        self.slot_free[self.slots[block]] = self.compute
-
     def _upload(self, block: int) -> None:
         tasks, slot = self.blocks[block], self.slots[block]
         if self.slot_holds.get(slot) == block:
@@ -367,9 +357,3 @@ class StepSimulator:
             there = self.drive = max(self.drive, there, self.compute) + tasks.nvme_weight
         begin = max(self.upload, there, self.slot_free.get(slot, 0.0))
         self.upload = self.weights_landed[block] = begin + tasks.upload
-
-    def _fetch_sum(self, block: int) -> float:
-        """The sum of earlier groups comes into a buffer that another block's may be leaving."""
-        begin = max(self.upload, self.travelling_free[self.turn], self.sum_landed[block])
-        self.upload = begin + self.blocks[block].sum_up
-        return self.upload

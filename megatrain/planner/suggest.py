@@ -1,37 +1,35 @@
-"""What would help where a plan does not fit or could be faster: the cheapest change that makes it
-fit, how much memory it lacks, and what would make it faster. Arithmetic only.
+"""Suggestions: the cheapest change that makes a plan fit, how much memory it lacks, and the changes
+that would make it faster. Arithmetic only.
 
 A new way to save memory or time is one row of `REMEDIES`, placed by what it costs in exactness.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, NamedTuple
 
 from megatrain.machine.hardware import GIB
-from megatrain.planner import timing
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.reasons import counted
 from megatrain.planner.search import Search
-from megatrain.planner.timing import Timing
+from megatrain.planner.timing import StepCosts, Timing
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
 
 EXACT = "exact"
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "nvme": "NVMe space", "disk": "disk space"}
-PRECISION_GIB = 0.1  # of the amount that is said to be missing
+PRECISION_GIB = 0.1  # to which missing memory is found
 MOST_GIB = 16_384
 WORTH_SAYING = 1.03  # times as fast: predictions are not known much better
 NEARLY = 0.9  # share of a remedy's best gain that a milder setting must have
 MOST_SUGGESTIONS = 3
 MORE_RAM = (1.5, 2.0)  # times what there is
 
-Settings = dict[str, dict[str, Any]]  # config keys as words -> fields of the job; mildest first
+Offers = dict[str, dict[str, Any]]  # config keys as words -> fields of the job; mildest first
 
 
 @dataclass(frozen=True)
@@ -44,44 +42,37 @@ class Change:
 
 
 class Remedy(NamedTuple):
-    """Settings of one kind, for a job that lacks memory or speed."""
+    """One kind of setting, for a job that lacks memory or speed."""
 
     cost: str  # in exactness, in a word or two
-    smaller: Callable[[Job], Settings] = lambda job: {}  # those that need less memory
-    faster: Callable[[Job], Settings] = lambda job: {}  # those that may take less time per token
+    smaller: Callable[[Job], Offers] = lambda job: {}  # those that need less memory
+    faster: Callable[[Job], Offers] = lambda job: {}  # those that may take less time per token
     needs_gpu: bool = False  # only a GPU is faster with them
 
 
-def _precision(wanted: str, instead_of: str) -> Callable[[Job], Settings]:
-    offered = {f"precision: {wanted}": {"precision": wanted}}
-    return lambda job: offered if job.precision == instead_of else {}
+def _instead(key: str, before: str, now: str) -> Callable[[Job], Offers]:
+    """The config's `key` changed to `now`, for jobs in which it is `before`."""
+    field = key.rpartition(".")[2]
+    return lambda job: {f"{key}: {now}": {field: now}} if getattr(job, field) == before else {}
 
 
-_BFLOAT16, _FP8 = _precision("bfloat16", "float32"), _precision("fp8", "bfloat16")
-
-
-def _int8(job: Job) -> Settings:
-    offered = {"memory.activations: int8": {"activations": "int8"}}
-    return offered if job.activations == UNCHANGED else {}
-
-
-def _moments(job: Job) -> Settings:
+def _moments(job: Job) -> Offers:
     return {
         f"optimizer.moments: {moments}": {"state_bytes": state, "update_arithmetic": arithmetic}
         for moments, state, arithmetic in job.lighter_moments
     }
 
 
-def _unclipped(job: Job) -> Settings:
+def _unclipped(job: Job) -> Offers:
     words, fields = "train.max_grad_norm: null", {"clipping": False}
-    if job.clipping and job.second_backward:
+    if job.clipping and job.second_backward:  # which exists for the norm alone
         return {f"{words} and memory.second_backward: auto": {**fields, "second_backward": None}}
     return {words: fields} if job.clipping else {}
 
 
-def _steps(job: Job, *factors: float) -> Settings:
-    """Steps of other sizes, in the key that the user set. Of their rows nothing is known."""
-    found: Settings = {}
+def _steps(job: Job, *factors: float) -> Offers:
+    """Steps of other sizes, in the key that the user set; how their rows pad is not known."""
+    found: Offers = {}
     for tokens in (max(job.seq_len, int(job.tokens_per_step * factor)) for factor in factors):
         rows, words = None, f"train.tokens_per_step: {tokens}"
         if job.rows_per_step is not None:
@@ -92,12 +83,19 @@ def _steps(job: Job, *factors: float) -> Settings:
     return found
 
 
+_BFLOAT16 = _instead("precision", "float32", "bfloat16")
 # From costly to harmless: the last is tried first, the first only where all others do not suffice.
 REMEDIES = (
     Remedy("does not clip", _unclipped, _unclipped),
-    Remedy("rounds activation checkpoints to 8 bits", _int8),
+    Remedy(
+        "rounds activation checkpoints to 8 bits", _instead("memory.activations", UNCHANGED, "int8")
+    ),
     Remedy("rounds the moments", _moments, _moments),
-    Remedy("rounds matmul operands to 8 bits", faster=_FP8, needs_gpu=True),
+    Remedy(
+        "rounds matmul operands to 8 bits",
+        faster=_instead("precision", "bfloat16", "fp8"),
+        needs_gpu=True,
+    ),
     Remedy("computes in bf16", _BFLOAT16, _BFLOAT16),
     Remedy(
         "changes the batch",
@@ -113,8 +111,8 @@ def left_open(job: Job) -> Iterator[Change]:
     for group in ("placing", "cutting"):
         options = [option for option in OPTIONS if option.key and option.group == group]
         found = [option.key for option in options if getattr(job, option.field) is not None]
-        asked += found
         if found:
+            asked += found
             unset: dict[str, Any] = {option.field: None for option in options}
             job = replace(job, **unset)
             yield Change(" and ".join(f"{key}: auto" for key in asked), EXACT, job)
@@ -124,18 +122,17 @@ def smaller_jobs(job: Job) -> Iterator[Change]:
     """Jobs that need less memory, in rising order of what they cost."""
     opened = list(left_open(job))
     yield from opened
+    costs = [remedy.cost for remedy in REMEDIES]
     for combined in product(*([None, *remedy.smaller(job).items()] for remedy in REMEDIES)):
-        settings = [
-            (remedy.cost, *setting)
-            for remedy, setting in zip(REMEDIES, combined, strict=True)
-            if setting is not None
-        ]
-        if settings:
-            costs, keys, changed = zip(*reversed(settings), strict=True)
-            words, cost, fields = " and ".join(keys), ", ".join(costs), dict(ChainMap(*changed))
-            yield Change(words, cost, replace(job, **fields))
+        # the cheapest first, as words name them
+        chosen = [(c, *offer) for c, offer in zip(costs, combined, strict=True) if offer][::-1]
+        if chosen:
+            cost = ", ".join(cost for cost, _, _ in chosen)
+            words = " and ".join(keys for _, keys, _ in chosen)
+            changed = {field: value for *_, fields in chosen for field, value in fields.items()}
+            yield Change(words, cost, replace(job, **changed))
             for change in opened:
-                yield Change(f"{change.words} and {words}", cost, replace(change.job, **fields))
+                yield Change(f"{change.words} and {words}", cost, replace(change.job, **changed))
 
 
 def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
@@ -153,7 +150,7 @@ def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
 def cheapest_fix(short: Collection[str], search: Search) -> str:
     """The first change, from harmless to costly, that makes the job fit; else what would.
 
-    short: the tiers that are too small. Memory and disk are mended independently.
+    short: the tiers that are too small; what helps memory and what helps the disk are independent.
     """
     fixes = []
     if memory := sorted({*short} - {"disk"}):
@@ -171,7 +168,7 @@ def cheapest_fix(short: Collection[str], search: Search) -> str:
         least = disk_bytes(replace(search.job, checkpoints_kept=1), search.shape)
         fixes.append(
             "set checkpoint.keep: 1"
-            if sum(least.values()) <= search.hardware.disk_free_bytes
+            if sum(least.values()) <= search.budget.disk
             else "free disk space, or set output to a folder on a larger disk"
         )
     return "; ".join(fixes)
@@ -182,24 +179,23 @@ def _that_fit(search: Search, changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def missing(search: Search) -> tuple[tuple[str, int], ...]:
-    """(tier, bytes) of which more would make the job fit as it is.
+    """(tier, bytes): the least that must be added for the job to fit as it is.
 
-    Each tier that would suffice alone; where none would, all of them together.
+    Each tier that suffices by itself; where none does, all of them together.
     """
 
-    def enlarged(gpu: float, host: float) -> Search:
-        room = search.room
-        device = None if room.device is None else room.device + int(gpu * GIB)
-        return replace(search, room=replace(room, device=device, host=room.host + int(host * GIB)))
+    def enough(**gib: float) -> bool:
+        more = {tier: (getattr(search.budget, tier) or 0) + int(n * GIB) for tier, n in gib.items()}
+        return replace(search, budget=replace(search.budget, **more)).fits_somehow()
 
-    lacks = {"host": _least(lambda size: enlarged(0, size).fits_somehow())}
-    if search.room.device is not None:
-        lacks["gpu"] = _least(lambda size: enlarged(size, 0).fits_somehow())
-    if all(size is None for size in lacks.values()):
-        both = _least(lambda size: enlarged(MOST_GIB, size).fits_somehow())
-        lacks = {"host": both, "gpu": None}
-        if both is not None:
-            lacks["gpu"] = _least(lambda size: enlarged(size, both).fits_somehow())
+    lacks = {"host": _least(lambda size: enough(host=size))}
+    on_gpu = search.budget.gpu is not None
+    if on_gpu:
+        lacks["gpu"] = _least(lambda size: enough(gpu=size))
+    if on_gpu and not any(lacks.values()):
+        host = lacks["host"] = _least(lambda size: enough(host=size, gpu=MOST_GIB))
+        if host is not None:
+            lacks["gpu"] = _least(lambda size: enough(host=host, gpu=size))
     return tuple((tier, int(size * GIB)) for tier, size in lacks.items() if size is not None)
 
 
@@ -218,14 +214,15 @@ def _least(enough: Callable[[float], bool]) -> float | None:
 
 
 def _allowed(search: Search, tier: str, nbytes: int) -> str:
-    """`nbytes` more of a tier, with the key that allows them if the machine has them."""
-    hardware, room = search.hardware, search.room
-    present, budget = hardware.host_available_bytes, room.host
-    if tier == "gpu":
-        present, budget = (hardware.gpu.free_bytes if hardware.gpu else 0), room.device or 0
-    total = budget + nbytes
-    key = f" (the machine has it: memory.{tier}: {-(-total // GIB)}GiB)" if present >= total else ""
-    return f"{nbytes / GIB:.1f} GiB of {TIER_WORDS[tier]}{key}"
+    """The amount in words, and the key that allows it if the machine has it."""
+    hardware, words = search.hardware, f"{nbytes / GIB:.1f} GiB of {TIER_WORDS[tier]}"
+    free = {"host": hardware.host_available_bytes}
+    if hardware.gpu is not None:
+        free["gpu"] = hardware.gpu.free_bytes
+    total = getattr(search.budget, tier) + nbytes
+    if free[tier] < total:
+        return words
+    return f"{words} (the machine has it: memory.{tier}: {-(-total // GIB)}GiB)"
 
 
 # -- to be faster ----------------------------------------------------------------------------------
@@ -254,32 +251,29 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
         best = changed.fastest_of(candidates)
         if best is None:
             continue
-        after = timing.predict(best, changed.machine)
+        after = StepCosts(best, changed.machine).predict()
         speedup = after.tokens_per_s / before.tokens_per_s
         if speedup >= WORTH_SAYING:
             why = _shorter_wait(before, after) or _less_work(search, choices, changed, best.choices)
-            found.setdefault(change.cost, []).append(
-                Suggestion(change.words, change.cost, speedup, after.tokens_per_s, why)
-            )
-    suggestions = [_mildest_of_the_best(of_a_kind) for of_a_kind in found.values()]
+            better = Suggestion(change.words, change.cost, speedup, after.tokens_per_s, why)
+            found.setdefault(change.cost, []).append(better)
+    suggestions = []
+    for of_a_kind in found.values():  # the mildest that gains nearly as much as the best
+        enough = 1 + NEARLY * (max(one.speedup for one in of_a_kind) - 1)
+        suggestions.append(next(one for one in of_a_kind if one.speedup >= enough))
     best_ones = sorted(suggestions, key=lambda suggestion: -suggestion.speedup)[:MOST_SUGGESTIONS]
     return tuple(suggestion for suggestion in suggestions if suggestion in best_ones)
 
 
 def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:
     """Other jobs on this machine, and this job with more RAM, in rising order of their cost."""
-    room = search.room.less_spare()
-    for change in faster_jobs(search.job, on_gpu=room.device is not None):
-        yield change, replace(search, job=change.job, room=room)
+    budget = search.budget.less_spare()
+    for change in faster_jobs(search.job, on_gpu=budget.gpu is not None):
+        yield change, replace(search, job=change.job, budget=budget)
     for times in MORE_RAM:
-        more = int(search.room.host * (times - 1)) // GIB * GIB
+        more = int(search.budget.host * (times - 1)) // GIB * GIB
         change = Change(f"{more // GIB} GiB more host RAM", "a larger machine", search.job)
-        yield change, replace(search, room=replace(room, host=room.host + more))
-
-
-def _mildest_of_the_best(suggestions: list[Suggestion]) -> Suggestion:
-    best = max(suggestion.speedup for suggestion in suggestions) - 1
-    return next(suggestion for suggestion in suggestions if suggestion.speedup - 1 >= NEARLY * best)
+        yield change, replace(search, budget=replace(budget, host=budget.host + more))
 
 
 def _shorter_wait(before: Timing, after: Timing) -> str:
@@ -297,7 +291,7 @@ def _shorter_wait(before: Timing, after: Timing) -> str:
 def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> str:
     """What the device computes less of, or faster."""
     before, after = (
-        max(0, search.layers - choices.retained - choices.retained_on_host)
+        max(0, search.shape.layers - choices.retained - choices.retained_on_host)
         for choices in (was, now)
     )
     if after < before:

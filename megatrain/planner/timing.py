@@ -8,14 +8,15 @@ order is the engine's (simulation.py). tests/planner/test_timing.py holds all of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.simulation import BlockTasks, StepOptions, StepTimeline
+from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, StepTimeline
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -78,46 +79,8 @@ class Timing:
         return 1 - sum(self.waits.values()) / self.seconds
 
 
-def predict(layout: Layout, machine: MachineProfile) -> Timing:
-    """Simulate one steady step. Deterministic arithmetic: no device is asked."""
-    costs = _Costs(layout, machine)
-    simulated = simulation.overlapped if costs.on_gpu else simulation.serial
-    timeline = simulated(costs.blocks(), costs.options())
-    seconds, tokens = timeline.seconds, layout.choices.micro_batch_tokens
-    tokens_per_s = layout.job.trained_tokens(tokens) / seconds
-    return Timing(
-        seconds=seconds,
-        phases=timeline.phases,
-        waits={
-            wait: sum(waits[wait] for waits in timeline.waits.values()) for wait in simulation.WAITS
-        },
-        bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
-        tokens_per_s=tokens_per_s,
-        tflops=6 * layout.shape.parameters * tokens_per_s / 1e12,
-    )
-
-
-def at_least(layout: Layout, machine: MachineProfile) -> float:
-    """Seconds that `predict` cannot fall below, found in a fraction of its time."""
-    costs = _Costs(layout, machine)
-    if costs.on_gpu:
-        return simulation.at_least(costs.blocks(), costs.options())
-    return simulation.serial(costs.blocks(), costs.options()).seconds
-
-
-def block_tasks(layout: Layout, machine: MachineProfile) -> list[BlockTasks]:
-    """The tasks of every block for a group of micro-batches."""
-    return _Costs(layout, machine).blocks()
-
-
-def _bound(timeline: StepTimeline, phase: str) -> str:
-    waits = timeline.waits[phase]
-    worst = max(waits, key=lambda name: waits[name])
-    return worst if waits[worst] > WORTH_NAMING * timeline.phases[phase] else "compute"
-
-
-class _Costs:
-    """Seconds of a layout's blocks on one machine."""
+class StepCosts:
+    """Seconds that a layout's blocks take on one machine, and a step of them."""
 
     def __init__(self, layout: Layout, machine: MachineProfile) -> None:
         self.layout, self.machine = layout, machine
@@ -125,36 +88,63 @@ class _Costs:
         self.weight = layout.activations.weight
         self.on_gpu = machine.upload > 0
         self.far = frozenset(layout.far_blocks)
+        # bytes/s of all drives together
+        self.drive_read = max(1.0, self.job.nvme_drives * machine.disk_read)
+        self.drive_write = max(1.0, self.job.nvme_drives * machine.disk_write)
         self.fp8_share = self.job.fp8_share if self.job.precision == "fp8" and machine.fp8 else 0.0
-        self.layer_traffic = 1 + self.fp8_share * (FP8_TRAFFIC - 1)
-        most = self.choices.micro_batch_tokens
-        in_step = self.job.mean_micro_batches(most)
-        self.micro_batches = in_step / self.choices.groups  # of a group, on average
-        self.tokens = min(most, self.job.computed_tokens(most) / in_step)  # of one, on average
+        step = self.job.step(self.choices.micro_batch_tokens)
+        # a group's micro-batches and their tokens, both on average
+        self.micro_batches = step.mean_micro_batches / self.choices.groups
+        self.tokens = min(step.micro_batch, step.mean / step.mean_micro_batches)
         self.where = graphs_of_layers(
-            len(self.shape.block_numel) - 2, self.choices.retained, self.choices.retained_on_host
+            self.shape.layers, self.choices.retained, self.choices.retained_on_host
         )
         self.sent_bytes = self._sent_bytes()
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = (
             machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
         )
-        self.up, self.down = self._transfer_rates()
+        # bytes/s with both directions busy; without a bus, a copy in memory reads and writes
+        self.up = self.down = machine.memory / 2
+        if self.on_gpu:
+            share = min(1.0, machine.both / (machine.upload + machine.download))
+            self.up, self.down = share * machine.upload, share * machine.download
         self.leaving = self._leaving_rate()
 
-    def options(self) -> StepOptions:
-        return StepOptions(
-            groups=self.choices.groups,
-            micro_batches=self.micro_batches,
-            resident=self.choices.resident,
-            sums_on_device=self.choices.sums_on_device,
-            clipping=self.job.clipping,
-            tied=self.shape.tied,
-            second_backward=self.choices.second_backward,
-            layers_on_host=self.choices.retained_on_host,
+    def predict(self) -> Timing:
+        """Simulate one steady step. Deterministic arithmetic: no device is asked."""
+        timeline = (simulation.overlapped if self.on_gpu else simulation.serial)(
+            self.blocks, self.options
+        )
+        trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
+        tokens_per_s = trained / timeline.seconds
+        return Timing(
+            seconds=timeline.seconds,
+            phases=timeline.phases,
+            waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
+            bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
+            tokens_per_s=tokens_per_s,
+            tflops=6 * self.shape.parameters * tokens_per_s / 1e12,
         )
 
+    def at_least(self) -> float:
+        """Seconds that `predict` cannot fall below, found in a fraction of its time."""
+        if self.on_gpu:
+            return simulation.at_least(self.blocks, self.options)
+        return simulation.serial(self.blocks, self.options).seconds
+
+    @cached_property
+    def options(self) -> StepOptions:
+        return StepOptions(
+            **self.choices.chosen,
+            micro_batches=self.micro_batches,
+            clipping=self.job.clipping,
+            tied=self.shape.tied,
+        )
+
+    @cached_property
     def blocks(self) -> list[BlockTasks]:
+        """The tasks of every block for a group of micro-batches."""
         known: dict[tuple[int, int, Where, float, bool, bool], BlockTasks] = {}
         tasks = [self._embedding()]
         for block, work in enumerate(self.shape.cost.layers, start=1):  # mostly of one kind
@@ -169,36 +159,34 @@ class _Costs:
     # -- computation -------------------------------------------------------------------------------
 
     def _layer(self, block: int, work: BlockCost) -> BlockTasks:
-        """Recomputation leaves out matmuls whose value no gradient needs; selective checkpointing
-        repeats what is between matmuls."""
-        numel, tokens = self.shape.block_numel[block], self.tokens
+        numel, tokens, memory = self.shape.block_numel[block], self.tokens, self.machine.memory
         where, sent, choices = self.where[block - 1], self.sent_bytes[block - 1], self.choices
-        chunk, memory = choices.layer_chunk_tokens or tokens, self.machine.memory
-        rate = self._layer_rate(min(tokens, chunk))
-        quantizing = self.fp8_share * numel * FP8_WEIGHT_BYTES / 2 / memory
-        adding = (math.ceil(tokens / chunk - ROUNDING) - 1) * self._adding(numel)
+        chunk = choices.layer_chunk_tokens or tokens
+        rate, share = self._matmul_rate(min(tokens, chunk)), self.fp8_share
+        if share:
+            rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
+        traffic = 1 + share * (FP8_TRAFFIC - 1)
+        quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
         forward, backward = (
             seconds + quantizing
-            for seconds in self._forward_and_backward(work, tokens, rate, self.layer_traffic)
+            for seconds in self._forward_and_backward(work, tokens, rate, traffic)
         )
+        # each chunk after the first adds its weight gradient to the ones before
+        adding = (math.ceil(tokens / chunk - ROUNDING) - 1) * self._adding(numel)
+        # selective checkpointing repeats what is between matmuls
         again = work.cheap_bytes * tokens / memory if choices.cheap_retention else 0.0
         gathering = 2 * sent / memory if where == "host" else 0.0
         coding = 0.0
         if where == "nowhere":
+            # recomputation leaves out matmuls whose value no gradient needs
             again = forward - work.skippable_flops * tokens / rate
-            coding = self._coding
+            if self.job.activations != UNCHANGED:  # one form of the checkpoint is read, one written
+                kept = self.layout.activations
+                coding = tokens * (kept.row_bytes + kept.checkpoint_row_bytes) / memory
         offloaded = sent if choices.offload_activations else 0.0
         return self._block(
             block, forward + gathering + coding, backward + again + adding + coding, offloaded
         )
-
-    @property
-    def _coding(self) -> float:
-        """Encoding or decoding a checkpoint: one form is read, the other written."""
-        if self.job.activations == UNCHANGED:
-            return 0.0
-        both = self.layout.activations.row_bytes + self.layout.activations.checkpoint_row_bytes
-        return self.tokens * both / self.machine.memory
 
     def _embedding(self) -> BlockTasks:
         """In backward it runs once more: nothing of it is saved."""
@@ -218,35 +206,32 @@ class _Costs:
     def _forward_and_backward(
         self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0
     ) -> tuple[float, float]:
-        """rate: of matmuls, FLOP/s; traffic: factor of the bytes moved between them in bf16."""
+        """Seconds of both directions.
+
+        rate: of matmuls, FLOP/s. traffic: factor of the bytes moved between them in bf16.
+        """
         flops = 3 * work.forward.attention_flops * tokens
         attention = flops / interpolate(self.machine.attention, self.job.seq_len)
-        ahead, back = ATTENTION_FORWARD_SHARE, 1 - ATTENTION_FORWARD_SHARE
-        return (
-            self._pass(work.forward, tokens, rate, traffic, attention * ahead),
-            self._pass(work.backward, tokens, rate, traffic, attention * back),
-        )
-
-    def _pass(
-        self, work: PassCost, tokens: float, rate: float, traffic: float, attention: float
-    ) -> float:
-        """Seconds of one direction. Only a GPU computes while the host launches kernels."""
-        if self.job.compiled:
-            kind, moved, kernels = "compiled", work.compiled_bytes, work.compiled_kernels
-        else:
-            kind, moved, kernels = "eager", work.eager_bytes, work.eager_kernels
-            traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
-        computing = (
-            attention + work.matmul_flops * tokens / rate + traffic * moved * tokens / memory
-        )
-        launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
-        return max(computing, launching) if self.on_gpu else computing + launching
+        kind = "compiled" if self.job.compiled else "eager"
+        if kind == "eager":
+            traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
 
-    def _layer_rate(self, tokens: float) -> float:
-        """FLOP/s of the layers' matmuls over `tokens`."""
-        rate, share = self._matmul_rate(tokens), self.fp8_share
-        return 1 / (share / self.machine.fp8 + (1 - share) / rate) if share else rate
+        def seconds(one_way: PassCost, attention: float) -> float:
+            moved, kernels = one_way.eager_bytes, one_way.eager_kernels
+            if kind == "compiled":
+                moved, kernels = one_way.compiled_bytes, one_way.compiled_kernels
+            matmuls = one_way.matmul_flops * tokens / rate
+            computing = attention + matmuls + traffic * moved * tokens / memory
+            launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
+            # only a GPU computes while the host launches kernels
+            return max(computing, launching) if self.on_gpu else computing + launching
+
+        ahead = ATTENTION_FORWARD_SHARE
+        return (
+            seconds(work.forward, attention * ahead),
+            seconds(work.backward, attention * (1 - ahead)),
+        )
 
     def _matmul_rate(self, tokens: float) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
@@ -261,19 +246,25 @@ class _Costs:
     def _block(
         self, number: int, forward: float, backward: float, offloaded: float = 0.0
     ) -> BlockTasks:
-        """Of a micro-batch: seconds forward and backward, and bytes to the host and back."""
+        """A block's tasks for a group of micro-batches.
+
+        forward, backward: seconds of one micro-batch. offloaded: bytes that it sends to host RAM
+        in forward and gets back in backward.
+        """
         numel, resident = self.shape.block_numel[number], number < self.choices.resident
         streamed = 0 if resident else numel
-        backward += self._adding(numel)
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
             on_host = numel / self.host_update_rate + self._products(number, travelling=True)
         if resident or self.on_gpu:
             on_device = (numel - streamed) / self.device_update_rate + self._products(number)
-        tasks = BlockTasks(
+        # each array on NVMe is read and written once
+        far = self.layout.far_arrays([number], sum) if number in self.far else {}
+        all_far, grad, weight = sum(far.values()), far.get("grad", 0.0), far.get("weight", 0.0)
+        return BlockTasks(
             forward=self.micro_batches * forward,
-            backward=self.micro_batches * backward,
+            backward=self.micro_batches * (backward + self._adding(numel)),
             # read the sum, write the gradient and measure it
             finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
             upload=streamed * self.weight / self.up,
@@ -284,12 +275,15 @@ class _Costs:
             boundary_up=offloaded / self.up,
             host_update=on_host,
             device_update=on_device,
+            nvme_read=all_far / self.drive_read,
+            nvme_write=(all_far - grad) / self.drive_write,
+            nvme_gradient=grad / self.drive_write,
+            nvme_weight=weight / self.drive_read,
         )
-        return self._with_nvme(tasks, number) if number in self.far else tasks
 
     def _products(self, number: int, travelling: bool = False) -> float:
-        """Matmuls of a block's update. Those of blocks in host RAM are a GPU's too: their operands
-        go up and come down in bfloat16, and they take the device's time from the computation."""
+        """Seconds of the matmuls in a block's update. A GPU computes those of blocks in host RAM
+        too: their operands go up and come down in bfloat16, and the model's computation waits."""
         whole = self.job.whole_update
         flops = 0.0 if whole is None else whole.product_flops[number]
         if not flops:
@@ -298,20 +292,6 @@ class _Costs:
         if travelling and self.on_gpu:
             seconds += 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down)
         return seconds
-
-    def _with_nvme(self, tasks: BlockTasks, number: int) -> BlockTasks:
-        """With reading and writing its arrays on NVMe, at the rate of all drives together."""
-        sizes = self.layout.far_arrays([number], sum)
-        read = max(1.0, self.job.nvme_drives * self.machine.disk_read)
-        write = max(1.0, self.job.nvme_drives * self.machine.disk_write)
-        grad, weight = sizes.get("grad", 0.0), sizes.get("weight", 0.0)
-        return replace(
-            tasks,
-            nvme_read=sum(sizes.values()) / read,
-            nvme_write=(sum(sizes.values()) - grad) / write,
-            nvme_gradient=grad / write,
-            nvme_weight=weight / read,
-        )
 
     def _sent_bytes(self) -> list[float]:
         """Bytes of a micro-batch that each layer may send: its checkpoint, or what it saved."""
@@ -333,8 +313,8 @@ class _Costs:
         return UPDATE_BYTES / (2 * state_bytes_per_parameter(self.job) + self.weight + again)
 
     def _host_update_rate(self) -> tuple[float, float]:
-        """(parameters/s, share of what memory would let through). The rate is between those alone
-        and beside a busy bus, since weights on their way use the same memory."""
+        """(parameters/s, their share of the memory-bound rate). The rate lies between the one
+        measured alone and the one beside a busy bus, as transfers use the same memory."""
         threads, limit = self.choices.update_threads, self.job.update_arithmetic
         alone = interpolate(self.machine.update, threads)
         busy = min(alone, self.machine.update_busy)
@@ -349,16 +329,9 @@ class _Costs:
             rate = min(rate, threads * limit * self.machine.arithmetic)
         return rate, rate / memory_bound
 
-    def _transfer_rates(self) -> tuple[float, float]:
-        """Bytes/s up and down; without a bus, of a copy in memory, which is read and written."""
-        if not self.on_gpu:
-            return self.machine.memory / 2, self.machine.memory / 2
-        share = min(1.0, self.machine.both / (self.machine.upload + self.machine.download))
-        return share * self.machine.upload, share * self.machine.download
-
     def _leaving_rate(self) -> float:
-        """Bytes/s of activations that leave in forward: weights come up on the same bus meanwhile,
-        and the host may update in the same memory."""
+        """Bytes/s of offloaded activations in forward, while weights come up on the same bus and
+        the host may update in the same memory."""
         nbytes = self.micro_batches * sum(self.sent_bytes)
         if not (self.on_gpu and self.choices.offload_activations and nbytes):
             return self.down
@@ -370,3 +343,9 @@ class _Costs:
             updating = min(1.0, streamed / self.host_update_rate / seconds)
             slower += (1 - BESIDE_UPDATE) * self.update_in_memory * updating
         return alone * (1 - slower)
+
+
+def _bound(timeline: StepTimeline, phase: str) -> str:
+    waits = timeline.waits[phase]
+    worst = max(waits, key=lambda name: waits[name])
+    return worst if waits[worst] > WORTH_NAMING * timeline.phases[phase] else "compute"

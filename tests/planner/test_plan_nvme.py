@@ -19,11 +19,11 @@ from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import AdamW
-from megatrain.planner import timing
 from megatrain.planner.explain import render
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
+from megatrain.planner.timing import StepCosts, Timing
 from megatrain.schedule import LEVELS, blocks_on_nvme
 from megatrain.settings import Settings
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
@@ -118,13 +118,13 @@ def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_na
     plan, machine = plan_of(), typical(SMALL)
     layout = layout_of(plan.choices, plan.job)
 
-    def predicted(drives: int, share: float) -> timing.Timing:
+    def predicted(drives: int, share: float) -> Timing:
         rates: Any = {
             "disk_read": share * machine.disk_read,
             "disk_write": share * machine.disk_write,
         }
         on_drives = layout_of(plan.choices, replace(plan.job, nvme_drives=drives))
-        return timing.predict(on_drives, replace(machine, **rates))
+        return StepCosts(on_drives, replace(machine, **rates)).predict()
 
     one = predicted(1, 1.0)
     assert one.waits["nvme"] > 0
@@ -133,7 +133,7 @@ def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_na
     read, written = layout.nvme_traffic
     alone = read / machine.disk_read + written / machine.disk_write
     assert predicted(1, 0.01).seconds == pytest.approx(100 * alone, rel=0.1)
-    assert timing.at_least(layout, machine) <= one.seconds
+    assert StepCosts(layout, machine).at_least() <= one.seconds
 
 
 def test_training_on_the_cpu_may_use_a_drive_too():

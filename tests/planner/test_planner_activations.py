@@ -137,8 +137,7 @@ def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes():
 def test_padding_is_that_of_the_rows_once_they_are_known(size, padded, computed, most, mean):
     found = StepTokens(16, 72, 70.5, 6, 5.5), StepTokens(32, 80, 77.0, 3, 2.5)
     job = replace(VARIED, step_tokens=found)
-    assert (job.padded_tokens(size), job.computed_tokens(size)) == (padded, computed)
-    assert (job.most_micro_batches(size), job.mean_micro_batches(size)) == (most, mean)
+    assert job.step(size)[1:] == (padded, computed, most, mean)
     assert boundaries(ALL_STREAMED, job=job)[0] == 72 * STATE * 3
     by_rows = replace(job, rows_per_step=8)
     assert by_rows.pads
@@ -160,11 +159,11 @@ def test_ever_new_shapes_leave_holes_between_them():
 def test_micro_batches_hold_whole_rows():
     job = replace(TINY_JOB, tokens_per_step=96, seq_len=8)
     for size, count in {8: 12, 15: 12, 16: 6, 20: 6}.items():
-        assert job.most_micro_batches(size) == job.mean_micro_batches(size) == count
+        assert job.step(size)[3:] == (count, count)
     choices = replace(ALL_STREAMED, micro_batch_tokens=20, groups=2)
     assert (choices.micro_batches(job), choices.group_tokens(job)) == (3, 48)
     known = replace(job, lengths_vary=True, step_tokens=(StepTokens(20, 96, 90.0, 7, 6.5),))
-    assert known.most_micro_batches(20) == 7
+    assert known.step(20).most_micro_batches == 7
 
 
 def test_a_step_of_a_number_of_rows_trains_the_tokens_that_are_computed_at_most():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,9 @@ def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(job, har
     streamed = Layout.of(TWO_GROUPS, job, TINY, hardware)
     totals = set()
     for resident, sums, nvme in product(range(5), range(5), range(3)):
-        choices = replace(TWO_GROUPS, resident=resident, sums_on_device=sums, nvme_blocks=nvme)
-        moved, made = streamed.moved(choices), Layout.of(choices, job, TINY, hardware)
+        places: dict[str, Any] = {"resident": resident, "sums_on_device": sums, "nvme_blocks": nvme}
+        moved = streamed.moved(**places)
+        made = Layout.of(replace(TWO_GROUPS, **places), job, TINY, hardware)
         assert (moved.device, moved.host, moved.nvme) == (made.device, made.host, made.nvme)
         assert moved.device_bytes == sum(moved.device.values())
         assert moved.host_bytes == sum(moved.host.values())

@@ -11,9 +11,9 @@ from rich.console import Console
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.planner.explain import render
-from megatrain.planner.job import Job
+from megatrain.planner.job import Budget, Job
 from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.search import Room, Search
+from megatrain.planner.search import Search
 from megatrain.planner.suggest import MOST_SUGGESTIONS, WORTH_SAYING, missing
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200, with_gpu
 
@@ -28,21 +28,21 @@ def plan_of(job: Job, hardware: Hardware) -> Plan:
 
 @pytest.mark.parametrize(("gpu_gib", "host_gib"), [(24, 60), (4, 200), (90, 20), (5, 50)])
 def test_what_is_missing_is_enough_and_little_less_is_not(gpu_gib, host_gib):
-    hardware, room = h200(gpu_gib, host_gib), Room(gpu_gib * GIB, host_gib * GIB)
-    search = Search(JOB_7B, QWEN_7B, hardware, typical(hardware), room)
+    hardware, budget = h200(gpu_gib, host_gib), Budget(gpu_gib * GIB, host_gib * GIB)
+    search = Search(JOB_7B, QWEN_7B, hardware, typical(hardware), budget)
     assert not search.fits_somehow()
     lacking = missing(search)
     assert lacking
     for tier, more in lacking:
         for share, fits in ((1.0, True), (0.9, False)):
             extra = {"gpu": 0, "host": 0, tier: int(share * more)}
-            larger = Room(gpu_gib * GIB + extra["gpu"], host_gib * GIB + extra["host"])
-            assert replace(search, room=larger).fits_somehow() is fits, (tier, more / GIB, share)
+            larger = Budget(gpu_gib * GIB + extra["gpu"], host_gib * GIB + extra["host"])
+            assert replace(search, budget=larger).fits_somehow() is fits, (tier, more / GIB, share)
 
 
 def test_on_a_cpu_only_RAM_is_missing():
     needed = make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP))
-    search = Search(TINY_JOB, TINY, LAPTOP, typical(LAPTOP), Room(None, needed.host_bytes // 100))
+    search = Search(TINY_JOB, TINY, LAPTOP, typical(LAPTOP), Budget(None, needed.host_bytes // 100))
     assert [tier for tier, _ in missing(search)] == ["host"]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatrain.machine.profile import MachineProfile, typical
-from megatrain.planner import timing
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
 from megatrain.planner.simulation import BlockTasks
+from megatrain.planner.timing import StepCosts, Timing
 from tests.planned import H200, INT8_STATE, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
 
 STREAMED = Choices(
@@ -30,16 +30,14 @@ STREAMED = Choices(
 )
 
 
-def predict(
-    choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile
-) -> timing.Timing:
-    return timing.predict(Layout.of(choices, job, shape, H200), machine)
+def predict(choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile) -> Timing:
+    return StepCosts(Layout.of(choices, job, shape, H200), machine).predict()
 
 
 def block_tasks(
     choices: Choices, job: Job, shape: ModelShape, machine: MachineProfile
 ) -> list[BlockTasks]:
-    return timing.block_tasks(Layout.of(choices, job, shape, H200), machine)
+    return StepCosts(Layout.of(choices, job, shape, H200), machine).blocks
 
 
 @dataclass(frozen=True)

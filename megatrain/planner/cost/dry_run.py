@@ -212,7 +212,6 @@ class DryRun:
             forward=with_compiled(cost.forward, full.forward),
             backward=with_compiled(cost.backward, full.backward),
             cheap_bytes=(cheap.backward.bytes - full.backward.bytes) // tokens,
-            cheap_kernels=cheap.backward.kernels - full.backward.kernels,
         )
 
     def _tally(self, block: int, forward: Callable[[], Tensor], *inputs: Tensor) -> Tally:

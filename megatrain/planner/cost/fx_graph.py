@@ -339,7 +339,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _total(nodes: Iterable[fx.Node], rows: int) -> tuple[int, int]:
-    """(bytes per sequence, bytes besides) of the nodes' values. What `rows` divides grows with it."""
+    """(bytes per sequence, bytes besides) of the nodes' values: sizes that `rows` divides grow."""
     tensors = [tensor for node in nodes for tensor in _values(node)]
     growing = [tensor for tensor in tensors if tensor.numel() % rows == 0]
     of_row = sum(tensor.nbytes // rows for tensor in growing)

@@ -104,6 +104,10 @@ class ModelShape:
     # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
     graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
 
+    @property
+    def layers(self) -> int:
+        return len(self.block_numel) - 2
+
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:
         """Working set of the largest layer.
 

@@ -58,7 +58,6 @@ class BlockCost:
     backward: PassCost
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
-    cheap_kernels: int = 0  # the same, per micro-batch
 
 
 @dataclass(frozen=True)
