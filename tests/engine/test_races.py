@@ -186,12 +186,17 @@ ON_DEVICES = [
     ids=lambda x: f"{x.inject.__name__}-{x.mode}" if isinstance(x, Fault) else x,
 )
 def test_without_its_wait_a_delay_changes_the_result(fault, device, monkeypatch):
+    """On a busy machine a lane may have to be held up for longer until others overtake it."""
+    assert any(result_changes(fault, device, late_s, monkeypatch) for late_s in (0.04, 0.1, 0.5))
+
+
+def result_changes(fault: Fault, device: str, late_s: float, monkeypatch: Any) -> bool:
     expected = undelayed(fault.mode, fault.clip, device)
-    late_s = {"cpu": 0.04, "cuda": 0.1}[device]
-    with delay(make(fault.mode, fault.clip, device), [fault.slow], late_s, late_s) as engine:
-        fault.inject(engine, monkeypatch)
+    engine = delay(make(fault.mode, fault.clip, device), [fault.slow], late_s, late_s)
+    with engine, monkeypatch.context() as patch:
+        fault.inject(engine, patch)
         broken = train_engine(engine, STEPS[device])
         state = state_of(engine)
         if device == "cuda":
             torch.cuda.synchronize()
-    assert broken.losses != expected.losses or differing(state, expected.state)
+    return bool(broken.losses != expected.losses or differing(state, expected.state))
