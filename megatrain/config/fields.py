@@ -8,15 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    PrivateAttr,
-    model_validator,
-)
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from megatrain.config import choices as c
 from megatrain.config import values as v
@@ -44,8 +36,17 @@ def option(field: str) -> Any:
     return key("auto", OPTION[field].words)
 
 
+def _or_text(schema: dict[str, Any]) -> None:
+    """Make the schema of a section also that of a bare text."""
+    section = schema.copy()
+    schema.clear()
+    schema["anyOf"] = [{"type": "string"}, section]
+
+
 class ModelOptions(Options):
     """Which model, and where its weights start from. A bare text is short for `{path: text}`."""
+
+    model_config = ConfigDict(json_schema_extra=_or_text)
 
     path: v.SourceOrNull = key(None, "Hub id, local folder or GGUF file that holds the weights.")
     config: v.SourceOrNull = key(
@@ -69,10 +70,8 @@ class ModelOptions(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.config is None):
-            refuse(
-                "config",
-                "name either `path` (weights) or `config` (a shape, weights at random), not both",
-            )
+            ways = "`path` (weights) or `config` (a shape, weights at random)"
+            refuse("config", f"name either {ways}, not both")
         if self.config is not None and self.init == "pretrained":
             refuse("init", "`config` gives a shape and no weights; use `path`, or init: random")
         return self
@@ -83,12 +82,6 @@ class ModelOptions(Options):
         source = self.path or self.config
         assert source is not None
         return source
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"anyOf": [{"type": "string"}, handler.resolve_ref_schema(handler(core_schema))]}
 
 
 class DataOptions(Options):
@@ -178,10 +171,8 @@ class TrainOptions(Options):
         if self.decay is not None and self.warmup < 1 and self.warmup + self.decay > 1:
             refuse("decay", f"with warmup {self.warmup} it exceeds the run; they may add up to 1")
         if self.min_lr_ratio and self.schedule == "constant":
-            refuse(
-                "min_lr_ratio",
-                "a constant learning rate has no end value; remove it or choose another schedule",
-            )
+            remedy = "remove it or choose another schedule"
+            refuse("min_lr_ratio", f"a constant learning rate has no end value; {remedy}")
         return self
 
 

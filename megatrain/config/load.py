@@ -110,9 +110,8 @@ def _parse_override(override: str) -> dict[str, Located]:
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
     if not equals or not all(name.strip() for name in names):
-        raise ConfigError(
-            f"{COMMAND_LINE}: {override!r} is not key=value, such as train.learning_rate=1e-5"
-        )
+        expected = "key=value, such as train.learning_rate=1e-5"
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not {expected}")
     try:
         tree = read_yaml(text, COMMAND_LINE)
     except ConfigError as error:
@@ -139,22 +138,19 @@ class _Collector:
     def mapping(self, entries: dict[str, Located], section: str = TOP) -> None:
         """Take in the keys of one section."""
         for name, entry in entries.items():
-            self._entry(section, name, entry)
-
-    def _entry(self, section: str, name: str, entry: Located) -> None:
-        key = (section, name) if section else (name,)
-        leaf = Leaf(key, plain(entry), entry.place, ".".join(key))
-        if section == TOP and name in SECTIONS and name != TOP:
-            self._section(name, entry, leaf)
-        elif name in SECTIONS[section]:
-            self._add(leaf)
-        elif section in _ALIAS_SECTIONS and name in ALIASES:
-            self._alias(ALIASES[name], leaf)
-        elif refusal := n.refusal_of(name):
-            if not n.is_harmless(refusal, leaf.value):
-                self.problems.append(leaf.problem(refusal.reason))
-        else:
-            self.problems.append(leaf.problem(_unknown(section, name)))
+            key = (section, name) if section else (name,)
+            leaf = Leaf(key, plain(entry), entry.place, ".".join(key))
+            if section == TOP and name in SECTIONS and name != TOP:
+                self._section(name, entry, leaf)
+            elif name in SECTIONS[section]:
+                self._add(leaf)
+            elif section in _ALIAS_SECTIONS and name in ALIASES:
+                self._alias(ALIASES[name], leaf)
+            elif refusal := n.refusal_of(name):
+                if not n.is_harmless(refusal, leaf.value):
+                    self.problems.append(leaf.problem(refusal.reason))
+            else:
+                self.problems.append(leaf.problem(_unknown(section, name)))
 
     def _section(self, name: str, entry: Located, leaf: Leaf) -> None:
         if isinstance(entry.value, dict):
@@ -164,9 +160,8 @@ class _Collector:
         elif entry.value is not None:
             own = "a hub id, a folder or a mapping" if name == "model" else "a mapping"
             example = f"{name}: {{{SECTIONS[name][0]}: ...}}"
-            self.problems.append(
-                leaf.problem(f"must be {own} such as `{example}`, not {shown(leaf.value)}")
-            )
+            reason = f"must be {own} such as `{example}`, not {shown(leaf.value)}"
+            self.problems.append(leaf.problem(reason))
 
     def _alias(self, alias: Alias, leaf: Leaf) -> None:
         try:
@@ -262,9 +257,8 @@ def _validate(leaves: Leaves, source: str) -> Config:
     except ValidationError as error:
         problems = [_problem(leaves, source, dict(fault)) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-    return config.with_places(
-        {".".join(key): f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()}
-    )
+    places = {key: f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()}
+    return config.with_places({".".join(key): place for key, place in places.items()})
 
 
 def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:

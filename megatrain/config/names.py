@@ -147,12 +147,9 @@ ALIASES: dict[str, Alias] = {
 }
 
 # Keys of which one excludes the others: each inner tuple is one way to say the same thing.
+_TOKENS, _ROWS = ("train", "tokens_per_step"), ("train", "rows_per_step")
 RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
-    (
-        (("train", "tokens_per_step"),),
-        (("train", "rows_per_step"),),
-        (ROWS_PER_DEVICE, ACCUMULATION),
-    ),
+    ((_TOKENS,), (_ROWS,), (ROWS_PER_DEVICE, ACCUMULATION)),
     ((("model", "path"),), (("model", "config"),)),
 )
 
@@ -200,7 +197,7 @@ REFUSED: dict[str, Refusal] = {
     "gradient_checkpointing": Refusal(_PLANNED, (True, None)),
     "gradient_checkpointing_kwargs": Refusal(_PLANNED, (None,)),
     "auto_find_batch_size": _drop(
-        "the planner sizes micro-batches before the run (train.micro_batch_tokens: auto)"
+        "the planner sizes micro-batches (train.micro_batch_tokens: auto)"
     ),
     "per_device_eval_batch_size": _drop(
         "evaluation is cut as training is (train.micro_batch_tokens)", None
@@ -221,19 +218,13 @@ REFUSED: dict[str, Refusal] = {
     "load_best_model_at_end": Refusal(
         "`best` in the run folder points at the best checkpoint; export it with --checkpoint best"
     ),
-    "metric_for_best_model": _drop(
-        "best means the lowest held-out loss", "loss", "eval_loss", None
-    ),
-    "lr_scheduler_kwargs": Refusal(
-        "use train.min_lr_ratio, train.decay and train.warmup", (None, {})
-    ),
+    "metric_for_best_model": _drop("best means lowest held-out loss", "loss", "eval_loss", None),
+    "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay, train.warmup", (None, {})),
     "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
     **_all("beta2_decay clip_threshold", _ADAFACTOR_KEY),
     "report_to": _TRACKER,
     "push_to_hub": _HUB,
-    "use_liger_kernel": _drop(
-        "other kernels are not taken in; logits never exist whole here anyway"
-    ),
+    "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
     "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
     "chat_template": Refusal(

@@ -10,13 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import Field, GetCoreSchemaHandler, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError, core_schema
 
 from megatrain.machine.sizes import parse_size
@@ -45,9 +39,7 @@ def shown(value: object) -> str:
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like `name`, or None when none is close."""
-    found = difflib.get_close_matches(
-        name.lower().replace("-", "_"), list(candidates), n=1, cutoff=0.6
-    )
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), n=1)
     return found[0] if found else None
 
 
@@ -84,7 +76,7 @@ def wanted(
 ) -> WrapValidator:
     """Validate `ready(value)`; a refusal says what the key wants, not which part of it objected."""
 
-    def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: object, handler: Callable[[object], Any]) -> Any:
         try:
             return handler(ready(value))
         except ValidationError:

@@ -139,9 +139,8 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
             f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left "
             "to train on"
         )
-    values, group, sizes = np.unique(
-        rows.hashes[rows.chosen], return_inverse=True, return_counts=True
-    )
+    hashes = rows.hashes[rows.chosen]
+    values, group, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
     taken, held = 0, np.zeros(len(values), np.bool_)
     for index in np.argsort(mix64(values, seed), kind="stable"):
         if taken + sizes[index] <= wanted:

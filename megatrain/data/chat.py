@@ -67,11 +67,7 @@ class ChatTemplate:
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
         turns = [message.as_template_input() for message in chat.messages]
-        answers = [
-            (index, message)
-            for index, message in enumerate(chat.messages)
-            if message.role == "assistant"
-        ]
+        answers = [(i, turn) for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
         text, marked = self._run(turns, False, marks=self._marks_answers)
         if self._marks_answers and len(marked) == len(answers):
             pairs = zip(marked, answers, strict=True)

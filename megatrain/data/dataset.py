@@ -9,7 +9,7 @@ import shutil
 import uuid
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -162,11 +162,8 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     folder = cache / f"{key}.tmp-{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True)
-        writer = RowWriter(folder)
-        try:
+        with closing(RowWriter(folder)) as writer:
             yield writer
-        finally:
-            writer.close()
         # else another process was quicker, and wrote the same
         if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
@@ -186,9 +183,8 @@ def load_cached_set(cache: Path, key: str) -> TokenRows | None:
     folder = cache / key
     try:
         counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        offsets, targets, hashes = (
-            np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "hashes")
-        )
+        files = (folder / f"{name}.npy" for name in ("offsets", "targets", "hashes"))
+        offsets, targets, hashes = map(np.load, files)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
     except (OSError, ValueError, TypeError, EOFError):

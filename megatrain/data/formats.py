@@ -11,13 +11,8 @@ from dataclasses import dataclass, field, replace
 from megatrain.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system")}
 # An empty system prompt is a choice, an empty question or answer a mistake.
 MAY_BE_EMPTY = ("system", "developer", "tool")
 TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
@@ -107,9 +102,8 @@ def unknown_format(row: object) -> RowError:
         return RowError(f"expected an object, found {_kind(row)}")
     wanted = "; ".join(f"{name}: {' + '.join(form.columns)}" for name, form in FORMATS.items())
     found = ", ".join(str(key) for key in list(row)[:12]) or "none"
-    return RowError(
-        f"no known row format has the columns found ({found}); known formats are {wanted}"
-    )
+    known = f"known formats are {wanted}"
+    return RowError(f"no known row format has the columns found ({found}); {known}")
 
 
 def _from_prompt_completion(row: Row) -> Sample:
@@ -258,15 +252,8 @@ def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> s
     return value
 
 
-KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
+KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+KINDS |= {int: "a number", float: "a number"}
 
 
 def _kind(value: object) -> str:

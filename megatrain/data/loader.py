@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
 from statistics import fmean
@@ -44,7 +44,6 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     lengths: tuple[int, ...]  # real tokens of each row
-    target_tokens: int
     epoch: float
     after: Position
 
@@ -116,16 +115,14 @@ class Loader:
                 "rows are cut has changed"
             )
         if (seed := position.get("seed")) != self.seed:
-            raise DataError(
-                f"the checkpoint's rows were shuffled with train.seed {seed}, not {self.seed}"
-            )
+            shuffled = f"were shuffled with train.seed {seed}, not {self.seed}"
+            raise DataError(f"the checkpoint's rows {shuffled}")
         step, epoch, index = (position.get(name) for name in ("step", "epoch", "index"))
         if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(index, int)):
             raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
         if step < 0 or epoch < 0 or not 0 <= index < len(self.rows):
-            raise DataError(
-                f"the checkpoint's data position lies outside the data: {dict(position)}"
-            )
+            place = dict(position)
+            raise DataError(f"the checkpoint's data position lies outside the data: {place}")
         self._position = Position(step, epoch, index)
 
     def steps_total(self) -> int:
@@ -137,8 +134,7 @@ class Loader:
         while not self._ended(position):
             left = None if self.max_steps is None else self.max_steps - position.step
             stops = list(islice(self._step_ends(position), left))
-            position = Position(position.step + len(stops), position.epoch, stops[-1])
-            position = self._normal(position)
+            position = self._after(position, len(stops), stops[-1])
         return position.step
 
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
@@ -172,9 +168,8 @@ class Loader:
         return StepBatch(
             micro_batches=list(parts),
             lengths=tuple(self.rows.lengths[chosen].tolist()),
-            target_tokens=int(self.rows.target_counts[chosen].sum()),
             epoch=position.epoch + stop / len(self.rows),
-            after=self._normal(Position(position.step + 1, position.epoch, stop)),
+            after=self._after(position, 1, stop),
         )
 
     def _step_ends(self, position: Position) -> Iterator[int]:
@@ -199,14 +194,13 @@ class Loader:
         share = 1.0 if self.epochs is None else min(1.0, self.epochs - epoch)
         return max(0, min(len(self.rows), math.ceil(share * len(self.rows) - 1e-9)))
 
-    def _normal(self, position: Position) -> Position:
-        """The same position, with an epoch's end written as the start of the next.
+    def _after(self, position: Position, steps: int, index: int) -> Position:
+        """The position `steps` further on, at row `index` or, at an epoch's end, in the next epoch.
 
         The end of a fraction of one stays: the rest of its rows come if the run is made longer.
         """
-        if position.index < len(self.rows):
-            return position
-        return replace(position, epoch=position.epoch + 1, index=0)
+        epochs, index = divmod(index, len(self.rows))
+        return Position(position.step + steps, position.epoch + epochs, index)
 
     def _ended(self, position: Position) -> bool:
         out_of_steps = self.max_steps is not None and position.step >= self.max_steps
@@ -244,14 +238,12 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`."""
     by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
-    lengths = rows.lengths[by_length].tolist()
-    if pack_to is None:
-        for start, stop in cuts(lengths, micro_batch_tokens):
-            yield collate(rows, by_length[start:stop].tolist(), pad_id)
-        return
-    sequences = [by_length[members].tolist() for members in best_fit(lengths, pack_to)]
-    for start, stop in cuts([pack_to] * len(sequences), micro_batch_tokens):
-        yield collate_packed(rows, sequences[start:stop], pack_to, pad_id)
+    lengths, sequences = rows.lengths[by_length].tolist(), by_length[:, None].tolist()
+    if pack_to is not None:
+        sequences = [by_length[members].tolist() for members in best_fit(lengths, pack_to)]
+        lengths = [pack_to] * len(sequences)
+    for start, stop in cuts(lengths, micro_batch_tokens):
+        yield collate(rows, sequences[start:stop], pad_id, pack_to)
 
 
 def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
@@ -281,29 +273,19 @@ def counted(
     return micro_batch_tokens, tokens, mean_tokens, parts_most, mean_parts
 
 
-def collate(rows: Rows, chosen: Sequence[int], pad_id: int) -> MicroBatch:
-    """input_ids and labels, int64 [rows, longest] on the CPU, as `collate_packed` has them: one row
-    to a sequence, padded on the right. Only where there is padding also attention_mask.
-    """
-    lengths = torch.tensor([int(rows.lengths[index]) for index in chosen])
-    longest = int(lengths.max())
-    batch = collate_packed(rows, [[index] for index in chosen], longest, pad_id)
-    del batch["position_ids"]  # models count a lone row's tokens themselves
-    if int(lengths.min()) < longest:
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch
-
-
-def collate_packed(
-    rows: Rows, sequences: Sequence[Sequence[int]], seq_len: int, pad_id: int
+def collate(
+    rows: Rows, sequences: Sequence[Sequence[int]], pad_id: int, pack_to: int | None = None
 ) -> MicroBatch:
-    """input_ids, labels (not shifted, -100: no target) and position_ids, int64 [sequences, seq_len]
-    on the CPU.
+    """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
 
-    Positions begin anew with every row, and with the padding behind the last one: models tell the
-    rows of a sequence apart by it.
+    Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
+    are position_ids, which begin anew with every row and with the padding behind the last one:
+    models tell the rows of a sequence apart by it. Without it each sequence is one row, whose
+    tokens models count themselves, and there is an attention_mask where there is padding.
     """
-    shape = (len(sequences), seq_len)
+    filled = np.array([sum(int(rows.lengths[row]) for row in members) for members in sequences])
+    width = pack_to or int(filled.max())
+    shape = (len(sequences), width)
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions = np.zeros(shape, np.int64)
     for number, members in enumerate(sequences):
@@ -315,6 +297,10 @@ def collate_packed(
             labels[number, start] = IGNORE  # the row before would predict it
             positions[number, start:stop] = np.arange(len(ids))
             start = stop
-        positions[number, start:] = np.arange(seq_len - start)
-    arrays = {"input_ids": input_ids, "labels": labels, "position_ids": positions}
+        positions[number, start:] = np.arange(width - start)
+    arrays = {"input_ids": input_ids, "labels": labels}
+    if pack_to is not None:
+        arrays["position_ids"] = positions
+    elif int(filled.min()) < width:
+        arrays["attention_mask"] = (np.arange(width) < filled[:, None]).astype(np.int64)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

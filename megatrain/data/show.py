@@ -57,11 +57,9 @@ def describe(rows: Rows) -> list[str]:
         (counts.without_target, "rows dropped, because no token to train on is left in them"),
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
-    return [
-        f"{found['rows']:,} {kind}, {sizes}",
-        f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}",
-        *(f"{count:,} {what}" for count, what in lost if count),
-    ]
+    length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
+    what_was_lost = (f"{count:,} {what}" for count, what in lost if count)
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost]
 
 
 def histogram(rows: Rows) -> str:
@@ -107,6 +105,5 @@ def painted(
 
 def _printable(piece: str) -> str:
     """Control characters spelt out: data must not steer the terminal."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in piece
-    )
+    spelt = (c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in piece)
+    return "".join(spelt)

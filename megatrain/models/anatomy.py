@@ -66,16 +66,10 @@ def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
 def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """(path, decoder stack) of `model`: its one ModuleList of `count` entries with parameters.
 
-    Raises:
-        ModelError: there is none, or more than one (an encoder beside the decoder, say).
+    Raises ModelError if there is none, or more than one (an encoder beside the decoder, say).
     """
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and any(True for _ in module.parameters())
-    }
+    stacks = ((path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    lists = {path: m for path, m in stacks if len(m) == count and any(True for _ in m.parameters())}
     outermost = [path for path in lists if not any(path.startswith(f"{o}.") for o in lists)]
     if len(outermost) != 1:
         raise ModelError(
@@ -94,8 +88,7 @@ def divide(
         stack: path of the decoder stack.
         before, after: names of the parameters used before its first and after its last layer.
 
-    Raises:
-        ModelError: a parameter is shared otherwise than by tied embeddings, or used nowhere.
+    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used nowhere.
     """
     family = type(model).__name__
     by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -118,9 +111,8 @@ def divide(
                 raise ModelError(f"{family}: {name} {reason} cannot be streamed yet")
     homeless = [name for name, p in by_name.items() if id(p) not in owner_of]
     if homeless:
-        raise ModelError(
-            f"{family}: {homeless[0]} is used neither before the first nor after the last layer"
-        )
+        unused = "is used neither before the first nor after the last layer"
+        raise ModelError(f"{family}: {homeless[0]} {unused}")
     labels = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     blocks = (
         Block(i, label, layout_of(((n, by_name[n]) for n in names), layer=0 < i <= layers))

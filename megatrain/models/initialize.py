@@ -44,12 +44,8 @@ def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
     transformers' order. GPT-2's attention, for one, scales its last matrix down afterwards.
     """
     names = [tensor.name for tensor in block.layout.tensors]
-    elsewhere = [
-        tensor.name
-        for other in skeleton.anatomy.blocks
-        if other is not block
-        for tensor in other.layout.tensors
-    ]
+    others = (other for other in skeleton.anatomy.blocks if other is not block)
+    elsewhere = [tensor.name for other in others for tensor in other.layout.tensors]
     paths = {name.rpartition(".")[0]: None for name in names}  # a dict, for its order
     for path in list(paths):
         while path := path.rpartition(".")[0]:

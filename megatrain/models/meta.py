@@ -108,14 +108,11 @@ def blank_call(
     def blank(tensor: Tensor, as_dtype: torch.dtype | None = None) -> Tensor:
         return torch.ones(tensor.shape, dtype=as_dtype or tensor.dtype, device=device)
 
-    weights = {
-        name: blank(p, dtype).requires_grad_(p.requires_grad)
-        for name, p in layer.named_parameters()
-    }
+    own = layer.named_parameters()
+    weights = {name: blank(p, dtype).requires_grad_(p.requires_grad) for name, p in own}
     tensors = weights | {name: blank(buffer) for name, buffer in layer.named_buffers()}
-    args, kwargs = pytree.tree_map_only(
-        Tensor, blank, (call.args, call.kwargs), is_leaf=is_open_container
-    )
+    received = (call.args, call.kwargs)
+    args, kwargs = pytree.tree_map_only(Tensor, blank, received, is_leaf=is_open_container)
     hidden = torch.empty(hidden_shape, dtype=dtype, device=device, requires_grad=True)
 
     def forward() -> Tensor:
@@ -164,12 +161,8 @@ def zeros_outside(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
     write gigabytes for a large vocabulary.
     """
     inside = {id(p) for layer in layers for p in layer.parameters()}
-    outside = {
-        (module, leaf): p
-        for module in model.modules()
-        for leaf, p in module._parameters.items()
-        if p is not None and id(p) not in inside
-    }
+    places = ((m, leaf, p) for m in model.modules() for leaf, p in m._parameters.items())
+    outside = {(m, leaf): p for m, leaf, p in places if p is not None and id(p) not in inside}
     size = max((p.nbytes for p in outside.values()), default=1)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     zeros = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -35,8 +35,5 @@ def _renamings_on_save(family: str) -> list[Any]:
     mapping: Any = get_checkpoint_conversion_mapping  # untyped
     transforms = mapping(CAUSAL.get(family)) or mapping(family) or []
     # subclasses move prefixes and indices; for a new model transformers does not undo them either
-    return [
-        transform.reverse_transform()
-        for transform in reversed(transforms)
-        if type(transform) is WeightRenaming
-    ]
+    renamings = [step for step in reversed(transforms) if type(step) is WeightRenaming]
+    return [renaming.reverse_transform() for renaming in renamings]

@@ -35,10 +35,10 @@ class ModelSource:
         """The GGUF file, or the folder."""
         return self.path / self.gguf_file if self.gguf_file else self.path
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for transformers' `from_pretrained`."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+    def load(self, auto: Any, trust_remote_code: bool) -> Any:
+        """What transformers' class `auto` reads from the model's files."""
+        gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
 
 
 def resolve_source(
@@ -49,8 +49,7 @@ def resolve_source(
     From the hub come configuration, tokenizer and, unless `weights` is false, safetensors files
     only. `revision` is a hub branch, tag or commit.
 
-    Raises:
-        ModelError: there is no such model, or the hub cannot be reached.
+    Raises ModelError if there is no such model, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -112,8 +111,7 @@ def _download(name: str, revision: str | None, path: Path, files: list[str]) -> 
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration, without its choices of implementations.
 
-    Raises:
-        ModelError: it cannot be used, needs code from the folder, or has quantised weights.
+    Raises ModelError if it cannot be used, needs code from the folder, or has quantised weights.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -125,9 +123,7 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
             "this is not a model's configuration"
         )
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            source.path, trust_remote_code=trust_remote_code, **source.arguments
-        )
+        config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
         raise ModelError(f"{file}: {_explain(error)}") from error
     _refuse_quantised(config, file)
@@ -166,15 +162,12 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
     A GGUF file's end-of-sequence token may be wrong: the one that ends a turn in its chat template
     goes before it.
 
-    Raises:
-        ModelError: it cannot be used, or needs code from the folder.
+    Raises ModelError if it cannot be used, or needs code from the folder.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.path, trust_remote_code=trust_remote_code, **source.arguments
-        )
+        tokenizer: PreTrainedTokenizerBase = source.load(AutoTokenizer, trust_remote_code)
     except UNUSABLE as error:
         raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
     turn = end_of_turn(tokenizer)
@@ -197,11 +190,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     except (TemplateError, ValueError, TypeError):  # a template for another kind of data
         return None
     tail = str(text).rpartition(ANSWER)[2]
-    special = [
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special and token.content in tail
-    ]
+    added = tokenizer.added_tokens_decoder.values()
+    special = [token.content for token in added if token.special and token.content in tail]
     return min(special, key=lambda token: (tail.index(token), -len(token)), default=None)
 
 

@@ -36,8 +36,7 @@ class Findings:
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
     """How `model`, whose decoder stack is `layers`, is put together.
 
-    Raises:
-        ModelError: it cannot be streamed exactly; names the family and the reason.
+    Raises ModelError if it cannot be streamed exactly; it names the family and the reason.
     """
     was_training = model.training
     model.eval()
@@ -111,14 +110,7 @@ class Probe:
         used = self.findings.before if self.visited == 0 else self.findings.after
         used.extend(name for name in names if name not in used)
 
-    def visit(
-        self,
-        index: int,
-        layer: nn.Module,
-        hidden: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def visit(self, index: int, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> Any:
         """Check one layer call; return the hidden states unchanged, in the form the layer uses."""
         if index != self.visited:
             raise self.refuse(
@@ -126,13 +118,12 @@ class Probe:
                 f"(layer {index} ran as number {self.visited})"
             )
         if index > 0 and hidden is not self.passed_on:
-            raise self.refuse(
-                f"the model changes the hidden states between layers {index - 1} and {index}"
-            )
-        containers = self.check_arguments(index, args, kwargs)
+            between = f"between layers {index - 1} and {index}"
+            raise self.refuse(f"the model changes the hidden states {between}")
+        containers = self.check_arguments(index, call)
         output = None
         if index == 0 or containers:
-            output = self.try_out(layer, hidden, LayerCall(args, kwargs))
+            output = self.try_out(layer, hidden, call)
         filled = [name for name, container in containers.items() if len(container)]
         if filled:
             raise self.refuse(
@@ -148,13 +139,11 @@ class Probe:
             self.passed_on = self.passed_on.detach().requires_grad_()
         return (self.passed_on,) if self.findings.returns_tuple else self.passed_on
 
-    def check_arguments(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def check_arguments(self, index: int, call: LayerCall) -> dict[str, Any]:
         """Refuse gradients and caches; return the open containers by name."""
         containers = {}
-        received = pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_open_container)[0]
-        for path, value in received:
+        received = (call.args, call.kwargs)
+        for path, value in pytree.tree_flatten_with_path(received, is_leaf=is_open_container)[0]:
             name = pytree.keystr(path[1:])
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self.refuse(
@@ -187,9 +176,8 @@ class Probe:
         used = {id(node.variable) for node in graph_of(output) if is_leaf(node)}
         idle = [name for name, parameter in twin.named_parameters() if id(parameter) not in used]
         if idle:  # a plain optimizer leaves these alone, ours would let them decay
-            raise self.refuse(
-                f"{idle[0]} of its layer {family} takes no part in what the layer returns"
-            )
+            part = "takes no part in what the layer returns"
+            raise self.refuse(f"{idle[0]} of its layer {family} {part}")
         return output
 
     def returns_tuple(self, output: Any) -> bool:

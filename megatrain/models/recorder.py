@@ -70,27 +70,25 @@ class Recorder(StandIn):
         self.tape: Tape | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, args, kwargs = split_hidden(args, kwargs)
+        hidden, call = split_hidden(args, kwargs)
         assert self.tape is not None, "a recorder runs only under Skeleton"
         if self.tape.injected is not None:
             hidden = self.tape.injected
         else:
             if self.index == 0:
                 self.tape.hidden = hidden
-            self.tape.calls.append(LayerCall(args, kwargs))
+            self.tape.calls.append(call)
             if self.is_last:
                 raise ReachedEnd
         return (hidden,) if self.returns_tuple else hidden
 
 
-def split_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """(hidden states, other positional arguments, other keyword arguments) of a layer call."""
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, LayerCall]:
+    """(hidden states, the other arguments) that a layer was called with."""
     if args:
-        return args[0], args[1:], kwargs
+        return args[0], LayerCall(args[1:], kwargs)
     rest = dict(kwargs)
-    return rest.pop("hidden_states"), (), rest
+    return rest.pop("hidden_states"), LayerCall((), rest)
 
 
 def kind_of(layer: nn.Module, call: LayerCall) -> Any:

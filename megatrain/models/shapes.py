@@ -7,21 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-QWEN = {
-    "model_type": "qwen2",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 32768,
-}
-LLAMA = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 8192,
-}
-
-
-SIZES = (
+KEYS = (
+    "model_type",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -29,10 +19,11 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+QWEN, LLAMA = ("qwen2", 1e-6, 1e6, 32768), ("llama", 1e-5, 5e5, 8192)
 
 
-def _shape(family: dict[str, Any], *sizes: int, tied: bool = False) -> dict[str, Any]:
-    return {**family, **dict(zip(SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+def _shape(family: tuple[Any, ...], *sizes: int, tied: bool = False) -> dict[str, Any]:
+    return dict(zip(KEYS, (*family, *sizes), strict=True)) | {"tie_word_embeddings": tied}
 
 
 # As published, except that qwen2.5-1.5b is untied: 1.8B parameters, with an embedding and a head as

@@ -39,8 +39,7 @@ class Skeleton:
         attention: "auto" or a name that transformers knows.
         dtype: of the parameters and of the computation.
 
-    Raises:
-        ModelError: the family cannot be streamed exactly; the message says why.
+    Raises ModelError if the family cannot be streamed exactly; the message says why.
     """
 
     def __init__(
@@ -131,8 +130,7 @@ class Skeleton:
     def use_fp8(self, policy: Fp8Policy) -> None:
         """Give the linear modules of decoder layers fp8 matmuls, where `policy` wants them.
 
-        Raises:
-            ConfigError: it takes none of this model's modules.
+        Raises ConfigError if it takes none of this model's modules.
         """
         count = len(self.layers)
         policies = [policy.of_layer(index, count) for index in range(count)]

@@ -69,7 +69,6 @@ def _precision(config: Config, name: str, capability: tuple[int, int]) -> str:
     if config.precision == "auto":
         return "bfloat16" if capability >= FIRST_BFLOAT16 else "float32"
     if config.precision == "fp8" and capability < FIRST_FP8:
-        raise ConfigError(
-            f"{config.where('precision')}: the {name} has no fp8 units; set precision: bfloat16"
-        )
+        where = config.where("precision")
+        raise ConfigError(f"{where}: the {name} has no fp8 units; set precision: bfloat16")
     return config.precision

@@ -76,11 +76,7 @@ def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, An
 
 
 def export(
-    run_dir: str | Path,
-    out: str | Path,
-    *,
-    dtype: str | None = None,
-    checkpoint: str | None = None,
+    run_dir: str | Path, out: str | Path, *, dtype: str | None = None, checkpoint: str | None = None
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 

@@ -20,16 +20,10 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.losses import next_token
 from megatrain.planner.plan import Plan
+from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of
-from megatrain.recipes.setup import (
-    Parts,
-    make_engine,
-    make_run_plan,
-    memory_errors,
-    prepare,
-    quiet_libraries,
-)
+from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
@@ -66,21 +60,21 @@ def bench(
 
     Raises MegaTrainError: PlanError for what does not fit, before anything is allocated.
     """
-    quiet_libraries()
+    setup.quiet_libraries()
     if profile is not None:
         claim(profile)
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         stack.enter_context(logging_on(console))
         parts = prepare_shape(config, layers)
-        plan = make_run_plan(parts, checkpoints_written=0)
+        plan = setup.make_run_plan(parts, checkpoints_written=0)
         plan.check()
         model = f"{parts.resolved.shape.parameters:,} parameters"
         console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
-        stack.enter_context(memory_errors(plan))
+        stack.enter_context(setup.memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
         started = time.perf_counter()
-        engine = stack.enter_context(make_engine(parts, plan))
+        engine = stack.enter_context(setup.make_engine(parts, plan))
         meter = stack.enter_context(GpuMeter(engine.device))
         setup_s = time.perf_counter() - started
         draw = partial(drawn_step, engine, parts.config, plan)
@@ -91,18 +85,18 @@ def bench(
         if engine.device.type == "cuda" and steady_s < LONGEST_TRACED_S:
             computing_s = computing_seconds(draw(0), engine.device)
         if profile is not None:
-            show_timeline(draw(0), engine.device, profile, console)
-    return result_of(
-        parts, plan, measured, warmup, setup_s=setup_s, memory=memory, computing_s=computing_s
-    )
+            step = draw(0)
+            with record_timeline(profile, engine.device) as trace:
+                step()
+            console.print(trace.table, soft_wrap=True, markup=False)
+            where = f"the timeline of a step is in {profile}"
+            console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
+    return result_of(parts, plan, measured, warmup, setup_s, memory, computing_s)
 
 
 def prepare_shape(config: Config, layers: int | None) -> Parts:
     """`prepare` for a model that has a configuration, but no files."""
-    return prepare(config, shape_model(config, layers), may_measure=True)
-
-
-# -- measuring -------------------------------------------------------------------------------------
+    return setup.prepare(config, shape_model(config, layers), may_measure=True)
 
 
 def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
@@ -142,15 +136,6 @@ def measure(
     return measured
 
 
-def show_timeline(step: Step, device: torch.device, path: Path, console: Console) -> None:
-    """Watch one more step. Raises StorageError."""
-    with record_timeline(path, device) as trace:
-        step()
-    console.print(trace.table, soft_wrap=True, markup=False)
-    where = f"the timeline of a step is in {path}"
-    console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
-
-
 def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
     """Peaks so far, in bytes."""
     allocated = reserved = peak = None
@@ -167,15 +152,11 @@ def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
     }
 
 
-# -- the result ------------------------------------------------------------------------------------
-
-
 def result_of(
     parts: Parts,
     plan: Plan,
     measured: list[BenchStep],
     warmup: int,
-    *,
     setup_s: float,
     memory: dict[str, int | None],
     computing_s: float | None,

@@ -127,13 +127,13 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
-        run_dir=run.run_dir,
+        run_dir=run.config.output,
         steps=run.step - run.first_step,
         tokens=run.tokens - run.first_tokens,
         seconds=seconds,
-        **held_out_losses(run.run_dir),
+        **held_out_losses(run.config.output),
         best_step=run.best.get("step"),
-        final_dir=run.run_dir / "final" if stop is None else None,
+        final_dir=run.config.output / "final" if stop is None else None,
         prompt=question,
         answer=reply,
         host=Predicted(plan.host_bytes, peak_host_bytes()),

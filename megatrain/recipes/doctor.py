@@ -102,9 +102,6 @@ def measured_or_typical(
     return profile
 
 
-# -- rows of the table -----------------------------------------------------------------------------
-
-# fmt: off
 ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("upload", "PCIe, up", 1e9, "GB/s"),
     ("download", "PCIe, down", 1e9, "GB/s"),
@@ -123,7 +120,6 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("disk_write", "disk, writing", 1e9, "GB/s"),
     ("disk_read", "disk, reading", 1e9, "GB/s"),
 )
-# fmt: on
 SAME_ON_CPU = ("update_busy", "device_update")  # as the host's update: the host is the device
 SAME_ON_GPU = ("fresh",)  # as the device's memory
 

@@ -53,9 +53,8 @@ def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
     quiet_libraries()
     run_dir = run_folder_of(folder)
     if run_dir is None:
-        raise ConfigError(
-            f"{folder}: is neither a run folder nor one of its checkpoints (no {CONFIG_FILE})"
-        )
+        neither = "is neither a run folder nor one of its checkpoints"
+        raise ConfigError(f"{folder}: {neither} (no {CONFIG_FILE})")
     checkpoint = checkpoint_of(folder)
     named = f"data.train={json.dumps(data, ensure_ascii=False)}"
     config = load_config(run_dir / CONFIG_FILE, [named, "data.eval=null"] if data else [])

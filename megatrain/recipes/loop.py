@@ -46,7 +46,6 @@ class Run:
     """Everything a loop needs, and where it stands."""
 
     config: Config
-    run_dir: Path
     model: Model
     engine: Engine
     loader: Loader
@@ -109,7 +108,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
             continue
         if request.came():  # perhaps while the checkpoint was written
             return stopped(run)
-    write_final(run.run_dir)
+    write_final(run.config.output)
     return True
 
 
@@ -193,13 +192,12 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
     )
     if run.non_finite < NON_FINITE_IN_A_ROW:
         return
-    kept = run.run_dir / f"bad-batch-{run.step}.safetensors"
+    kept = run.config.output / f"bad-batch-{run.step}.safetensors"
     numbered = enumerate(batch.micro_batches)
     save_file({f"{name}.{i}": value for i, mb in numbered for name, value in mb.items()}, kept)
-    saved = (run.run_dir / "last").exists()
-    again = (
-        "resume from the last checkpoint" if saved else "no checkpoint was written yet: start again"
-    )
+    again = "resume from the last checkpoint"
+    if not (run.config.output / "last").exists():
+        again = "no checkpoint was written yet: start again"
     raise DivergedError(
         f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {again} "
         "with a lower train.learning_rate"
@@ -216,10 +214,9 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     """
     if run.held_out is None:
         return None
-    started, loader, limit = time.perf_counter(), run.loader, run.config.train.eval_rows
-    batches = held_out_batches(
-        run.held_out, loader.micro_batch_tokens, loader.pad_id, limit, loader.pack_to
-    )
+    started, loader = time.perf_counter(), run.loader
+    size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
+    batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
     mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
@@ -274,7 +271,7 @@ def save(run: Run, loss: float | None) -> None:
     state = {name: getattr(run, name) for name in BEGINNING}
     try:
         path = save_checkpoint(
-            run.run_dir,
+            run.config.output,
             run.step,
             run.engine,
             model.tokenizer,

@@ -31,26 +31,23 @@ def with_drives(
     """
 
     def measure(folder: Path) -> DriveRates | None:
-        wanted = may_measure or (folder.is_dir() and os.access(folder, os.W_OK))
-        return _measured(folder, fingerprint(hardware)) if hardware.gpu and wanted else None
+        if not hardware.gpu:
+            return None
+        if not (may_measure or (folder.is_dir() and os.access(folder, os.W_OK))):
+            return None
+        anew = f"`megatrain doctor --nvme {folder}` does it anew"
+        logger.info(f"measuring the drive of {folder}, once; {anew}")
+        try:
+            rates = drive_rates(folder)
+        except StorageError:  # full or not writable: plan or store report it with what they need
+            return None
+        try:
+            save_drive(fingerprint(hardware), drive_name(folder), rates)
+        except StorageError as error:
+            logger.warning(str(error))
+        return rates
 
     return profiles.with_drives(profile, config.memory.nvme or (), hardware, measure)
-
-
-def _measured(folder: Path, machine: str) -> DriveRates | None:
-    """Rates of the folder's drive; None if it is full or cannot be written, which the plan or the
-    store reports with what they need of it."""
-    anew = f"`megatrain doctor --nvme {folder}` does it anew"
-    logger.info(f"measuring the drive of {folder}, once; {anew}")
-    try:
-        rates = drive_rates(folder)
-    except StorageError:
-        return None
-    try:
-        save_drive(machine, drive_name(folder), rates)
-    except StorageError as error:
-        logger.warning(str(error))
-    return rates
 
 
 def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]) -> int | None:

@@ -21,24 +21,16 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
 
     For `pretrain` documents are packed into rows of seq_len tokens.
     """
-    data = config.data
-    options = DataOptions(
-        seq_len=config.train.seq_len,
-        train_on=data.train_on,
-        format=data.format,
-        on_bad_row=data.on_bad_row,
-        text_field=data.text_field,
-        split=data.split,
-        vocab_size=model.vocab_size,
-    )
-    pack_to = config.train.seq_len if config.method == "pretrain" else None
+    data, seq_len = config.data, config.train.seq_len
+    same = data.model_dump(include={"train_on", "format", "on_bad_row", "text_field", "split"})
+    options = DataOptions(seq_len, vocab_size=model.vocab_size, **same)
     return load_data(
         data.train,
         data.eval,
         model.tokenizer,
         options,
         seed=config.train.seed,
-        pack_to=pack_to,
+        pack_to=seq_len if config.method == "pretrain" else None,
         on_progress=rows_logger(),
     )
 

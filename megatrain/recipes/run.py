@@ -22,19 +22,12 @@ from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
+from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import describe_run, facts_of, held_out_losses, summarize
 from megatrain.recipes.loop import BEGINNING, Run, fit
 from megatrain.recipes.rows import read_rows
-from megatrain.recipes.setup import (
-    Parts,
-    make_engine,
-    make_run_plan,
-    memory_errors,
-    micro_batch_tokens,
-    prepare,
-    quiet_libraries,
-)
+from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.reporting.energy import EnergyMeter
@@ -46,7 +39,7 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.storage.checkpoint import reopen
 from megatrain.storage.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
-from megatrain.storage.run_folder import RunLock, checkpoints
+from megatrain.storage.run_folder import checkpoints, run_lock
 
 logger = logging.getLogger("megatrain")
 
@@ -73,10 +66,10 @@ def plan(
     """
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
-    quiet_libraries()
-    parts = prepare(config, shape_model(config) if shape_alone else None, machine)
+    setup.quiet_libraries()
+    parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
-    return make_run_plan(parts, steps=steps, suggest=True)
+    return setup.make_run_plan(parts, steps=steps, suggest=True)
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
@@ -125,15 +118,16 @@ def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (
 def run_folder(path: Path) -> Iterator[Console]:
     """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
     console = Console(stderr=True)
-    with RunLock(path), logging_to(path, console):
-        quiet_libraries()
+    with run_lock(path), logging_to(path, console):
+        setup.quiet_libraries()
         yield console
 
 
 def get_ready(config: Config) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read."""
-    parts = prepare(config, may_measure=True)
-    make_run_plan(parts, checkpoints_written=1).check()  # before rows are read, which takes long
+    parts = setup.prepare(config, may_measure=True)
+    # before rows are read, which takes long
+    setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model)
     for line in describe(rows):
         logger.info(line)
@@ -160,7 +154,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
-    plan = make_run_plan(knowing_rows(parts, loader), written, steps)
+    plan = setup.make_run_plan(knowing_rows(parts, loader), written, steps)
     return plan, replace(loader, micro_batch_tokens=plan.choices.micro_batch_tokens)
 
 
@@ -168,7 +162,7 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
     """The same with the padding of the loader's rows, where these do not all fill sequences."""
     if loader.pack_to is None and not parts.resolved.lengths_vary:
         return parts
-    size = micro_batch_tokens(parts.config) or parts.config.train.seq_len
+    size = setup.micro_batch_tokens(parts.config) or parts.config.train.seq_len
     sizes = sorted({*parts.resolved.shape.layer.sizes, size})
     return replace(parts, step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))))
 
@@ -179,7 +173,7 @@ def _run(
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
     exact = deterministic(ready.parts.config.train.deterministic)
-    with ExitStack() as stack, memory_errors(plan), exact:
+    with ExitStack() as stack, setup.memory_errors(plan), exact:
         run = open_run(ready, console, stack, resuming)
         run.trace = profile
         with run.progress, stop_requests() as stop:
@@ -196,7 +190,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
     parts, plan, loader, config = ready.parts, ready.plan, ready.loader, ready.parts.config
     if resuming is None:
         describe_run(parts, plan)
-    engine = stack.enter_context(make_engine(parts, plan, load=resuming is None))
+    engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state = dict(BEGINNING)
     if resuming is not None:
         source, state = load_resumable(config.output, engine, resuming)
@@ -209,7 +203,6 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
     writer.truncate_to(step or -1)  # a run that begins with step 0 begins with an evaluation
     return Run(
         config=config,
-        run_dir=config.output,
         model=parts.model,
         engine=engine,
         loader=loader,

@@ -204,13 +204,9 @@ def make_run_plan(
         host_limit=unless_auto(config.memory.host),
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
-    return replace(
-        plan,
-        economy=predicted_economy(config, machine.hardware, plan, steps),
-        steps=steps,
-        drives_assumed=tuple(map(str, machine.drives_assumed)),
-        made_of=resolved,
-    )
+    economy = predicted_economy(config, machine.hardware, plan, steps)
+    assumed = tuple(map(str, machine.drives_assumed))
+    return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.models.pretrained import read_model_config, resolve_source
 from megatrain.models.shapes import SHAPES, set_depth
+from megatrain.recipes.setup import Model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from megatrain.recipes.setup import Model
 
 NO_TOKENIZER: Any = None  # random tokens need none
 
@@ -24,27 +24,20 @@ def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ())
 
     Raises ConfigError.
     """
-    config = load_config(target if names_config(target) else _defaults(target), overrides)
-    if config.model.init == "random":
-        return config
-    return config.with_values(
-        {"model.path": None, "model.config": config.model.source, "model.init": "random"}
-    )
-
-
-def _defaults(model: str) -> dict[str, Any]:
-    """Pre-training of `model` on rows of full length."""
-    return {
-        "model": {"config": model, "init": "random"},
+    full_rows = {  # pre-training of the model on rows of full length
+        "model": {"config": target, "init": "random"},
         "method": "pretrain",
         "data": {"train": "random tokens", "eval": None},
     }
+    config = load_config(target if names_config(target) else full_rows, overrides)
+    if config.model.init == "random":
+        return config
+    drawn = {"model.path": None, "model.config": config.model.source, "model.init": "random"}
+    return config.with_values(drawn)
 
 
 def shape_model(config: Config, layers: int | None = None) -> Model:
     """A model that has a configuration, but no files. Raises ModelError."""
-    from megatrain.recipes.setup import Model
-
     return Model(shape_config(config, layers), NO_TOKENIZER, None)
 
 
@@ -56,8 +49,6 @@ def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
     Raises ModelError.
     """
     from transformers import AutoConfig
-
-    from megatrain.models.pretrained import read_model_config, resolve_source
 
     model = config.model
     if model.source in SHAPES and not Path(model.source).exists():

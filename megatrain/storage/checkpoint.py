@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,15 +22,9 @@ from megatrain.errors import StorageError
 from megatrain.models.names import published_names
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder
-from megatrain.storage.export import (
-    Exportable,
-    array_sources,
-    weight_plan,
-    write_description,
-    write_model,
-)
+from megatrain.storage.export import Exportable, array_sources, weight_plan, write_description
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.safetensors_writer import TensorSource, WrittenFile, write_bytes
+from megatrain.storage.safetensors_writer import TensorSource, WrittenFile, write_bytes, write_model
 from megatrain.storage.system_calls import sync_folder, system_errors
 
 if TYPE_CHECKING:
@@ -81,7 +76,6 @@ def save_checkpoint(
     target = run_dir / run_folder.checkpoint_name(step)
     about = {"step": step, "made_of": identity(engine), "engine": engine.state(), "state": state}
     encoded = json.dumps(about, indent=1).encode() + b"\n"
-    dtype = engine.store.arrays["weight"].dtype
     with system_errors(target, "save it"):
         run_folder.tidy(run_dir)
         _check_space(run_dir, engine)
@@ -90,8 +84,9 @@ def save_checkpoint(
             metadata = {"format": "pt", "step": str(step)}
             files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
             files.append(write_bytes(folder / "state.json", encoded))
-            write_description(folder, engine.hf_config, generation_config, tokenizer, dtype)
-            _write_manifest(folder, step, _next_sequence(run_dir), files)
+            write_description(folder, engine, tokenizer, generation_config)
+            newest = max(map(sequence_of, run_folder.checkpoints(run_dir)), default=0)
+            _write_manifest(folder, step, int(newest) + 1, files)
         run_folder.point(run_dir, "last", target)
         if best:
             run_folder.point(run_dir, "best", target)
@@ -107,11 +102,8 @@ def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
 
 def checkpoint_bytes(engine: Checkpointable) -> int:
     """Bytes of tensors in one checkpoint."""
-    return sum(
-        engine.store.layout(name, block.index).parameters * dtype.itemsize
-        for name, dtype in saved_arrays(engine).items()
-        for block in engine.anatomy.blocks
-    )
+    layout, blocks, arrays = engine.store.layout, engine.anatomy.blocks, saved_arrays(engine)
+    return sum(layout(a, b.index).parameters * arrays[a].itemsize for a in arrays for b in blocks)
 
 
 def _check_space(run_dir: Path, engine: Checkpointable) -> None:
@@ -132,29 +124,24 @@ def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenF
     for name in others:
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
-    files = files + describe_files(folder, others)
     for subfolder in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_folder(subfolder)
-    manifest = Manifest(step, sequence, {file.name: file for file in files})
+    listed = {file.name: file for file in (*files, *describe_files(folder, others))}
+    manifest = Manifest(step, sequence, listed)
     write_bytes(folder / MANIFEST, manifest.encode())
 
 
 def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
     """A file per block with its arrays but the weights: tensors `exp_avg/model.norm.weight` etc."""
-    published = published_names(engine.anatomy)
-    names = {
-        array: {own: f"{array}/{name}" for own, name in published.items()}
-        for array in saved_arrays(engine)
-        if array != "weight"
-    }
-    return {
-        optimizer_file(block.index): [
-            source
-            for array in names
-            for source in array_sources(engine, array, block.index, names[array])
+    names, plan = published_names(engine.anatomy), {}
+    for block in (block.index for block in engine.anatomy.blocks):
+        plan[optimizer_file(block)] = [
+            replace(source, name=f"{array}/{source.name}")
+            for array in saved_arrays(engine)
+            if array != "weight"
+            for source in array_sources(engine, array, block, names)
         ]
-        for block in engine.anatomy.blocks
-    }
+    return plan
 
 
 def optimizer_file(block: int) -> str:
@@ -171,10 +158,6 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
         "optimizer": engine.optimizer.name,
         "arrays": {name: str(dtype).removeprefix("torch.") for name, dtype in arrays},
     }
-
-
-def _next_sequence(run_dir: Path) -> int:
-    return 1 + int(max(map(sequence_of, run_folder.checkpoints(run_dir)), default=0))
 
 
 def sequence_of(checkpoint: Path, unreadable: float = 0) -> float:

@@ -25,21 +25,13 @@ from megatrain.optim.split import join_master
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.run_folder import find_checkpoint, link_or_copy, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import (
-    TensorSource,
-    WrittenFile,
-    encode_index,
-    plan_shards,
-    write_bytes,
-    write_files,
-)
+from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_bytes, write_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CHECKPOINT_ONLY = ("MANIFEST.json", "state.json", "optimizer")  # not part of a model folder
-INDEX = "model.safetensors.index.json"
 
 T = TypeVar("T")
 logger = logging.getLogger("megatrain")
@@ -95,10 +87,9 @@ def save_pretrained(
         StorageError: the disk is full or fails; nothing is left behind.
     """
     plan = weight_plan(engine)
-    dtype = engine.store.arrays["weight"].dtype
     with _model_folder(Path(folder)) as partial_folder:
         write_model(partial_folder, plan, {"format": "pt"})
-        write_description(partial_folder, engine.hf_config, generation_config, tokenizer, dtype)
+        write_description(partial_folder, engine, tokenizer, generation_config)
     return Path(folder)
 
 
@@ -137,28 +128,12 @@ def _model_folder(out: Path) -> AbstractContextManager[Path]:
     return new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp"))
 
 
-def write_model(
-    folder: Path,
-    weights: Mapping[str, list[TensorSource]],
-    metadata: Mapping[str, str],
-    others: Mapping[str, list[TensorSource]] | None = None,
-) -> list[WrittenFile]:
-    """Write weight files and, for several, their index; and `others`, which it does not list."""
-    files = write_files(folder, {**weights, **(others or {})}, metadata)
-    if len(weights) > 1:
-        files.append(write_bytes(folder / INDEX, encode_index(weights)))
-    return files
-
-
 def write_description(
-    folder: Path,
-    config: Any,
-    generation: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
+    folder: Path, engine: Exportable, tokenizer: PreTrainedTokenizerBase | None, generation: Any
 ) -> None:
-    """Write everything of a model folder but its weights (of `dtype`). May raise OSError."""
-    write_bytes(folder / "config.json", encode_config(config, dtype))
+    """Write everything of a model folder but its weights. May raise OSError."""
+    config = encode_config(engine.hf_config, engine.store.arrays["weight"].dtype)
+    write_bytes(folder / "config.json", config)
     if generation is not None:
         # not its save_pretrained, which refuses settings that many published models ship with
         write_bytes(folder / "generation_config.json", generation.to_json_string().encode())
@@ -190,9 +165,6 @@ def encode_config(config: Any, dtype: torch.dtype) -> bytes:
     return text.encode()
 
 
-# -- from a checkpoint ----------------------------------------------------------------------------
-
-
 def export(
     run_dir: Path | str, out: Path | str, dtype: str | None = None, checkpoint: str | None = None
 ) -> Path:
@@ -220,7 +192,8 @@ def export(
         held = next(iter(stored.values())).dtype
         wanted = held if dtype is None else DTYPES[dtype]
         for path in sorted(source.iterdir()):
-            if path.name in CHECKPOINT_ONLY or (path.name == INDEX and wanted != held):
+            stale = wanted != held and path.name.endswith(".safetensors.index.json")
+            if stale or path.name in CHECKPOINT_ONLY:
                 continue
             if path.is_dir():  # of several chat templates
                 shutil.copytree(path, folder / path.name)

@@ -39,12 +39,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
-        files = {
-            name: {"bytes": file.nbytes, "sha256": file.sha256}
-            for name, file in sorted(self.files.items())
-        }
         body: dict[str, Any] = {"format": FORMAT, "step": self.step, "sequence": self.sequence}
-        body["files"] = files
+        files = sorted(self.files.items())
+        body["files"] = {name: {"bytes": f.nbytes, "sha256": f.sha256} for name, f in files}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         return json.dumps(body, indent=1).encode() + b"\n"
 
@@ -52,14 +49,11 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check MANIFEST.json; not the files that it lists.
 
-    Raises:
-        StorageError: it is missing (the save was cut off), damaged, or of a newer format.
+    Raises StorageError if it is missing (the save was cut off), damaged, or of a newer format.
     """
     path = checkpoint / MANIFEST
     if not path.exists():
-        raise StorageError(
-            f"{checkpoint}: has no {MANIFEST}, so it was not saved to its end; {USE_ANOTHER}"
-        )
+        raise StorageError(f"{checkpoint}: has no {MANIFEST}: its save was cut off; {USE_ANOTHER}")
     data = read_bytes(path)
     try:
         body = json.loads(data)
@@ -119,12 +113,10 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
             raise StorageError(f"{path}: is missing; {USE_ANOTHER}")
         size = path.stat().st_size
         if size != file.nbytes:
-            raise StorageError(
-                f"{path}: has {size} bytes and was saved with {file.nbytes}; {USE_ANOTHER}"
-            )
-    present = sorted(
-        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.safetensors")
-    )
+            sizes = f"has {size} bytes and was saved with {file.nbytes}"
+            raise StorageError(f"{path}: {sizes}; {USE_ANOTHER}")
+    tensors = checkpoint.rglob("*.safetensors")
+    present = sorted(str(path.relative_to(checkpoint)) for path in tensors)
     for name in present:
         if name not in manifest.files:  # transformers prefers a stray model.safetensors to shards
             raise StorageError(

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ from megatrain.storage.safetensors_reader import (
 )
 from megatrain.storage.safetensors_writer import WrittenFile
 
+# A tensor in a file, and the array, block and tensor of the block that it is read into.
+_Transfer = tuple[StoredTensor, str, int, TensorSpec]
+
 logger = logging.getLogger("megatrain")
-
-
-# -- which one ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,6 @@ def nothing_to_resume(run_dir: Path | str) -> StorageError:
         f"{run_dir}: has no intact checkpoint to go on from; "
         f"start again: megatrain train {Path(run_dir) / 'config.yaml'}"
     )
-
-
-# -- loading it -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """A tensor in a file, and the tensor of a block's array that it is read into."""
-
-    stored: StoredTensor
-    array: str
-    block: int
-    spec: TensorSpec
 
 
 def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
@@ -203,7 +191,7 @@ def _transfers(path: Path, engine: Checkpointable) -> dict[str, list[_Transfer]]
                         "it is of another model"
                     )
                 file = str(stored.path.relative_to(path))
-                found[file].append(_Transfer(stored, array, block.index, spec))
+                found[file].append((stored, array, block.index, spec))
     return found
 
 
@@ -211,17 +199,16 @@ def _restore(
     store: Store, checkpoint: Path, written: WrittenFile, transfers: Sequence[_Transfer]
 ) -> None:
     """Read one file from beginning to end."""
-    in_order = sorted(transfers, key=lambda transfer: transfer.stored.offset)
+    in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
             file = stack.enter_context(HashedReader(checkpoint / written.name))
-        for (array, block), group in groupby(in_order, key=lambda t: (t.array, t.block)):
+        for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             with store.lease(block, [array], changes=True, soon=False) as arrays:
-                for transfer in group:
-                    spec = transfer.spec
+                for stored, _, _, spec in group:
                     with _damage():
-                        file.skip_to(transfer.stored.offset)
+                        file.skip_to(stored.offset)
                         file.read_into(arrays[array].narrow(0, spec.offset, spec.numel))
         with _damage():
             file.skip_to(written.nbytes)

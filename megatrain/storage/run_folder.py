@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from megatrain.errors import ConfigError
 from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
@@ -25,8 +24,9 @@ REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step 
 ANOTHER_OUTPUT = "choose another `output`"
 
 
-class RunLock:
-    """Keeps other runs out of a run's folder while its block lasts, or until the process dies.
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of a run's folder while the block lasts, or until the process dies.
 
     Makes the folder if needed, readable by its owner only.
 
@@ -34,34 +34,25 @@ class RunLock:
         ConfigError: another process holds it.
         StorageError: the folder cannot be made.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir: Final = run_dir
-        self._fd = -1
-
-    def __enter__(self) -> RunLock:
-        make_run_dir(self.run_dir)
-        try:
-            fd = os.open(self.run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            doing = "write in the run folder"
-            raise storage_error(self.run_dir, error, doing, ANOTHER_OUTPUT) from error
+    make_run_dir(run_dir)
+    try:
+        fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise storage_error(run_dir, error, "write in the run folder", ANOTHER_OUTPUT) from error
+    try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
             raise ConfigError(
-                f"{self.run_dir}: in use by another run (process {holder}); "
+                f"{run_dir}: in use by another run (process {holder}); "
                 f"wait for it, or {ANOTHER_OUTPUT} folder"
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        self._fd = fd
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)  # releases the lock
+        yield
+    finally:
+        os.close(fd)  # releases the lock
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -111,8 +102,7 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
 
     By default final, else last; then `run_dir` may also be a checkpoint's own folder.
 
-    Raises:
-        ConfigError: there is no such checkpoint.
+    Raises ConfigError if there is no such checkpoint.
     """
     names = ["final", "last"] if which is None else [which, f"checkpoint-{which}"]
     if which is None and (run_dir / "MANIFEST.json").is_file():
@@ -126,9 +116,6 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
         f"{run_dir}: has no checkpoint {which or 'to use'}; "
         f"there is {', '.join(there) or 'none at all'}"
     )
-
-
-# -- renaming -------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.storage.system_calls import storage_error, system_errors
+from megatrain.storage.system_calls import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -37,6 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
 CHUNK_ELEMENTS = 1 << 22  # per read: 16 MiB of fp32, little memory for a few threads together
 PIECE_BYTES = 4 << 20  # read at a time and then hashed
@@ -89,8 +90,7 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
 def open_regular(path: Path) -> int:
     """A read-only descriptor of a regular file: reading a pipe or a device might wait for ever.
 
-    Raises:
-        StorageError: the file is missing, unreadable or not a regular file.
+    Raises StorageError if the file is missing, unreadable or not a regular file.
     """
     with system_errors(path, "open it for reading"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -104,10 +104,8 @@ def _read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill `view` from `offset`; a short read is continued, the end of the file is an error."""
     done = 0
     while done < len(view):
-        try:
+        with system_errors(path, "read it"):
             got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
-        except OSError as error:
-            raise storage_error(path, error, "read it") from error
         if got == 0:
             raise StorageError(
                 f"{path}: ends at byte {offset + done}, {len(view) - done} bytes too early; "
@@ -207,7 +205,7 @@ def open_shards(folder: Path) -> dict[str, StoredTensor]:
         StorageError: a shard or the index is missing or malformed, or the index points outside the
             folder.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / INDEX
     if single.exists():
         return read_header(single).tensors
     if not index.exists():
@@ -260,8 +258,7 @@ def _no_weights(folder: Path) -> ModelError:
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return ModelError(
-        f"{folder}: has neither model.safetensors nor model.safetensors.index.json; "
-        "name a folder with a model's weights"
+        f"{folder}: has neither model.safetensors nor {INDEX}; name a folder with a model's weights"
     )
 
 
@@ -289,8 +286,7 @@ class HashedReader:
     The disk reads on while a piece is hashed. The page cache keeps almost nothing: the RAM is the
     run's.
 
-    Raises:
-        StorageError: the file is missing, unreadable or not a regular file.
+    Raises StorageError if the file is missing, unreadable or not a regular file.
     """
 
     def __init__(self, path: Path) -> None:

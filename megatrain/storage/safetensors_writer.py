@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from megatrain.storage.safetensors_reader import DTYPES, bytes_of, in_parallel
-from megatrain.storage.system_calls import storage_error, system_errors
+from megatrain.storage.safetensors_reader import DTYPES, INDEX, bytes_of, in_parallel
+from megatrain.storage.system_calls import system_errors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
@@ -55,8 +55,7 @@ class WrittenFile:
 class HashedFile:
     """A new file, hashed (SHA-256) while it is written, and removed again if its block fails.
 
-    Raises:
-        StorageError: a system call failed, most likely as the disk is full.
+    Raises StorageError if a system call fails, most likely as the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,10 +88,8 @@ class HashedFile:
             self._hash.update(piece)
             done = 0
             while done < len(piece):
-                try:
+                with system_errors(self.path, "write it"):
                     done += os.write(self._fd, piece[done:])
-                except OSError as error:
-                    raise storage_error(self.path, error, "write it") from error
             self.nbytes += len(piece)
             self._unflushed += len(piece)
             if self._unflushed >= FLUSH_BYTES:
@@ -100,10 +97,8 @@ class HashedFile:
 
     def _flush(self) -> None:
         """Wait until the bytes are on the disk, and drop them from the page cache."""
-        try:
+        with system_errors(self.path, "write it"):  # a full disk may show only here
             os.fsync(self._fd)
-        except OSError as error:  # a full disk may show only here
-            raise storage_error(self.path, error, "write it") from error
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed = 0
 
@@ -117,12 +112,9 @@ def encode_header(sources: Sequence[TensorSource], metadata: Mapping[str, str]) 
     end = 0
     for source in sources:
         assert source.name not in entries, source.name
-        entries[source.name] = {
-            "dtype": NAMES[source.dtype],
-            "shape": list(source.shape),
-            "data_offsets": [end, end + source.nbytes],
-        }
-        end += source.nbytes
+        begin, end = end, end + source.nbytes
+        described = {"dtype": NAMES[source.dtype], "shape": list(source.shape)}
+        entries[source.name] = {**described, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -135,8 +127,7 @@ def write_safetensors(
 
     Wider dtypes come first, as in the safetensors package: every tensor is aligned to its dtype.
 
-    Raises:
-        StorageError: the disk is full or fails; the file is removed.
+    Raises StorageError if the disk is full or fails; the file is removed.
     """
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)
     with HashedFile(path) as file:
@@ -167,10 +158,8 @@ def plan_shards(
         size += source.nbytes
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
-    return {
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
-        for i, shard in enumerate(shards, 1)
-    }
+    ends = f"of-{len(shards):05d}.safetensors"
+    return {f"model-{number:05d}-{ends}": shard for number, shard in enumerate(shards, 1)}
 
 
 def encode_index(plan: Mapping[str, Sequence[TensorSource]]) -> bytes:
@@ -198,3 +187,16 @@ def write_files(
     write = partial(write_safetensors, metadata=metadata)
     files = in_parallel([partial(write, folder / name, plan[name]) for name in plan])
     return [replace(file, name=name) for file, name in zip(files, plan, strict=True)]
+
+
+def write_model(
+    folder: Path,
+    weights: Mapping[str, Sequence[TensorSource]],
+    metadata: Mapping[str, str],
+    others: Mapping[str, Sequence[TensorSource]] | None = None,
+) -> list[WrittenFile]:
+    """Write weight files and, for several, their index; and `others`, which it does not list."""
+    files = write_files(folder, {**weights, **(others or {})}, metadata)
+    if len(weights) > 1:
+        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+    return files

@@ -53,12 +53,10 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> None:
 
 
 def _open_folder(source: ModelSource) -> dict[str, Candidate]:
-    return {
-        name: Candidate(
-            f"{stored.path}: {name}", stored.dtype, stored.shape, partial(read_chunks, stored)
-        )
-        for name, stored in open_shards(source.path).items()
-    }
+    found = {}
+    for name, t in open_shards(source.path).items():
+        found[name] = Candidate(f"{t.path}: {name}", t.dtype, t.shape, partial(read_chunks, t))
+    return found
 
 
 def _read_gguf(source: ModelSource) -> dict[str, Candidate]:
@@ -91,9 +89,6 @@ def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(0, tensor.reshape(-1))]
 
 
-# -- names to tensors of blocks -------------------------------------------------------------------
-
-
 def copy_in(
     anatomy: Anatomy, store: Store, candidates: Mapping[str, Candidate], where: str
 ) -> None:
@@ -101,9 +96,8 @@ def copy_in(
 
     Raises ModelError as `load_weights`.
     """
-    wanted = {
-        spec.name: (block.index, spec) for block in anatomy.blocks for spec in block.layout.tensors
-    }
+    blocks = anatomy.blocks
+    wanted = {spec.name: (block.index, spec) for block in blocks for spec in block.layout.tensors}
     found = match_names(anatomy, candidates, where)
     twins = _take_aliases(anatomy, found)
     missing = [name for name in wanted if name not in found]
@@ -126,8 +120,7 @@ def match_names(
 
     The base model's prefix may be missing.
 
-    Raises:
-        ModelError: a name is unknown to this model, or two are of one tensor.
+    Raises ModelError if a name is unknown to this model, or two are of one tensor.
     """
     prefix = anatomy.embed.layout.tensors[0].name.partition(".")[0]
     published = published_names(anatomy)
@@ -189,25 +182,19 @@ def _check_kind(candidate: Candidate, spec: TensorSpec) -> None:
 
 
 def _check_twins(alias: Candidate, owner: Candidate) -> None:
-    same = alias.shape == owner.shape and all(
-        torch.equal(a.float(), b.float())
-        for (_, a), (_, b) in zip(alias.chunks(), owner.chunks(), strict=True)
-    )
-    if not same:
+    pairs = zip(alias.chunks(), owner.chunks(), strict=True)
+    same = (torch.equal(one.float(), other.float()) for (_, one), (_, other) in pairs)
+    if alias.shape != owner.shape or not all(same):
         raise ModelError(
             f"{alias.where} differs from the embedding that config.json ties it to; "
             "set tie_word_embeddings to false if both are meant"
         )
 
 
-# -- copying --------------------------------------------------------------------------------------
-
-
 def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate) -> None:
     """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
-    Raises:
-        ModelError: a value is NaN, infinite, or too large for bf16.
+    Raises ModelError if a value is NaN, infinite, or too large for bf16.
     """
     split = store.arrays["weight"].dtype == torch.bfloat16
     names = ["weight", "remainder"] if split else ["weight"]

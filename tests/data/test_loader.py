@@ -82,17 +82,16 @@ def test_steps_are_filled_with_real_tokens_until_the_next_row_would_not_fit():
         assert batch.tokens + max(ROWS.lengths[row_numbers(following)]) > 100
 
 
-def test_counts_are_of_real_tokens_and_targets():
+def test_counts_are_of_real_tokens():
     for batch in loader():
         real = sum(int(ROWS.lengths[number]) for number in row_numbers(batch))
         assert batch.tokens == real
         assert len(batch.lengths) == len(row_numbers(batch))
-        targets, masked = 0, 0
+        masked = 0
         for micro in batch.micro_batches:
-            targets += int((micro["labels"] != IGNORED).sum())
             mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
             masked += int(mask.sum())
-        assert (batch.target_tokens, real) == (targets, masked)
+        assert real == masked
 
 
 def test_micro_batches_fit_and_are_padded_on_the_right():
@@ -304,4 +303,4 @@ def computed(batch: StepBatch) -> int:
 
 def test_held_out_rows_are_packed_once_each():
     batches = list(held_out_batches(ROWS, 64, PAD, limit=20, pack_to=32))
-    assert sorted(documents(StepBatch(batches, (), 0, 0.0, Position()))) == list(range(20))
+    assert sorted(documents(StepBatch(batches, (), 0.0, Position()))) == list(range(20))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.data.loader import collate, collate_packed
+from megatrain.data.loader import collate
 from megatrain.models.documents import documents_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
@@ -25,8 +25,8 @@ TOGETHER = {"opt", "opt-projected", "falcon-7b", "falcon-7b-untied", "falcon-rw"
 def check(model: Any, lengths: list[int], seq_len: int, share: float, **options: Any) -> None:
     """That loss and gradients are those of rows apart; two of them share one sequence."""
     rows, found = FakeRows(torch.tensor(lengths).numpy()), []
-    separate = collate(rows, range(5), pad_id=0)
-    together = collate_packed(rows, SEQUENCES, seq_len, pad_id=0)
+    separate = collate(rows, [[row] for row in range(5)], pad_id=0)
+    together = collate(rows, SEQUENCES, pad_id=0, pack_to=seq_len)
     for batch in (separate, together):
         with engine_of(model, **options) as engine:
             loss = engine.forward_backward([batch]).loss

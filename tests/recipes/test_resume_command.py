@@ -20,7 +20,7 @@ from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import loop
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.run_folder import RunLock
+from megatrain.storage.run_folder import run_lock
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
 from tests.files import flip
 from tests.recipes.same_run import same_run
@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_run_is_refused(megatrain, copied, folder):
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_resumed(megatrain, copied):
-    with RunLock(copied):
+    with run_lock(copied):
         done = megatrain("resume run train.max_steps=12", code=2)
     assert done.err.startswith("error: run: in use by another run (process ")
 

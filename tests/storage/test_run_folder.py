@@ -11,7 +11,7 @@ from megatrain.errors import ConfigError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.run_folder import RunLock, find_checkpoint
+from megatrain.storage.run_folder import find_checkpoint, run_lock
 from tests.files import names
 
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(
 
 def test_a_run_folder_serves_one_run(run_dir):
     words = rf"in use by another run \(process {os.getpid()}\)"
-    with RunLock(run_dir), pytest.raises(ConfigError, match=words), RunLock(run_dir):
+    with run_lock(run_dir), pytest.raises(ConfigError, match=words), run_lock(run_dir):
         pass
-    with RunLock(run_dir):
+    with run_lock(run_dir):
         pass
     assert run_dir.stat().st_mode & 0o777 == 0o700

@@ -65,11 +65,6 @@ class Fp8Policy:
             return None
         return replace(self, output="bfloat16") if _matches(name, self.keep_output) else self
 
-    @property
-    def matmuls_share(self) -> float:
-        """The share of a module's three matmuls that have fp8 operands."""
-        return sum(mode in IN_FP8 for mode in (self.output, self.grad_input, self.grad_weight)) / 3
-
     def share(self, layers: Sequence[nn.Module]) -> float:
         """The share of the linear modules' FLOPs in a model's decoder layers that runs in fp8."""
         taken = everything = 0.0
@@ -77,9 +72,10 @@ class Fp8Policy:
             policy = self.of_layer(index, len(layers))
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
-                    own = policy.of_module(name, module)
-                    taken += own.matmuls_share * module.weight.numel() if own else 0.0
                     everything += module.weight.numel()
+                    if own := policy.of_module(name, module):
+                        modes = (own.output, own.grad_input, own.grad_weight)
+                        taken += sum(mode in IN_FP8 for mode in modes) / 3 * module.weight.numel()
         return taken / max(1.0, everything)
 
 
@@ -89,11 +85,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def fp8_supported(device: torch.device) -> bool:
     """True if `device` has fp8 units. The CPU computes the same in fp32, slowly, for tests."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(device) >= FIRST_FP8
-    )
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return on_gpu and torch.cuda.get_device_capability(device) >= FIRST_FP8
 
 
 def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
@@ -101,25 +94,19 @@ def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
 
     Parameters and their names stay the same.
     """
-    taken = {
-        name: Fp8Linear(module, own)
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and (own := policy.of_module(name, module))
-    }
-    for name, module in taken.items():
-        layer.set_submodule(name, module)
-    return len(taken)
+    taken = 0
+    for name, module in list(layer.named_modules()):
+        if isinstance(module, nn.Linear) and (own := policy.of_module(name, module)):
+            layer.set_submodule(name, Fp8Linear(module, own))
+            taken += 1
+    return taken
 
 
 @contextmanager
 def fp8_matmuls(layers: Sequence[nn.Module], policy: Fp8Policy) -> Iterator[None]:
     """`apply_fp8` inside the context, to bf16 decoder layers."""
-    before = [
-        (layer, name, module)
-        for layer in layers
-        for name, module in layer.named_modules()
-        if type(module) is nn.Linear
-    ]
+    modules = [(layer, *named) for layer in layers for named in layer.named_modules()]
+    before = [entry for entry in modules if type(entry[2]) is nn.Linear]
     try:
         for layer in layers:
             apply_fp8(layer, policy)

@@ -8,7 +8,7 @@ follows all values derived from a matmul's output, and sees if autograd keeps an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -42,18 +42,15 @@ def skippable(
     forward, _ = blank_call(layer, hidden_shape, dtype, call)
     matmuls = dict(_matmuls(layer))
     trail = Trail()
-    handles = [
-        module.register_forward_hook(partial(trail.begin, name)) for name, module in matmuls.items()
-    ]
     watching = saved_tensors_hooks(trail.note_saved, lambda tensor: tensor)
-    try:
-        with without_data(), trail, watching:
-            forward()
-    except (NotImplementedError, RuntimeError):
-        return ()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in matmuls.items():
+            hooks.enter_context(module.register_forward_hook(partial(trail.begin, name)))
+        try:
+            with without_data(), trail, watching:
+                forward()
+        except (NotImplementedError, RuntimeError):
+            return ()
     return tuple(name for name in matmuls if name in trail.begun - trail.needed)
 
 

@@ -8,7 +8,7 @@ weights, alone and beside tokens that are NaN, which must not change them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -72,24 +72,18 @@ def _candidates(
         fits = alike and output.shape[:2] == (ROWS, TOKENS) and name not in shapes
         shapes[name] = tuple(output.shape) if fits else None
 
-    modules = {
-        name: module
-        for name, module in layer.named_modules()
-        if name and not _holds_nothing(module)
-    }
-    handles = [
-        module.register_forward_hook(partial(note, name), with_kwargs=True)
-        for name, module in modules.items()
-    ]
+    named = layer.named_modules()
+    modules = {name: module for name, module in named if name and not _holds_nothing(module)}
     forward, _ = blank_call(layer, (ROWS, TOKENS, hidden), dtype, call)
-    try:
-        with without_data(), torch.no_grad():
-            forward()
-    except (NotImplementedError, RuntimeError):
-        return {}  # it cannot run without data
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hook = partial(note, name)
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        try:
+            with without_data(), torch.no_grad():
+                forward()
+        except (NotImplementedError, RuntimeError):
+            return {}  # it cannot run without data
     return {name: shape for name in modules if (shape := shapes.get(name)) is not None}
 
 
