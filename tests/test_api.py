@@ -67,11 +67,18 @@ def comparable(plan: dict[str, Any]) -> dict[str, Any]:
     return {name: plan[name] for name in kept} | {"host": host}
 
 
-def test_plan_is_the_command_s(config_folder, capsys):
-    elsewhere: dict[str, Any] = {"gpu": "RTX 4090", "ram": "64GiB"}
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"gpu": "RTX 4090", "ram": "64GiB"},
+        {"ram": "64GiB", "cores": 8, "gpu_memory": "12GiB", "gpu_tflops": 60, "pcie": 25},
+    ],
+)
+def test_plan_is_the_command_s(config_folder, capsys, elsewhere: dict[str, Any]):
     ours = mt.plan(config_folder, **PLANNED, **elsewhere, optimizer={"moments": "int8"})
     keys = ("train.tokens_per_step=64", "train.seq_len=16", "optimizer.moments=int8")
-    theirs = as_command(capsys, str(config_folder), "--gpu", "RTX 4090", "--ram", "64GiB", *keys)
+    flags = (f"--{name.replace('_', '-')}={value}" for name, value in elsewhere.items())
+    theirs = as_command(capsys, str(config_folder), *flags, *keys)
     assert comparable(json.loads(json.dumps(ours.to_dict()))) == comparable(theirs)
 
 
@@ -177,11 +184,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "memory size": (lambda: make(LLAMA, **PLANNED, memory={"host": "much"}), "host must be a size"),
     "memory beside settings": (lambda: given(memory={"host": "1GiB"}), "are for settings='auto'"),
     "size beside settings": (lambda: given(**PLANNED), "are for settings='auto'"),
-    "plan cores alone": (lambda: plan("tiny", cores=4), "and cores to them"),
+    "plan cores alone": (lambda: plan("tiny", cores=4), "and --cores to them"),
     "model": (lambda: make({"model_type": "llama"}), "config: dict is neither"),
     "plan key": (lambda: plan("tiny", optimiser={"name": "lion"}), "did you mean optimizer"),
     "plan nested key": (lambda: plan("tiny", train={"seqlen": 8}), "train.seqlen: did you mean"),
-    "plan gpu alone": (lambda: plan("tiny", gpu="H200"), "gpu and ram belong together"),
+    "plan gpu alone": (lambda: plan("tiny", gpu="H200"), "--gpu and --ram belong together"),
     "plan of nothing": (lambda: plan(None), "neither a path nor a name"),
     "config of a list": (lambda: load_config(["a"]), "a file or a mapping"),
     "dtype": (lambda: mt.export("run", "out", dtype="fp16"), "dtype must be"),

@@ -34,11 +34,11 @@ def another_machine(
         ("12GiB"), its dense bf16 TFLOP/s and the GB/s each way of its link to the host.
 
     Raises ConfigError for a GPU that is neither known nor described, a bad size, and a precision
-    that the GPU lacks.
+    that the GPU lacks. Its sentences name the command's flags.
     """
     if ram is None or (gpu, gpu_memory, gpu_tflops, pcie) == (None, None, None, None):
-        together = "gpu and ram belong together, and cores to them"
-        raise ConfigError(f"{together}; give none for this machine")
+        together = "--gpu and --ram belong together, and --cores to them"
+        raise ConfigError(f"{together}; give none of them for this machine")
     memory = None
     if gpu_memory is not None:
         memory = _size("--gpu-memory", gpu_memory, DRIVER_BYTES, "12GiB")

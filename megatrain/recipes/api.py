@@ -25,6 +25,9 @@ def plan(
     gpu: str | None = None,
     ram: str | None = None,
     cores: int | None = None,
+    gpu_memory: str | None = None,
+    gpu_tflops: float | None = None,
+    pcie: float | None = None,
     **keys: Any,
 ) -> Plan:
     """The plan of a run: the bytes in every memory, the time of a step, and whether it fits.
@@ -35,6 +38,8 @@ def plan(
         target: a config (file, mapping or `Config`), or a model (folder, hub id or named shape such
             as "qwen2.5-7b"), which is planned with random weights and rows of full length.
         gpu, ram, cores: of another machine: a GPU's name, RAM such as "128GiB", physical cores.
+        gpu_memory, gpu_tflops, pcie: of a GPU that is not known by name: "12GiB", dense bf16 TFLOP/s
+            and GB/s each way to host RAM.
         keys: keys of the config, by section: `memory={"host": "64GiB"}`, `precision="fp8"`.
 
     Raises:
@@ -45,7 +50,9 @@ def plan(
     overrides = {key: value for key, value in given.items() if value is not None} | keys
     is_config = isinstance(target, (Config, Mapping)) or names_config(_path_of(target))
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
-    return run.plan(config, not is_config, {"gpu": gpu, "ram": ram, "cores": cores})
+    described = {"gpu": gpu, "ram": ram, "cores": cores, "gpu_memory": gpu_memory}
+    described |= {"gpu_tflops": gpu_tflops, "pcie": pcie}
+    return run.plan(config, not is_config, described)
 
 
 def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any) -> RunSummary:

@@ -87,10 +87,10 @@ def test_every_gpu_of_the_table_makes_a_machine(name):
 
 
 NO_MACHINES = {
-    "--gpu 'RTX 4090'": "gpu and ram belong together",
-    "--ram 64GiB": "gpu and ram belong together",
-    "--gpu-tflops 60": "gpu and ram belong together",
-    "--cores 4": "and cores to them",
+    "--gpu 'RTX 4090'": "--gpu and --ram belong together",
+    "--ram 64GiB": "--gpu and --ram belong together",
+    "--gpu-tflops 60": "--gpu and --ram belong together",
+    "--cores 4": "and --cores to them",
     "--ram 64GiB --gpu 'Voodoo 2'": "--gpu: 'Voodoo 2' is not known; choose one of B200, H200 NVL",
     "--ram 64GiB --gpu 'RTX 4070'": "'RTX 4070' is not known; did you mean RTX 4070 Ti SUPER?",
     "--ram 64GiB --gpu A6000": "--gpu: 'A6000' is not known; did you mean RTX A6000?",
