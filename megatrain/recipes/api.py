@@ -38,8 +38,8 @@ def plan(
         target: a config (file, mapping or `Config`), or a model (folder, hub id or named shape such
             as "qwen2.5-7b"), which is planned with random weights and rows of full length.
         gpu, ram, cores: of another machine: a GPU's name, RAM such as "128GiB", physical cores.
-        gpu_memory, gpu_tflops, pcie: of a GPU that is not known by name: "12GiB", dense bf16 TFLOP/s
-            and GB/s each way to host RAM.
+        gpu_memory, gpu_tflops, pcie: of a GPU that is not known by name: "12GiB", dense bf16
+            TFLOP/s and GB/s each way to host RAM.
         keys: keys of the config, by section: `memory={"host": "64GiB"}`, `precision="fp8"`.
 
     Raises:
