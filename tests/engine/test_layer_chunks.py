@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from megatrain.models.transforms.chunked import Chunks
 from megatrain.settings import ALL, Settings
-from tests.compare import apart, distance
+from tests.compare import distance
 from tests.plain import train_plain
 from tests.runs import Trace, assert_same, gradients_of, run, train_engine
 from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
@@ -103,7 +103,9 @@ def test_compiled_layers_break_there_and_agree(monkeypatch: pytest.MonkeyPatch) 
             found.append((result.loss, gradients_of(engine)))
     (loss, gradients), (other, others) = found
     assert other == pytest.approx(loss, rel=1e-6)
-    assert apart(others, gradients) == []
+    for name, gradient in gradients.items():
+        atol = 1e-6 * float(gradient.abs().max()) + 1e-7
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=atol)
     torch._dynamo.reset()
 
 

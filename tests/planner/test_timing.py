@@ -15,18 +15,19 @@ from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
 from megatrain.planner.simulation import BlockTasks
 from megatrain.planner.timing import StepCosts, Timing
-from tests.planned import H200, INT8_STATE, JOB_7B, QWEN_1B8, QWEN_7B, with_depth, without_skipping
+from tests.planned import (
+    ALL_STREAMED,
+    H200,
+    INT8_STATE,
+    JOB_7B,
+    QWEN_1B8,
+    QWEN_7B,
+    with_depth,
+    without_skipping,
+)
 
-STREAMED = Choices(
-    micro_batch_tokens=16_384,
-    groups=1,
-    resident=0,
-    sums_on_device=0,
-    retained=0,
-    cheap_retention=False,
-    offload_activations=False,
-    head_chunk_tokens=4096,
-    update_threads=14,
+STREAMED = replace(
+    ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096, update_threads=14
 )
 
 
