@@ -13,17 +13,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from megatrain.errors import ConfigError, exit_code_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from megatrain.errors import ConfigError, StorageError, exit_code_of, printable
+from megatrain.reporting.streams import console_on, lasting_streams, unwritable
 
 INTERRUPTED = 130
-PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
 
 app = typer.Typer(
     name="megatrain",
@@ -120,18 +117,16 @@ def plan(
         settings = bench_config(target, given)
     else:
         settings = load_config(target, given)
-    from rich.console import Console
-
     from megatrain.planner.explain import render
     from megatrain.recipes import run
     from megatrain.reporting.progress import logging_on
 
-    with logging_on(Console(stderr=True)):
+    with logging_on(console_on(stderr=True)):
         found = run.plan(settings, shape_alone, described)
     if as_json:
         _print_json(found.to_dict())
     else:
-        render(found, _console())
+        render(found, console_on())
     found.check()
 
 
@@ -352,13 +347,7 @@ def _show(result: Any, as_json: bool) -> None:
     if as_json:
         _print_json(result.to_dict())
     else:
-        result.render(_console())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        result.render(console_on())
 
 
 def _print_json(value: object) -> None:
@@ -375,12 +364,27 @@ def _need_folder(path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `--debug` anywhere prints an error's traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    if not sys.stderr.isatty():
-        # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
-        os.environ.setdefault("TQDM_DISABLE", "1")
+    words = [argument for argument in given if argument != "--debug"]
+    with lasting_streams() as stdout:
+        if not sys.stderr.isatty():
+            # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
+            os.environ.setdefault("TQDM_DISABLE", "1")
+        code = _code_of(words, debug=words != given)
+        stdout.flush()
+        if unwritable(stdout.error):
+            lost = f"stdout cannot be written: {os.strerror(stdout.error.errno or 0)}"
+            if words[0] in ("train", "resume"):
+                typer.echo(f"warning: {lost}; the summary is lost, the run is not", err=True)
+            else:
+                typer.echo(f"error: {lost}; free some space or send it elsewhere", err=True)
+                code = code or StorageError.exit_code
+    return code
+
+
+def _code_of(words: list[str], debug: bool) -> int:
+    """The exit code of a command, which is run; its error is printed."""
     try:
-        app(args=[argument for argument in given if argument != "--debug"], prog_name="megatrain")
+        app(args=words, prog_name="megatrain")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
@@ -390,6 +394,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exception(error)
         for line in sentence.splitlines():
-            typer.echo(f"error: {line}", err=True)
+            typer.echo(f"error: {printable(line)}", err=True)
         return code
     return 0

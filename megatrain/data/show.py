@@ -10,6 +10,7 @@ import numpy as np
 
 from megatrain.data.dataset import IdArray, MaskArray, Rows
 from megatrain.data.packing import PackedRows
+from megatrain.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,12 +99,6 @@ def painted(
         tokens = [token for _, token in run]
         for is_special, piece in groupby(tokens, key=special.__contains__):
             shown = tokenizer.decode([*piece], clean_up_tokenization_spaces=False)
-            text.append(_printable(str(shown)), style=f"{style} bold" if is_special else style)
+            text.append(printable(str(shown)), style=f"{style} bold" if is_special else style)
         text.append(after)
     return text
-
-
-def _printable(piece: str) -> str:
-    """Control characters spelt out: data must not steer the terminal."""
-    spelt = (c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in piece)
-    return "".join(spelt)

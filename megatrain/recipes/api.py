@@ -50,8 +50,8 @@ def plan(
     overrides = {key: value for key, value in given.items() if value is not None} | keys
     is_config = isinstance(target, (Config, Mapping)) or names_config(_path_of(target))
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
-    described = {"gpu": gpu, "ram": ram, "cores": cores, "gpu_memory": gpu_memory}
-    described |= {"gpu_tflops": gpu_tflops, "pcie": pcie}
+    described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
+    described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     return run.plan(config, not is_config, described)
 
 

@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatrain.config import Config, load_config
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
 from megatrain.data import held_out_batches
@@ -22,6 +20,7 @@ from megatrain.recipes.rows import read_rows
 from megatrain.recipes.sample import answer
 from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
 from megatrain.recipes.signals import StopRequest
+from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.run_folder import find_checkpoint
 
@@ -38,10 +37,10 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     trained, held_out = read_rows(config, model)
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
-    console = Console()
-    show_rows(trained, model.tokenizer, rows, console)
+    shown = console_on()
+    show_rows(trained, model.tokenizer, rows, shown)
     if held_out is not None:
-        console.print(f"{len(held_out):,} rows are held out for evaluation", highlight=False)
+        shown.print(f"{len(held_out):,} rows are held out for evaluation", highlight=False)
     return None
 
 

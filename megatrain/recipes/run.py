@@ -35,6 +35,7 @@ from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress, logging_to
+from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.storage.checkpoint import reopen
@@ -117,7 +118,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (
 @contextmanager
 def run_folder(path: Path) -> Iterator[Console]:
     """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
-    console = Console(stderr=True)
+    console = console_on(stderr=True)
     with run_lock(path), logging_to(path, console):
         setup.quiet_libraries()
         yield console

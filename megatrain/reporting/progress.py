@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, StorageError
+from megatrain.errors import MegaTrainError, StorageError, printable
 from megatrain.reporting.metrics import RECENT_STEPS, StepMetrics, StepTime
 from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds
 
@@ -44,7 +44,7 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     except OSError as error:
         reason = f"{path}: cannot be written ({error.strerror})"
         raise StorageError(f"{reason}; free space or choose another output folder") from error
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
     with logging_on(console, file):
         try:
             yield
@@ -71,6 +71,13 @@ def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
             handler.close()
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+class _Printable(logging.Formatter):
+    """Control characters spelt out: a log is read on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
