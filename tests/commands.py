@@ -140,7 +140,7 @@ def put(stream, kind):
     else:
         os.dup2(opened(kind), number)
 for line in sys.stdin:
-    folder, arguments, streams = json.loads(line)
+    folder, arguments, first, streams = json.loads(line)
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -150,6 +150,7 @@ for line in sys.stdin:
             put(stream, kind)
         if streams["stdout"] == streams["stderr"] != "closed":
             os.dup2(2, 1)
+        exec(first)
         os._exit(cli.main(arguments))
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -169,16 +170,17 @@ class Forker:
             env={**environment(), "MEGATRAIN_CACHE": str(token_cache)},
         )
 
-    def start(self, *arguments: str, **streams: str) -> int:
+    def start(self, *arguments: str, first: str = "", **streams: str) -> int:
         """Start a command in the current folder, in a process group of its own; returns its id.
 
+        first: Python code that the process runs before.
         streams: where stdin, stdout and stderr go: "log" (forked.log in that folder), "closed",
             "full", "broken" (a pipe that nobody reads), or a command that reads it, such as
             "head -1", in the same group.
         """
         assert self.process.stdin is not None
         given = {"stdout": "log", "stderr": "log", **streams}
-        self.process.stdin.write(json.dumps([str(Path.cwd()), arguments, given]) + "\n")
+        self.process.stdin.write(json.dumps([str(Path.cwd()), arguments, first, given]) + "\n")
         self.process.stdin.flush()
         return self._answer()
 

@@ -293,6 +293,11 @@ class Config(Options):
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    hang_timeout: v.CountOrNull = key(
+        600,
+        "Seconds, at least three planned steps, in which nothing moves before a run shows every "
+        "thread's stack and ends with exit code 1; null: never.",
+    )
     output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
     sample_prompt: v.TextOrNull = key(
         None, "Prompt that the summary at the end answers; null takes a held-out row."

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from megatrain.engine.streams import Compute, Event, Lane, release_after
+from megatrain.machine.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.schedule import slot_sizes, slots_of_blocks, uploads
@@ -108,6 +109,7 @@ class Streamer:
                 slot.free = read = self.compute.record()
                 if block in self._also_reads:
                     self._also_reads[block].free = read
+                beat()
 
     def _fetch(self, block: int, slot: Slot) -> None:
         """Queue the upload of a block into its slot, unless it is there already."""

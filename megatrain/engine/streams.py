@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatrain.machine.heartbeat import beat
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 
@@ -143,6 +144,7 @@ class Lane:
                 except BaseException as error:  # noqa: BLE001  carried to the thread that waits
                     self._error = error
             event.finish(self._error)
+            beat()
             # or an idle lane would keep alive what its last job used, such as a store
             del item, job, event
 

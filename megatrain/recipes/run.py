@@ -30,11 +30,12 @@ from megatrain.recipes.rows import read_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
+from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter
 from megatrain.reporting.mfu import ModelFlops
-from megatrain.reporting.progress import Progress, logging_to
+from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
@@ -173,8 +174,10 @@ def _run(
 ) -> RunSummary:
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
-    exact = deterministic(ready.parts.config.train.deterministic)
-    with ExitStack() as stack, setup.memory_errors(plan), exact:
+    config = ready.parts.config
+    exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
+    watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
+    with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
         run = open_run(ready, console, stack, resuming)
         run.trace = profile
         with run.progress, stop_requests() as stop:

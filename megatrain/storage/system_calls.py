@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.errors import StorageError
+from megatrain.machine.heartbeat import beat
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -27,6 +28,7 @@ def system_errors(path: Path, doing: str) -> Iterator[None]:
     """Raise a StorageError for an OSError, from a library or a rename, that the block raises."""
     try:
         yield
+        beat()
     except OSError as error:
         raise storage_error(Path(error.filename or path), error, doing) from error
 
