@@ -24,6 +24,7 @@ from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
 from megatrain.errors import ConfigError
 
+MOST_PROBLEMS = 10  # that are shown at once
 TOP = ""  # the section of top-level keys
 _ALIAS_SECTIONS = (TOP, "train")
 BETAS: Key = ("optimizer", "betas")
@@ -131,7 +132,9 @@ class _Collector:
         """The leaves gathered so far; starts anew. Raises ConfigError with all faults."""
         self._refuse_rivals()
         if self.problems:
-            raise ConfigError("\n".join(self.problems))
+            more = len(self.problems) - MOST_PROBLEMS
+            rest = [f"and {more:,} more"] if more > 0 else []
+            raise ConfigError("\n".join([*self.problems[:MOST_PROBLEMS], *rest]))
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -150,7 +153,8 @@ class _Collector:
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))
             else:
-                self.problems.append(leaf.problem(_unknown(section, name)))
+                told = len(self.problems) < MOST_PROBLEMS  # a hint takes milliseconds
+                self.problems.append(leaf.problem(_unknown(section, name) if told else "unknown"))
 
     def _section(self, name: str, entry: Located, leaf: Leaf) -> None:
         if isinstance(entry.value, dict):

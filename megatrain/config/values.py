@@ -17,6 +17,8 @@ from megatrain.machine.sizes import parse_size
 
 Auto = Literal["auto"]
 
+LARGEST = 2**53  # the last whole number up to which floats count
+LONGEST_NAME = 255  # bytes of a file's or folder's name on the usual file systems
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
 
 
@@ -53,16 +55,36 @@ def _whole(value: object) -> object:  # 1e6 tokens is a whole number
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _counted(value: object) -> object:
+    """`_whole`, but nothing with which arithmetic would overflow."""
+    whole = _whole(value)
+    if isinstance(whole, int) and abs(whole) > LARGEST:
+        raise wrong(f"is too large a number: {shown(value)}")
+    return whole
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _expanded(value: object) -> object:  # YAML has no shell before it to do so
-    return os.path.expanduser(value) if isinstance(value, str) else value
+def _expanded(value: object) -> object:
+    """A path as a shell would expand it: YAML has none before it. Others as they are."""
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(value)
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        raise wrong(f"cannot be written as UTF-8: {shown(value)}") from None
+    if b"\0" in encoded or max(map(len, encoded.split(b"/"))) > LONGEST_NAME:
+        raise wrong(f"cannot be the name of a file: {shown(value)}")
+    if path.startswith("~"):
+        raise wrong(f"there is no user of the name {path.split('/')[0][1:]}")
+    return path
 
 
 def _as_path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) and value.strip() else value
+    return Path(str(_expanded(value))) if isinstance(value, str) and value.strip() else value
 
 
 def _as_folders(value: object) -> object:
@@ -105,7 +127,7 @@ class Choice:
 
 
 _Count = Annotated[int, Field(ge=1)]
-_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES)]
+_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES, le=LARGEST)]
 _Positive = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(gt=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -122,17 +144,17 @@ FoldersOrNull = Annotated[
     Annotated[tuple[Path, ...], Field(min_length=1)] | None,
     wanted("a folder, a list of folders, or null", _as_folders),
 ]
-Count = Annotated[_Count, wanted("a whole number of at least 1", _whole)]
-CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _whole)]
-CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _whole)]
+Count = Annotated[_Count, wanted("a whole number of at least 1", _counted)]
+CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _counted)]
+CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _counted)]
 CountAutoOrNull = Annotated[
-    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _whole)
+    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _counted)
 ]
 NumberOrAuto = Annotated[
-    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto")
+    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto", _counted)
 ]
 SequenceLength = Annotated[
-    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _whole)
+    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _counted)
 ]
 Seed = Annotated[
     Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)
