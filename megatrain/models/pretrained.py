@@ -19,7 +19,16 @@ HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 ANSWER = "zq7answer7qz"  # an assistant's answer, to see how a chat template ends a turn
 # What transformers raises on files that it cannot use.
-UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError)
+UNUSABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    RuntimeError,  # and its RecursionError
+)
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,9 @@ def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError(f"tensor {name!r} has a shape or offset that is no natural number")
+        # in this order: a product of long numbers takes minutes
+        if not all(type(n) is int and 0 <= n <= size for n in (*shape, begin, end)):
+            raise ValueError(f"tensor {name!r} has a shape or offset that is no size in this file")
         tensor = StoredTensor(name, path, DTYPES[entry["dtype"]], tuple(shape), start + begin)
         if end - begin != tensor.nbytes:
             raise ValueError(f"tensor {name!r} needs {tensor.nbytes} bytes and has {end - begin}")
