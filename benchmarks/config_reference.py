@@ -89,6 +89,8 @@ def takes(one: Schema) -> str:
     kind = one["type"]
     if kind == "array":
         fixed = one.get("prefixItems")
+        if "enum" in one.get("items", {}):
+            return f"{takes(one['items'])} or a list of them"
         return f"{len(fixed)} numbers" if fixed else "a folder or a list of them"
     if kind in ("integer", "number"):
         return _number(one)

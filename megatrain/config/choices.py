@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from megatrain.config.names import INSTEAD_OF_ADAFACTOR
-from megatrain.config.values import Choice
+from megatrain.config.values import Choice, as_texts, wanted
 
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
@@ -38,4 +38,8 @@ Attention = Annotated[
 ]
 Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
 NvmeArrays = Annotated[Literal["auto", "state", "gradients", "all"], Choice()]
+Trackers = Annotated[
+    tuple[Literal["wandb", "tensorboard", "trackio"], ...],
+    wanted("wandb, tensorboard, trackio or a list of them", as_texts),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Choice()]

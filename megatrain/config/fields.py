@@ -293,6 +293,10 @@ class Config(Options):
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    track: c.Trackers = key(
+        (),
+        "Experiment trackers that get every line of metrics.jsonl, the config and the plan.",
+    )
     hang_timeout: v.CountOrNull = key(
         600,
         "Seconds, at least three planned steps, in which nothing moves before a run shows every "

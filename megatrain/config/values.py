@@ -93,6 +93,14 @@ def _as_folders(value: object) -> object:
     return tuple(_as_path(folder) for folder in many) if isinstance(many, list | tuple) else many
 
 
+def as_texts(value: object) -> object:
+    """One text or a list of them, as a tuple without repetitions; null is none."""
+    many = [] if value is None else [value] if isinstance(value, str) else value
+    if isinstance(many, list | tuple) and all(isinstance(text, str) for text in many):
+        return tuple(dict.fromkeys(many))
+    return value
+
+
 def wanted(
     description: str, ready: Callable[[object], object] = lambda value: value
 ) -> WrapValidator:

@@ -39,6 +39,7 @@ from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
+from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
 from megatrain.storage.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
 from megatrain.storage.run_folder import checkpoints, run_lock
@@ -81,6 +82,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     """
     if profile is not None:
         claim(profile)
+    check_installed(config.track, config.where("track"))
     with run_folder(config.output) as console:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
@@ -98,6 +100,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (
     run_dir = Path(run_dir)
     before, config = resumed_configs(run_dir, overrides)
     warnings = check_changes(before, config)
+    check_installed(config.track, config.where("track"))
     with run_folder(run_dir) as console:
         finished = (run_dir / "final").is_dir() and config == before
         # every byte is checked here, or when it is loaded
@@ -203,7 +206,9 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     meter = stack.enter_context(GpuMeter(parts.machine.device))
-    writer = stack.enter_context(MetricsWriter(config.output))
+    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    also = stack.enter_context(tracking(config.track, config.output, step, about))
+    writer = stack.enter_context(MetricsWriter(config.output, also))
     writer.truncate_to(step or -1)  # a run that begins with step 0 begins with an evaluation
     return Run(
         config=config,

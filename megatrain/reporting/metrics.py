@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,14 @@ class MetricsWriter:
     a full disk lines wait for the next one: a run has more to lose than its metrics.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        """Open, keeping what is there. Raises StorageError when the file cannot be written."""
+    def __init__(
+        self, run_dir: str | Path, also: Callable[[dict[str, Any]], object] = lambda row: None
+    ) -> None:
+        """Open, keeping what is there. Raises StorageError when the file cannot be written.
+
+        also: is given every line, too.
+        """
+        self._also = also
         self.path = Path(run_dir) / METRICS_FILE
         try:
             self._file = self.path.open("ab", buffering=0)
@@ -166,6 +172,7 @@ class MetricsWriter:
         os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
 
     def _write(self, row: dict[str, Any]) -> None:
+        self._also(row)
         waited = bool(self._waiting)
         self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
         error = self._write_waiting()

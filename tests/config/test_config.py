@@ -85,6 +85,7 @@ precision: float32
 attention: sdpa
 compile: false
 threads: 2
+track: [tensorboard]
 hang_timeout: 900
 device: cpu
 output: runs/full

@@ -74,6 +74,7 @@ MEANINGS = {
     "sample_packing": ("false", "data.packing", False),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
+    "report_to": ("tensorboard", "track", ("tensorboard",)),
 }
 
 

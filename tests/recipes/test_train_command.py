@@ -355,3 +355,23 @@ def test_a_run_says_what_it_took_beside_what_was_planned(megatrain, project):
     for row in steps:
         assert row["energy_j"] == pytest.approx(100 * row["step_s"])
     assert json.loads((project / "run" / "plan.json").read_text())["steps"] == 2
+
+
+def test_a_run_is_tracked_line_by_line_and_again_after_a_resume(megatrain, project):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    megatrain("train cfg.yaml track=tensorboard train.max_steps=5")
+    megatrain("resume run train.max_steps=7")
+    events = EventAccumulator(str(project / "run" / "tensorboard"))
+    events.Reload()
+    sent = {one.step: one.value for one in events.Scalars("loss")}
+    assert sent == {row["step"]: pytest.approx(row["loss"]) for row in steps_of(project / "run")}
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_once(megatrain, project, monkeypatch):
+    from megatrain.reporting import trackers
+
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    refused = megatrain("train cfg.yaml track=wandb", code=2)
+    assert "track: wandb is not installed; pip install 'megatrain[wandb]'" in refused.err
+    assert not (project / "run").exists()
