@@ -88,8 +88,11 @@ def takes(one: Schema) -> str:
         return f"`{one['const']}`"
     kind = one["type"]
     if kind == "array":
-        fixed = one.get("prefixItems")
-        return f"{len(fixed)} numbers" if fixed else "a folder or a list of them"
+        if "prefixItems" in one:
+            return f"{len(one['prefixItems'])} numbers"
+        return "a list of these" if "anyOf" in one["items"] else "a folder or a list of them"
+    if kind == "object":
+        return f"{{{', '.join(one['properties'])}}}"
     if kind in ("integer", "number"):
         return _number(one)
     words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}

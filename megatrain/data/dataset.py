@@ -39,6 +39,8 @@ class Counts:
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
+    parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
+    notes: list[str] = field(default_factory=list)  # what was chosen and how, to be said
 
     def add_bad(self, message: str) -> None:
         """Count a bad row, and keep its message if it is one of the first."""
