@@ -58,9 +58,8 @@ def _one(given: object, place: str = "") -> SourceOptions:
         fault = error.errors()[0]
         if fault["type"] == "missing":
             raise wrong(f"{place}must be {ONE}; path is missing") from None
-        if isinstance(given, str):
-            raise wrong(f"{place}must be {ONE}, not {shown(given)}") from None
-        raise wrong(f"{place}{fault['loc'][0]}: {fault['msg']}") from None
+        inside = "" if isinstance(given, str) else f"{fault['loc'][0]}: "
+        raise wrong(f"{place}{inside}{fault['msg']}") from None
 
 
 def _several(given: object) -> tuple[SourceOptions, ...]:

@@ -7,6 +7,7 @@ import difflib
 import glob
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,10 @@ def check_source(spec: str) -> None:
 
 def resolve(spec: str) -> Named:
     """What `spec` names. Raises DataError for what looks like a path and is not there."""
-    path = Path(spec).expanduser()
+    path = _path(spec)
     if path.is_dir():
         return Named(spec, spec, (path,))
-    if path.is_file():
+    if path.exists():
         return Named(spec, spec, (_known(path),))
     if re.search(r"[*?]", spec):
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -61,7 +62,7 @@ def resolve(spec: str) -> Named:
             raise DataError(f"{spec}: no file matches")
         return Named(spec, spec, files)
     name, config, split = parse_hub_spec(spec)
-    folder = Path(name).expanduser()
+    folder = _path(name)
     if folder.is_dir():
         return Named(spec, name, (folder,), config, split)
     if type_of(path) in READERS or spec.startswith((".", "/", "~")):
@@ -88,20 +89,61 @@ def is_saved(folder: Path) -> bool:
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """(data files, other files) of a folder and those below it, in order, but for hidden ones.
 
-    Raises DataError if no file has data.
+    Raises DataError if no file has data, and for devices, pipes and links that lead out of it.
     """
     files, others = list[Path](), list[Path]()
     for path in sorted(folder.rglob("*")):
-        if path.is_dir() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
+        if path.is_symlink() and (is_data or path.is_dir()):
+            _refuse_link_out(folder, path)
+        if path.is_dir():
+            continue
+        if is_data:
+            _refuse_special(path)
         (files if is_data else others).append(path)
     if not files:
         raise DataError(f"{folder}: no data files in this folder; {_known_types()}")
     return files, others
 
 
+def _path(text: str) -> Path:
+    """The path that a text means. Raises DataError if no path can be written so or looked at."""
+    path = Path(text)
+    try:
+        path = path.expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, half a character, no such user
+        shown = text.encode(errors="backslashreplace").decode()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{shown}: cannot be read: {reason}") from None
+    return path
+
+
+def _refuse_link_out(folder: Path, link: Path) -> None:
+    """A folder's files are its own. The hub's cache is one, too: links into the blobs beside it."""
+    base, target = folder.resolve(), link.resolve()
+    blobs = (place.parent / "blobs" for place in (base, *base.parents) if place.name == "snapshots")
+    if not any(target.is_relative_to(home) for home in (base, *blobs)):
+        ways = "put a copy there, or name it in data.train by itself"
+        raise DataError(f"{link}: is a link out of the folder, to {target}; {ways}")
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise DataError unless it can be read to an end: a pipe may never say a word."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path}: is no regular file but a pipe, a socket or a device")
+
+
 def _known(path: Path) -> Path:
+    _refuse_special(path)
     if type_of(path) not in READERS:
         raise DataError(f"{path}: unknown type of data file; {_known_types()}")
     return path

@@ -56,7 +56,8 @@ def read_file(path: Path) -> Iterator[RawRow]:
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise DataError(f"{path}: broken gzip file: {error}") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        reason = (error.strerror or str(error)).splitlines()[0]
+        raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
 def _open(path: Path) -> BinaryIO:
@@ -161,11 +162,13 @@ def read_table(path: Path) -> Iterator[RawRow]:
     number = 0
     try:
         for batch in _batches(path):
+            batch.validate(full=True)  # offsets that lie outside would be read all the same
             for start in range(0, len(batch), TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
                     yield RawRow(f"{path} row {number}", str(path), row)
-    except pyarrow.ArrowException as error:
+    # flipped bytes also end in these
+    except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
 

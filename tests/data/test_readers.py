@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,23 @@ def test_a_table_that_is_cut_short_is_refused_in_one_sentence(tmp_path, name, wr
         with pytest.raises(DataError, match=rf"^{file}: (broken|cannot be read).*[^\n]$") as caught:
             values(file)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "write"), TABLES.items(), ids=TABLES)
+def test_flipped_bytes_of_a_table_are_rows_or_a_sentence(tmp_path, name, write):
+    file, draw, sentences = tmp_path / name, random.Random(0), []
+    write(arrow.Table.from_pylist([{"messages": [{"content": "é" * n}]} for n in range(50)]), file)
+    whole = file.read_bytes()
+    for _ in range(200):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] = draw.randrange(256)
+        file.write_bytes(data)
+        try:
+            values(file)
+        except DataError as error:
+            sentences.append(str(error))
+    assert len(sentences) > 50
+    assert all(words.startswith(f"{file}: ") and "\n" not in words for words in sentences)
 
 
 @pytest.mark.parametrize(
