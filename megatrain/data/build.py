@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 1  # raise it when the same input gives other tokens
+CACHE_VERSION = 2  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field")  # of DataOptions
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -117,13 +117,13 @@ def encode_source(
     encoder = Encoder(tokenizer, options.train_on)
     folder = cache or dataset.default_cache()
     key = _fingerprint(source, tokenizer, options)
-    rows = dataset.load_cached_set(folder, key)
+    rows = dataset.cached_set(folder, key)
     if rows is None:
         with dataset.new_cached_set(folder, key) as writer:
             counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts)
-        rows = dataset.load_cached_set(folder, key)
+        rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
     return replace(rows, counts=replace(rows.counts, notes=list(source.notes)))
