@@ -88,10 +88,13 @@ def takes(one: Schema) -> str:
         return f"`{one['const']}`"
     kind = one["type"]
     if kind == "array":
-        fixed = one.get("prefixItems")
-        if "enum" in one.get("items", {}):
+        if "prefixItems" in one:
+            return f"{len(one['prefixItems'])} numbers"
+        if "enum" in one["items"]:
             return f"{takes(one['items'])} or a list of them"
-        return f"{len(fixed)} numbers" if fixed else "a folder or a list of them"
+        return "a list of these" if "anyOf" in one["items"] else "a folder or a list of them"
+    if kind == "object":
+        return f"{{{', '.join(one['properties'])}}}"
     if kind in ("integer", "number"):
         return _number(one)
     words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}

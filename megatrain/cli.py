@@ -62,9 +62,9 @@ def train(
     profile: Timeline = None,
 ) -> None:
     """Train a model as a config file says."""
-    from megatrain.config import load_config
+    from megatrain.config import load_run
 
-    settings = load_config(config, overrides or ())  # a typo is reported before torch is imported
+    settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
     from megatrain.recipes import run
 
     _finish(run.train(settings, profile), as_json)
@@ -184,9 +184,9 @@ def show_data(
     as_json: AsJson = False,
 ) -> None:
     """Show rows with their loss mask, and counts."""
-    from megatrain.config import load_config
+    from megatrain.config import load_run
 
-    settings = load_config(config, overrides or ())
+    settings = load_run(config, overrides or ())
     from megatrain.recipes import inspect
 
     counts = inspect.show_data(settings, rows, as_json)

@@ -92,6 +92,7 @@ def recipes(monkeypatch, tmp_path):
     monkeypatch.setattr("megatrain.planner.explain.render", lambda plan, out: plan.render(out))
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
+    Path("rows.jsonl").touch()
     Path("run").mkdir()
     return recorder
 

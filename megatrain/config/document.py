@@ -104,6 +104,8 @@ def read_yaml(text: str, name: str) -> Located:
     except MarkedYAMLError as error:
         problem = error.problem or error.context
         problem = problem.replace("('", "'").replace("',)", "'")  # it shows some as tuples of one
+        if problem.startswith("found undefined alias"):
+            problem += "; put quotes around a text that begins with *"
         mark = error.problem_mark or error.context_mark
         raise reader.wrong(mark, f"not valid YAML: {problem}") from None
     except ReaderError as error:

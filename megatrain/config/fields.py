@@ -8,27 +8,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.values import refuse
+from megatrain.config.sources import HeldOut, Sources
+from megatrain.config.values import Options, key, refuse
 from megatrain.settings import OPTION, OPTIONS, contradiction
 
 DEFAULT_TOKENS_PER_STEP = 65536
 DEFAULT_DECAY_SHARE = 0.2  # of all steps, the last stretch of `wsd`
-
-
-class Options(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def key(default: object, words: str) -> Any:
-    """A key with its default and its meaning, as the schema gives it."""
-    return Field(default=default, description=words)
 
 
 def option(field: str) -> Any:
@@ -87,12 +77,13 @@ class ModelOptions(Options):
 class DataOptions(Options):
     """Rows to train on, and rows to hold out."""
 
-    train: v.Source = Field(
-        description="File (json, jsonl, txt, csv, parquet, arrow), folder of such files, "
-        "folder of save_to_disk, or hub id; a split may follow a colon."
+    train: Sources = Field(
+        description="File (json, jsonl, txt, md, csv, tsv, parquet, arrow; also .gz), folder of "
+        "such files, folder of save_to_disk, glob, or hub id, with a split after a colon; or a "
+        "list of these or of {path, weight, split, format}, which is read as one."
     )
-    eval: v.HeldOut = key(
-        0.02, "Share of the rows, number of rows, or a source of its own; null holds nothing out."
+    eval: HeldOut = key(
+        0.02, "Share of the rows, number of rows, or sources of its own; null holds nothing out."
     )
     format: c.Format = key("auto", "Row format; auto finds it from the columns.")
     train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
@@ -102,7 +93,11 @@ class DataOptions(Options):
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
-    split: v.TextOrNull = key(None, "Split of a data set or folder, such as train.")
+    split: v.TextOrNull = key(
+        None,
+        "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
+        "only one.",
+    )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
 
 
@@ -353,12 +348,12 @@ class Config(Options):
     def with_values(self, values: Mapping[str, object]) -> Config:
         """A validated copy with dotted keys replaced: `{"train.micro_batch_tokens": 8192}`."""
         tree = self.model_dump(mode="json")
-        for key, value in values.items():
-            *sections, name = key.split(".")
+        for dotted, value in values.items():
+            *sections, name = dotted.split(".")
             target = tree
             for section in sections:
                 target = target[section]
-            assert name in target, key
+            assert name in target, dotted
             target[name] = value
         return Config.model_validate(tree).with_places(self._places.by_key)
 

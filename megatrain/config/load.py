@@ -21,6 +21,7 @@ from megatrain.config.document import (
 )
 from megatrain.config.fields import Config
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
+from megatrain.config.sources import check_sources
 from megatrain.config.values import nearest, shown
 from megatrain.errors import ConfigError
 
@@ -98,6 +99,15 @@ def load_config(
     return _validate(leaves, name)
 
 
+def load_run(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """`load_config`, and a look whether the data is there. Raises ConfigError and DataError."""
+    config = load_config(source, overrides)
+    check_sources(config)
+    return config
+
+
 def _nested(names: Sequence[str], tree: Located) -> dict[str, Located]:
     """The mapping {train: {seq_len: tree}} of the names train and seq_len."""
     for name in reversed(names):
@@ -113,6 +123,8 @@ def _parse_override(override: str) -> dict[str, Located]:
     if not equals or not all(name.strip() for name in names):
         expected = "key=value, such as train.learning_rate=1e-5"
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not {expected}")
+    if text.startswith("*"):  # a glob: to YAML it would be an alias, of which there are none here
+        return _nested(names, Located(text, COMMAND_LINE))
     try:
         tree = read_yaml(text, COMMAND_LINE)
     except ConfigError as error:

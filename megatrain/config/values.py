@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from megatrain.machine.sizes import parse_size
@@ -20,6 +27,17 @@ Auto = Literal["auto"]
 LARGEST = 2**53  # the last whole number up to which floats count
 LONGEST_NAME = 255  # bytes of a file's or folder's name on the usual file systems
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
+
+
+class Options(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def key(default: object, words: str) -> Any:
+    """A key with its default and its meaning, as the schema gives it."""
+    return Field(default=default, description=words)
 
 
 def wrong(reason: str, key: str = "") -> PydanticCustomError:
@@ -184,11 +202,4 @@ BetasOrAuto = Annotated[
 SizeOrAuto = Annotated[
     _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
 ]
-HeldOut = Annotated[
-    _Share | _Count | _Text | None,
-    wanted(
-        "a share of the rows above 0 and below 1, a number of rows, a file, folder or hub id, or "
-        "null",
-        _expanded,
-    ),
-]
+ShareOrCount = Annotated[_Share | _Count | None, wanted("a share, a number of rows, or null")]

@@ -17,9 +17,10 @@ from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
 from megatrain.data.formats import FORMATS, Document, RowError, RowFormat, Sample
 from megatrain.data.hashing import mix64
+from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
-from megatrain.data.sources import Source, open_source
+from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 1  # raise it when the same input gives other tokens
+CACHE_VERSION = 2  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field")  # of DataOptions
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -73,7 +74,8 @@ def load_data(
     """Training and held-out rows.
 
     Args:
-        train: a file, folder or hub id, a `datasets.Dataset` or a list of dicts: see `open_source`.
+        train: a file, folder or hub id, a `datasets.Dataset`, a list of dicts or a list of `Part`:
+            see `open_source`. Weights choose how often rows occur once some are held out.
         held_out: a share below 1, a number of rows, another source, or None.
         pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
             out are whole documents.
@@ -90,6 +92,8 @@ def load_data(
             rows, held = hold_out(rows, held_out, seed)
     elif held_out is not None:
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
+    if isinstance(train, list | tuple):
+        rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
     if pack_to is None:
         return rows, held
     return pack(rows, pack_to), None if held is None else pack(held, pack_to)
@@ -113,16 +117,16 @@ def encode_source(
     encoder = Encoder(tokenizer, options.train_on)
     folder = cache or dataset.default_cache()
     key = _fingerprint(source, tokenizer, options)
-    rows = dataset.load_cached_set(folder, key)
+    rows = dataset.cached_set(folder, key)
     if rows is None:
         with dataset.new_cached_set(folder, key) as writer:
             counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts)
-        rows = dataset.load_cached_set(folder, key)
+        rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    return rows
+    return replace(rows, counts=replace(rows.counts, notes=list(source.notes)))
 
 
 def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
@@ -164,16 +168,16 @@ def _write(
     writer: RowWriter,
     on_progress: Callable[[int], None],
 ) -> Counts:
-    counts = Counts()
+    counts = Counts(parts=[0] * max(1, len(source.parts)))
     marked = _marked(source, encoder, options, counts)
     while batch := list(itertools.islice(marked, BATCH_ROWS)):
         on_progress(counts.read)
         if counts.bad and options.on_bad_row == "refuse":
             continue  # only count on: nothing of this will be used
         encoded = encoder.encode([text for _, text in batch])
-        for (ids, mask), (where, text) in zip(encoded, batch, strict=True):
+        for (ids, mask), (raw, text) in zip(encoded, batch, strict=True):
             if len(ids) and int(ids.max()) > counts.max_token_id:
-                counts.max_token_id, counts.max_token_where = int(ids.max()), where
+                counts.max_token_id, counts.max_token_where = int(ids.max()), raw.where
             if options.seq_len is not None and len(ids) > options.seq_len:
                 counts.truncated += 1
                 counts.truncated_tokens += len(ids) - options.seq_len
@@ -181,6 +185,7 @@ def _write(
             counts.rewritten_turns += text.rewritten
             if mask.any():
                 writer.add(ids, mask)
+                counts.parts[raw.part] += 1
             else:
                 counts.without_target += 1
     return counts
@@ -188,33 +193,35 @@ def _write(
 
 def _marked(
     source: Source, encoder: Encoder, options: DataOptions, counts: Counts
-) -> Iterator[tuple[str, Marked]]:
-    """(place, marked text) of every good row; bad ones are counted."""
-    forms: dict[str, RowFormat] = {}  # by file
+) -> Iterator[tuple[RawRow, Marked]]:
+    """(row, marked text) of every good row; bad ones are counted."""
+    forms: dict[tuple[int, str], RowFormat] = {}  # by source and file
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw.where, encoder.mark(_sample(raw, forms, options))
+            yield raw, encoder.mark(_sample(raw, forms, options))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 
 
-def _sample(raw: RawRow, forms: dict[str, RowFormat], options: DataOptions) -> Sample:
+def _sample(raw: RawRow, forms: dict[tuple[int, str], RowFormat], options: DataOptions) -> Sample:
     """The row as a conversation or text. Raises RowError.
 
     A file keeps the format of its first row that has one: a later row is told what it lacks.
     """
     if raw.problem is not None:
         raise RowError(raw.problem)
-    value, name = raw.value, "text" if options.text_field else options.format
-    form = FORMATS.get(name) or forms.get(raw.file) or formats.detect_format(value)
+    value, file = raw.value, (raw.part, raw.file)
+    column = options.text_field if raw.format in ("auto", "text") else None
+    name = "text" if column else options.format if raw.format == "auto" else raw.format
+    form = FORMATS.get(name) or forms.get(file) or formats.detect_format(value)
     if form is None:
         raise formats.unknown_format(value)
-    forms[raw.file] = form
-    if options.text_field and isinstance(value, Mapping):
-        if options.text_field not in value:
-            raise RowError(f"field {options.text_field!r} is missing")
-        value = {"text": value[options.text_field]}
+    forms[file] = form
+    if column and isinstance(value, Mapping):
+        if column not in value:
+            raise RowError(f"field {column!r} is missing")
+        value = {"text": value[column]}
     sample = formats.convert_row(form, value)
     if isinstance(sample, Document):
         return replace(sample, begins=raw.begins, ends=raw.ends)

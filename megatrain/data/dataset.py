@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,6 +26,10 @@ IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy")  # beside ids.bin and mask.bin
+ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+
+logger = logging.getLogger("megatrain")
 
 
 @dataclass
@@ -39,6 +45,8 @@ class Counts:
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
+    parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
+    notes: list[str] = field(default_factory=list)  # what was chosen and how, to be said
 
     def add_bad(self, message: str) -> None:
         """Count a bad row, and keep its message if it is one of the first."""
@@ -117,12 +125,11 @@ def default_cache() -> Path:
 
 
 class RowWriter:
-    """Appends rows to the files of one cached set."""
+    """Appends rows to the files of one cached set, which only their owner may read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ids = (folder / "ids.bin").open("wb")
-        self._mask = (folder / "mask.bin").open("wb")
+        self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
         # 8 bytes a row each, where a list of ints takes 40
         self._lengths, self._targets, self._hashes = array("q"), array("q"), array("Q")
 
@@ -140,17 +147,55 @@ class RowWriter:
         return len(self._lengths)
 
     def finish(self, counts: Counts) -> None:
-        """Write the index and, last, the counts: their file marks the set as complete."""
+        """Write the index and, last, the counts and every file's hash: theirs is the last file."""
+        offsets = np.concatenate([[0], np.cumsum(self._lengths)])
+        index = (offsets, np.asarray(self._targets), np.asarray(self._hashes))
+        files = {"ids.bin": self._ids, "mask.bin": self._mask}
+        for name, values in zip(INDEX, index, strict=True):
+            files[name] = HashedFile(self._folder / name)
+            with closing(files[name]) as file:
+                np.save(file, values)
         self.close()
-        np.save(self._folder / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths)]))
-        np.save(self._folder / "targets.npy", self._targets)
-        np.save(self._folder / "hashes.npy", self._hashes)
-        (self._folder / "counts.json").write_text(json.dumps(asdict(counts)))
+        about = {
+            "counts": asdict(counts),
+            "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
+        }
+        with closing(HashedFile(self._folder / ABOUT)) as file:
+            file.write(json.dumps({**about, "own": _hash_of(about)}).encode())
+        sync(self._folder)
 
     def close(self) -> None:
         """Close the files; what was written stays."""
         self._ids.close()
         self._mask.close()
+
+
+class HashedFile:
+    """A new file for its owner alone, hashed while it is written and on the disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(fd, "wb")
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return self._file.write(data)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def sync(folder: Path) -> None:
+    """Make a folder's entries survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -161,13 +206,15 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     """
     folder = cache / f"{key}.tmp-{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
         with closing(RowWriter(folder)) as writer:
             yield writer
         # else another process was quicker, and wrote the same
         if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
+            sync(cache)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
@@ -178,18 +225,48 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_cached_set(cache: Path, key: str) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk; None if it is missing or not whole."""
+def cached_set(cache: Path, key: str) -> TokenRows | None:
+    """`load_cached_set`, with a warning where it gives None for a damaged set."""
+    rows = load_cached_set(cache, key)
+    if rows is None and (cache / key).exists():
+        logger.warning(f"{cache / key}: the tokenised rows are damaged; they are made anew")
+    return rows
+
+
+def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | None:
+    """The set under `cache/key`, mapped from disk; None if it is missing or not as it was written.
+
+    With `check` every byte is read, at about 1 GB/s and core.
+    """
     folder = cache / key
     try:
-        counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        files = (folder / f"{name}.npy" for name in ("offsets", "targets", "hashes"))
-        offsets, targets, hashes = map(np.load, files)
+        about = json.loads((folder / ABOUT).read_bytes())
+        own = about.pop("own")
+        written = about["blake2b"]
+        if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
+            return None
+        offsets, targets, hashes = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
-    except (OSError, ValueError, TypeError, EOFError):
+        counts = Counts(**about["counts"])
+    # what is left of a file may be anything
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError):
         return None
-    rows = len(targets)
-    if not len(ids) == len(mask) == offsets[-1] or not len(offsets) - 1 == len(hashes) == rows:
-        return None
-    return TokenRows(ids, mask, offsets, targets, hashes, np.arange(rows), counts)
+    return TokenRows(ids, mask, offsets, targets, hashes, np.arange(len(targets)), counts)
+
+
+def _hash_of(about: Mapping[str, object]) -> str:
+    text = json.dumps(about, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The hash of each file by name, several files at a time."""
+
+    def hash_of(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            return found.hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(hash_of, names), strict=True))

@@ -41,6 +41,7 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
+        "notes": list(counts.notes),
     }
 
 
@@ -60,7 +61,7 @@ def describe(rows: Rows) -> list[str]:
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
     what_was_lost = (f"{count:,} {what}" for count, what in lost if count)
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost]
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost, *counts.notes]
 
 
 def histogram(rows: Rows) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.config.sources import check_sources
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
@@ -63,7 +64,9 @@ def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any)
 
     Raises MegaTrainError.
     """
-    return run.train(config_of(config, keys), None if profile is None else _path_of(profile))
+    settings = config_of(config, keys)
+    check_sources(settings)
+    return run.train(settings, None if profile is None else _path_of(profile))
 
 
 def resume(run_dir: str | Path, **keys: Any) -> RunSummary:

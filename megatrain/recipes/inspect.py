@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
-from megatrain.data import held_out_batches
+from megatrain.data.loader import held_out_batches
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError

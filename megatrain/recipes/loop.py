@@ -14,9 +14,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from megatrain.config import Config
-from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError

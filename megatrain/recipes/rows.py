@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from megatrain.config import Config
-from megatrain.data import DataOptions, load_data
+from megatrain.config.sources import SourceOptions
+from megatrain.data.build import DataOptions, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.sources import Part
 from megatrain.recipes.setup import Model
 
+T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
 
 logger = logging.getLogger("megatrain")
@@ -24,15 +28,21 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include={"train_on", "format", "on_bad_row", "text_field", "split"})
     options = DataOptions(seq_len, vocab_size=model.vocab_size, **same)
+    train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
-        data.train,
-        data.eval,
+        train,
+        held_out,
         model.tokenizer,
         options,
         seed=config.train.seed,
         pack_to=seq_len if config.method == "pretrain" else None,
         on_progress=rows_logger(),
     )
+
+
+def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:
+    """The sources that the config names, as `load_data` takes them; anything else as it is."""
+    return [Part(**dict(one)) for one in given] if isinstance(given, tuple) else given
 
 
 def rows_logger() -> Callable[[int], None]:

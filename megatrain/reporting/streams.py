@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ def lasting_streams() -> Iterator[Lasting]:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    # a file that is mapped and then cut short ends the process where it is read: leave the stack
+    faulthandler.enable(2)
     before = sys.stdin, sys.stdout, sys.stderr
     out, err = Lasting(before[1]), Lasting(before[2])
     sys.stdin = before[0] or _null_device()

@@ -237,7 +237,8 @@ def test_home_is_expanded(write, monkeypatch):
     home = "/home/somebody"
     monkeypatch.setenv("HOME", home)
     config = load_config(write("model: ~/m\ndata: {train: ~/d.jsonl}\noutput: ~/runs\n"))
-    assert values(config, "model.path data.train") == [f"{home}/m", f"{home}/d.jsonl"]
+    (source,) = config.data.train
+    assert [config.model.path, source.path] == [f"{home}/m", f"{home}/d.jsonl"]
     assert config.output == Path(home, "runs")
 
 

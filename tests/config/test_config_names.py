@@ -92,9 +92,9 @@ def load(tmp_path, monkeypatch):
 
 
 def value_of(config: Config, dotted: str) -> object:
-    value: object = config
+    value: Any = config.model_dump()
     for name in dotted.split("."):
-        value = getattr(value, name)
+        value = value[name]
     return value
 
 

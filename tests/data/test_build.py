@@ -150,18 +150,6 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_toke
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize(
-    "name", ["ids.bin", "mask.bin", "offsets.npy", "hashes.npy", "counts.json"]
-)
-def test_a_damaged_cache_is_made_anew(write_jsonl, make_tokenizer, cache, name):
-    file = write_jsonl([pair(n) for n in range(5)])
-    first = rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache))
-    (folder,) = cache.iterdir()
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: len(content) // 2])
-    assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == first
-
-
 def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     file, cache = write_jsonl([pair(1)]), tmp_path / "file" / "cache"
