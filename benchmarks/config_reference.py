@@ -92,7 +92,7 @@ def takes(one: Schema) -> str:
         return f"{len(fixed)} numbers" if fixed else "a folder or a list of them"
     if kind in ("integer", "number"):
         return _number(one)
-    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
+    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text", "object": "mapping"}
     return "path" if one.get("format") == "path" else words[kind]
 
 

@@ -154,6 +154,9 @@ BetasOrAuto = Annotated[
 SizeOrAuto = Annotated[
     _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
 ]
+ColumnsOrNull = Annotated[
+    dict[str, _Text] | None, wanted("a mapping of our names to columns, or null")
+]
 HeldOut = Annotated[
     _Share | _Count | _Text | None,
     wanted(

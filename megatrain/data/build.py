@@ -15,7 +15,8 @@ import numpy as np
 from megatrain.data import dataset, formats
 from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
-from megatrain.data.formats import FORMATS, Document, RowError, RowFormat, Sample
+from megatrain.data.fields import RowError
+from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
 from megatrain.data.hashing import mix64
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 1  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field")  # of DataOptions
+CACHE_VERSION = 2  # raise it when the same input gives other tokens
+CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
 ON_BAD_ROW = ("refuse", "skip")
 
 
@@ -41,6 +42,7 @@ class DataOptions:
     Attributes:
         seq_len: longest row in tokens; None keeps whole documents, for packing.
         text_field: the column of plain text; None finds it.
+        columns: columns that go by another name, ours first.
         vocab_size: token ids from here on are refused; None allows all.
     """
 
@@ -49,6 +51,7 @@ class DataOptions:
     format: str = "auto"
     on_bad_row: str = "refuse"
     text_field: str | None = None
+    columns: Mapping[str, str] | None = None
     split: str | None = None
     vocab_size: int | None = None
 
@@ -194,30 +197,36 @@ def _marked(
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw.where, encoder.mark(_sample(raw, forms, options))
+            yield raw.where, encoder.mark(_sample(raw, forms, options, counts))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 
 
-def _sample(raw: RawRow, forms: dict[str, RowFormat], options: DataOptions) -> Sample:
+def _sample(
+    raw: RawRow, forms: dict[str, RowFormat], options: DataOptions, counts: Counts
+) -> Sample:
     """The row as a conversation or text. Raises RowError.
 
     A file keeps the format of its first row that has one: a later row is told what it lacks.
     """
     if raw.problem is not None:
         raise RowError(raw.problem)
-    value, name = raw.value, "text" if options.text_field else options.format
+    value = formats.renamed(raw.value, options.columns or {})
+    name = "text" if options.text_field else options.format
     form = FORMATS.get(name) or forms.get(raw.file) or formats.detect_format(value)
     if form is None:
         raise formats.unknown_format(value)
     forms[raw.file] = form
+    read = (options.text_field,) if options.text_field else form.reads
+    counts.add_unread(formats.unread_columns(value, read))
     if options.text_field and isinstance(value, Mapping):
         if options.text_field not in value:
             raise RowError(f"field {options.text_field!r} is missing")
         value = {"text": value[options.text_field]}
-    sample = formats.convert_row(form, value)
+    sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
     if isinstance(sample, Document):
         return replace(sample, begins=raw.begins, ends=raw.ends)
+    counts.add_unread(sample.unread)
     return sample
 
 

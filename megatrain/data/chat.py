@@ -13,17 +13,19 @@ A chat template is a program, which says so in one of three ways. In order of tr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.formats import Chat, RowError
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters [start, stop)
-Turns = Sequence[dict[str, str]]
+Turns = Sequence[dict[str, Any]]
+Given = Mapping[str, Any]
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 
 
@@ -60,31 +62,35 @@ class ChatTemplate:
         self._end_of_turn = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._added)) or '(?!)'})")
         self._prompts = self._has_generation_prompt()
 
-    def render(self, turns: Turns, generation_prompt: bool = False) -> str:
-        """The conversation as text."""
-        return self._run(turns, generation_prompt, marks=False)[0]
+    def render(self, turns: Turns, given: Given, generation_prompt: bool = False) -> str:
+        """The conversation as text. given: the row's own variables of the template."""
+        return self._run(turns, given, generation_prompt, marks=False)[0]
 
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
         turns = [message.as_template_input() for message in chat.messages]
         answers = [(i, turn) for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
-        text, marked = self._run(turns, False, marks=self._marks_answers)
+        text, marked = self._run(turns, chat.variables, False, marks=self._marks_answers)
         if self._marks_answers and len(marked) == len(answers):
             pairs = zip(marked, answers, strict=True)
             return Marked(text, tuple(span for span, (_, answer) in pairs if answer.trained))
-        found = [self._answer(turns, index, text) for index, answer in answers if answer.trained]
+        found = [
+            self._answer(turns, chat.variables, index, text)
+            for index, answer in answers
+            if answer.trained
+        ]
         spans = tuple(span for span, _ in found)
         return Marked(text, spans, rewritten=sum(rewritten for _, rewritten in found))
 
-    def _answer(self, turns: Turns, index: int, text: str) -> tuple[Span, bool]:
+    def _answer(self, turns: Turns, given: Given, index: int, text: str) -> tuple[Span, bool]:
         """The answer of turn `index` in `text`, and whether it is rewritten in mid-conversation."""
         start = None
         if self._prompts:
-            start = self._end_of_beginning(turns[:index], text, generation_prompt=True)
-        stop = self._end_of_beginning(turns[: index + 1], text, generation_prompt=False)
+            start = self._end_of_beginning(turns[:index], given, text, generation_prompt=True)
+        stop = self._end_of_beginning(turns[: index + 1], given, text, generation_prompt=False)
         rewritten = stop is None
         if start is None or stop is None:
-            before, after = self._around(turns, index, text)
+            before, after = self._around(turns, given, index, text)
             start = before if start is None or start > before else start
             if stop is None:
                 end_of_turn = self._end_of_turn.match(text, after)
@@ -94,20 +100,22 @@ class ChatTemplate:
             raise RowError(f"messages[{index}]: the chat template leaves nothing of this answer")
         return (start, stop), rewritten
 
-    def _end_of_beginning(self, turns: Turns, text: str, generation_prompt: bool) -> int | None:
+    def _end_of_beginning(
+        self, turns: Turns, given: Given, text: str, generation_prompt: bool
+    ) -> int | None:
         """Length of what `turns` render to if `text` begins with it, else None."""
         if not turns:
             return None
         try:
-            beginning = self.render(turns, generation_prompt)
+            beginning = self.render(turns, given, generation_prompt)
         except RowError:  # the whole conversation renders: its beginning alone is none
             return None
         return len(beginning) if text.startswith(beginning) else None
 
-    def _around(self, turns: Turns, index: int, text: str) -> Span:
+    def _around(self, turns: Turns, given: Given, index: int, text: str) -> Span:
         """The characters of `text` that the template made of the content of turn `index`."""
         other = {**turns[index], "content": STAND_IN}
-        rendered = self.render([*turns[:index], other, *turns[index + 1 :]])
+        rendered = self.render([*turns[:index], other, *turns[index + 1 :]], given)
         before, _, after = rendered.partition(STAND_IN)
         once = rendered.count(STAND_IN) == 1 and len(before + after) < len(text)
         if not (once and text.startswith(before) and text.endswith(after)):
@@ -129,11 +137,13 @@ class ChatTemplate:
     def _has_generation_prompt(self) -> bool:
         probe = [{"role": "user", "content": STAND_IN}]
         try:
-            return self.render(probe, generation_prompt=True) != self.render(probe)
+            return self.render(probe, {}, generation_prompt=True) != self.render(probe, {})
         except RowError:
             return False
 
-    def _run(self, turns: Turns, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
+    def _run(
+        self, turns: Turns, given: Given, generation_prompt: bool, marks: bool
+    ) -> tuple[str, list[Span]]:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -143,7 +153,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=generation_prompt,
-                **self._special,
+                **{**self._special, **given},
             )
         # what a template's own code may raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
+UNREAD_KEPT = 50  # names of columns
 
 
 @dataclass
@@ -39,6 +40,12 @@ class Counts:
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
+    unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+
+    def add_unread(self, names: Iterable[str]) -> None:
+        """Note columns that are not read, each once, and not all where there is no end of them."""
+        new = [name for name in names if name not in self.unread]
+        self.unread += new[: UNREAD_KEPT - len(self.unread)]
 
     def add_bad(self, message: str) -> None:
         """Count a bad row, and keep its message if it is one of the first."""

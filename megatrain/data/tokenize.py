@@ -9,7 +9,8 @@ import numpy as np
 
 from megatrain.data.chat import ChatTemplate, Marked, Span
 from megatrain.data.dataset import IdArray, MaskArray
-from megatrain.data.formats import Chat, Document, RowError, Sample
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat, Document, Sample
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Encoder:
             return self._plain(sample)
         if self.train_on == "all":
             turns = [message.as_template_input() for message in sample.messages]
-            return Marked(self.template.render(turns), None)
+            return Marked(self.template.render(turns, sample.variables), None)
         return self.template.mark(sample)
 
     def _plain(self, chat: Chat) -> Marked:

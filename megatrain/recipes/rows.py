@@ -12,6 +12,8 @@ from megatrain.data.dataset import Rows
 from megatrain.recipes.setup import Model
 
 ROWS_LOGGED_EVERY_S = 10.0
+# of the config's data section: options of the rows, too
+SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns")
 
 logger = logging.getLogger("megatrain")
 
@@ -22,7 +24,7 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
     For `pretrain` documents are packed into rows of seq_len tokens.
     """
     data, seq_len = config.data, config.train.seq_len
-    same = data.model_dump(include={"train_on", "format", "on_bad_row", "text_field", "split"})
+    same = data.model_dump(include=set(SAME_KEYS))
     options = DataOptions(seq_len, vocab_size=model.vocab_size, **same)
     return load_data(
         data.train,

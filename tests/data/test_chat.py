@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import Chat, Message, RowError
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat
+from megatrain.data.messages import Message
 from megatrain.data.tokenize import Encoder
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -144,6 +146,18 @@ def test_a_conversation_may_start_with_the_answer(make_tokenizer):
 def test_the_same_text_in_question_and_answer_is_told_apart(make_tokenizer, template):
     runs = targets(make_tokenizer(template), chat([(role, "yes") for role, _ in SHORT]))
     assert [run.removeprefix("<think>\n\n</think>\n\n") for run in runs] == ["yes<|im_end|>"] * 2
+
+
+def test_variables_of_a_row_reach_the_template(make_tokenizer):
+    template = "{% if loud is defined and loud %}LOUD {% endif %}" + CHATML
+    turns = chat(SHORT).messages
+    tokenizer = make_tokenizer(template)
+    for loud in (True, False):
+        ids, mask = encoded(tokenizer, Chat(turns, variables={"loud": loud}))
+        theirs = tokenizer.apply_chat_template(messages(SHORT), loud=loud, return_dict=False)
+        assert ids == theirs
+        assert tokenizer.decode(ids).startswith("LOUD") == loud
+        assert sum(mask) == 4
 
 
 def test_refusals_name_the_template(make_tokenizer):

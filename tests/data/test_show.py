@@ -70,3 +70,8 @@ def test_packed_rows_have_their_remainder_said(write_jsonl, make_tokenizer, cach
     assert found["remainder_tokens"] == found["tokens"] % 7
     said = "the last block holds" in "\n".join(describe(packed))
     assert said == (found["remainder_tokens"] > 0)
+
+
+def test_columns_that_are_not_read_are_named(encode):
+    said = describe(encode([{"prompt": "x", "completion": "y", "id\x1b[31m": 1}], OPTIONS))
+    assert said[-1] == "columns that are not read: id\\x1b[31m"
