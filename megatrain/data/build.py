@@ -182,6 +182,7 @@ def _write(
                 counts.truncated_tokens += len(ids) - options.seq_len
                 ids, mask = ids[: options.seq_len], mask[: options.seq_len]
             counts.rewritten_turns += text.rewritten
+            counts.add_notes(text.notes)
             if mask.any():
                 writer.add(ids, mask)
             else:

@@ -40,7 +40,13 @@ class Counts:
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
+    notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Count what happened to a row."""
+        for note in notes:
+            self.notes[note] = self.notes.get(note, 0) + 1
 
     def add_unread(self, names: Iterable[str]) -> None:
         """Note columns that are not read, each once, and not all where there is no end of them."""

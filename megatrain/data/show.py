@@ -40,6 +40,7 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
+        "notes": dict(counts.notes),
         "unread_columns": list(counts.unread),
     }
 
@@ -59,7 +60,8 @@ def describe(rows: Rows) -> list[str]:
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
-    what_was_lost = [f"{count:,} {what}" for count, what in lost if count]
+    noted = ((count, what) for what, count in counts.notes.items())
+    what_was_lost = [f"{count:,} {what}" for count, what in (*lost, *noted) if count]
     if counts.unread:
         unread = _printable(", ".join(counts.unread))
         what_was_lost.append(f"columns that are not read: {unread}")

@@ -131,6 +131,8 @@ def get_ready(config: Config) -> Ready:
     rows, held_out = read_rows(config, parts.model)
     for line in describe(rows):
         logger.info(line)
+    for line in filter(None, [parts.model.about_stops]):
+        logger.info(line)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)

@@ -10,6 +10,7 @@ import pytest
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
+from megatrain.data.template import Template
 from megatrain.data.tokenize import Encoder
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -123,11 +124,71 @@ def test_a_token_written_when_the_next_turn_begins_ends_the_answer(make_tokenize
         "{% if not loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ eos_token + 'assistant: ' }}{% endif %}"
     )
-    assert targets(make_tokenizer(late), chat(SHORT)) == ["b<|endoftext|>", "d"]
+    assert targets(make_tokenizer(late), chat(SHORT)) == ["b<|endoftext|>", "d<|endoftext|>"]
 
 
-def test_white_space_that_ends_a_turn_is_a_target_where_no_token_does(make_tokenizer):
-    assert targets(make_tokenizer(TEXTUAL), chat(SHORT)) == ["b\n\n", "d\n\n"]
+def test_eos_ends_the_last_answer_of_a_template_without_tokens(make_tokenizer):
+    tokenizer = make_tokenizer(TEXTUAL)
+    assert targets(tokenizer, chat(SHORT[:2])) == ["b\n\n<|endoftext|>"]
+    untrained = Message("assistant", "b", trained=False)
+    question, _, *rest = chat(SHORT).messages
+    assert targets(tokenizer, Chat((question, untrained, *rest))) == ["d\n\n<|endoftext|>"]
+    with pytest.raises(RowError, match=r"messages\[1\]: the chat template writes no token after"):
+        targets(tokenizer, chat(SHORT))
+    with pytest.raises(RowError, match=r"the\s+tokenizer has no eos_token"):
+        targets(make_tokenizer(TEXTUAL, eos=None), chat(SHORT[:2]))
+
+
+# like GLM-4: a turn ends where the next role begins
+HEADED = (
+    "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'user' else '<|im_end|>') }}"
+    "{{ '\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+)
+
+
+def test_where_no_token_ends_a_turn_the_next_one_s_first_does(make_tokenizer):
+    tokenizer = make_tokenizer(HEADED)
+    found = targets(tokenizer, chat(SHORT))
+    assert found == ["\nb<|im_start|>", "\nd<|im_start|>"]
+    marked = HEADED.replace("{{ '\n' + m['content'] }}", BLOCK)
+    assert targets(make_tokenizer(marked), chat(SHORT)) == found
+    assert Template(tokenizer).stop == "<|im_start|>"
+
+
+BLOCK = (
+    "{% if m['role'] == 'user' %}{{ '\n' + m['content'] }}{% else %}"
+    "{% generation %}{{ '\n' + m['content'] }}{% endgeneration %}{% endif %}"
+)
+
+
+def test_a_token_in_the_answer_s_own_text_does_not_end_it(make_tokenizer):
+    tokenizer = make_tokenizer(HEADED)
+    tokenizer.add_tokens(["</tool_call>"])
+    turns = [("user", "a"), ("assistant", "b</tool_call>"), ("user", "c")]
+    assert targets(tokenizer, chat(turns)) == ["\nb</tool_call><|im_start|>"]
+
+
+def test_everything_ends_too_where_all_is_trained_on(make_tokenizer):
+    encoder = Encoder(make_tokenizer(HEADED), "all")
+    for turns, ended in ((SHORT, True), (SHORT[:3], False)):
+        assert encoder.mark(chat(turns)).text.endswith("<|im_start|>") == ended
+
+
+# like gpt-oss: earlier answers end in another token than the last
+RETURNS = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
+    "{{ '<|im_end|>' if loop.last else '<|im_start|>' }}{% endfor %}"
+)
+
+
+def test_answers_that_end_otherwise_in_mid_conversation_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer(RETURNS)
+    assert targets(tokenizer, chat(SHORT)) == ["b<|im_start|>", "d<|im_end|>"]
+    note = "answers end in <|im_start|>, where the chat template ends the last one in <|im_end|>"
+    assert Encoder(tokenizer).mark(chat(SHORT)).notes == (note,)
+    assert Template(tokenizer).stop == "<|im_end|>"
+    assert Encoder(make_tokenizer()).mark(chat(SHORT)).notes == ()
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
