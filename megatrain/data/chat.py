@@ -16,9 +16,11 @@ end-of-sequence token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatrain.data.arrival import check_arrival
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
 from megatrain.data.template import STAND_IN, Scene, Span, Template
@@ -72,7 +74,8 @@ class ChatTemplate:
         text = self._template.render(scene)
         if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
             text += self._ending(len(scene.turns) - 1)
-        return Marked(text, None)
+        spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
+        return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
 
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
@@ -81,7 +84,7 @@ class ChatTemplate:
         text, marked = self._template.render_marked(scene)
         # a message may have several blocks; then they do not tell which is whose
         in_blocks = len(marked) == len(indices)
-        answers: list[Answer] = []
+        answers: dict[int, Answer] = {}
         for number, index in enumerate(indices):
             if not chat.messages[index].trained:
                 continue
@@ -91,10 +94,13 @@ class ChatTemplate:
             if answer.start >= answer.stop:
                 nothing = "the chat template leaves nothing of this answer"
                 raise RowError(f"messages[{index}]: {nothing}")
-            answers.append(answer)
-        spans = tuple((answer.start, answer.stop) for answer in answers)
-        rewritten = sum(answer.rewritten for answer in answers)
-        return Marked(text, spans, rewritten=rewritten, notes=self._endless(text, answers))
+            answers[index] = answer
+        spans = {index: (answer.start, answer.stop) for index, answer in answers.items()}
+        of_each = [spans.get(index) for index in range(len(scene.turns))]
+        dropped = check_arrival(chat, self._template, text, of_each)
+        notes = (*dropped, *self._endless(text, spans.values()))
+        rewritten = sum(answer.rewritten for answer in answers.values())
+        return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
 
     def _answer(self, scene: Scene, index: int, text: str) -> Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
@@ -171,10 +177,10 @@ class ChatTemplate:
             "tokenizer has no eos_token; set one in its files"
         )
 
-    def _endless(self, text: str, answers: list[Answer]) -> tuple[str, ...]:
+    def _endless(self, text: str, spans: Iterable[Span]) -> tuple[str, ...]:
         """Notes of answers in mid-conversation that the template ends with another token than the
         last one, such as gpt-oss's."""
-        lasts = [self._template.last_token(text[one.start : one.stop]) for one in answers]
+        lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
         stops = (self._template.stop, self._template.eos)
         return tuple(
             f"answers end in {last}, where the chat template ends the last one in {stops[0]}"

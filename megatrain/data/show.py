@@ -60,12 +60,16 @@ def describe(rows: Rows) -> list[str]:
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
-    noted = ((count, what) for what, count in counts.notes.items())
-    what_was_lost = [f"{count:,} {what}" for count, what in (*lost, *noted) if count]
+    what_was_lost = [f"{count:,} {what}" for count, what in lost if count]
     if counts.unread:
         unread = _printable(", ".join(counts.unread))
         what_was_lost.append(f"columns that are not read: {unread}")
     return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost]
+
+
+def warnings(rows: Rows) -> list[str]:
+    """What happened to rows that a user may not want, each with its count."""
+    return [f"{count:,} {_printable(what)}" for what, count in rows.counts.notes.items()]
 
 
 def histogram(rows: Rows) -> str:
@@ -86,6 +90,8 @@ def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, consol
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+    for line in warnings(rows):
+        console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
 
 
 def painted(

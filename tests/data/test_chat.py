@@ -23,10 +23,11 @@ IF_ANSWER = (
 ELSE = "{% else %}" + TURN + "{% endif %}{% endfor %}"
 ANSWER = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
 MARKED = IF_ANSWER + ANSWER + ELSE
-# like Qwen3: an answer's thinking is shown only in the last turn
+# like Qwen3: an answer's thinking is shown only in the last turn, and there also if it is empty
 FORGETS_THINKING = (
-    IF_ANSWER + "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'].split('</think>')[-1].strip() + '<|im_end|>\n' }}" + ELSE + PROMPT
+    IF_ANSWER + "{% if not loop.last %}{{ m['content'].split('</think>')[-1].strip() }}"
+    "{% else %}{{ '' if '</think>' in m['content'] else '<think>\n\n</think>\n\n' }}"
+    "{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}" + ELSE + PROMPT
 )
 # like Llama 2: no headers, the end of turn is the end-of-sequence token, nothing for a generation
 # prompt
@@ -110,7 +111,11 @@ def test_rewritten_turns_are_found_and_counted(make_tokenizer):
     thought = ("assistant", "<think>hm</think>\n1")
     conversation = chat([("user", "one?"), thought, ("user", "two?"), ("assistant", "2")])
     assert targets(tokenizer, conversation) == ["1<|im_end|>", "<think>\n\n</think>\n\n2<|im_end|>"]
-    assert Encoder(tokenizer).mark(conversation).rewritten == 1
+    marked = Encoder(tokenizer).mark(conversation)
+    assert marked.rewritten == 1
+    assert marked.notes == ("earlier answers lose their text once other turns follow",)
+    alone = chat([("user", "one?"), thought])
+    assert targets(tokenizer, alone) == ["<think>hm</think>\n1<|im_end|>"]
 
 
 def test_eos_ends_the_turns_of_templates_without_headers(make_tokenizer):
