@@ -94,10 +94,10 @@ def takes(one: Schema) -> str:
             return f"{takes(one['items'])} or a list of them"
         return "a list of these" if "anyOf" in one["items"] else "a folder or a list of them"
     if kind == "object":
-        return f"{{{', '.join(one['properties'])}}}"
+        return f"{{{', '.join(one['properties'])}}}" if "properties" in one else "mapping"
     if kind in ("integer", "number"):
         return _number(one)
-    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
+    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text", "object": "mapping"}
     return "path" if one.get("format") == "path" else words[kind]
 
 

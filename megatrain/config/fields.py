@@ -99,6 +99,9 @@ class DataOptions(Options):
         "only one.",
     )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
+    columns: v.ColumnsOrNull = key(
+        None, "Columns of other names, ours first: {prompt: question, completion: answer}."
+    )
 
 
 class TrainOptions(Options):

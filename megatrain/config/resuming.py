@@ -92,8 +92,8 @@ def check_changes(before: Config, after: Config) -> list[str]:
     """Warnings for changes that alter the run. Raises ConfigError for a key that cannot change."""
     old, new = flatten(before.model_dump(mode="json")), flatten(after.model_dump(mode="json"))
     warnings = []
-    for key in (key for key in old if old[key] != new[key]):
-        change = f"from {old[key]!r} to {new[key]!r}"
+    for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
+        change = f"from {old.get(key)!r} to {new.get(key)!r}"
         if reason := _reason(key, REFUSED):
             cannot = f"cannot change {change} in a resumed run"
             raise ConfigError(f"{after.where(key)}: {cannot}, since {reason}")

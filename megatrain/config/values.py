@@ -203,3 +203,6 @@ SizeOrAuto = Annotated[
     _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
 ]
 ShareOrCount = Annotated[_Share | _Count | None, wanted("a share, a number of rows, or null")]
+ColumnsOrNull = Annotated[
+    dict[str, _Text] | None, wanted("a mapping of our names to columns, or null")
+]

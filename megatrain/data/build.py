@@ -15,7 +15,8 @@ import numpy as np
 from megatrain.data import dataset, formats
 from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
-from megatrain.data.formats import FORMATS, Document, RowError, RowFormat, Sample
+from megatrain.data.fields import RowError
+from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
 from megatrain.data.hashing import mix64
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 CACHE_VERSION = 2  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field")  # of DataOptions
+CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
 ON_BAD_ROW = ("refuse", "skip")
 
 
@@ -42,6 +43,7 @@ class DataOptions:
     Attributes:
         seq_len: longest row in tokens; None keeps whole documents, for packing.
         text_field: the column of plain text; None finds it.
+        columns: columns that go by another name, ours first.
         vocab_size: token ids from here on are refused; None allows all.
     """
 
@@ -50,6 +52,7 @@ class DataOptions:
     format: str = "auto"
     on_bad_row: str = "refuse"
     text_field: str | None = None
+    columns: Mapping[str, str] | None = None
     split: str | None = None
     vocab_size: int | None = None
 
@@ -126,7 +129,7 @@ def encode_source(
         rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    return replace(rows, counts=replace(rows.counts, notes=list(source.notes)))
+    return replace(rows, counts=replace(rows.counts, choices=list(source.notes)))
 
 
 def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
@@ -183,6 +186,7 @@ def _write(
                 counts.truncated_tokens += len(ids) - options.seq_len
                 ids, mask = ids[: options.seq_len], mask[: options.seq_len]
             counts.rewritten_turns += text.rewritten
+            counts.add_notes(text.notes)
             if mask.any():
                 writer.add(ids, mask)
                 counts.parts[raw.part] += 1
@@ -199,32 +203,36 @@ def _marked(
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw, encoder.mark(_sample(raw, forms, options))
+            yield raw, encoder.mark(_sample(raw, forms, options, counts))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 
 
-def _sample(raw: RawRow, forms: dict[tuple[int, str], RowFormat], options: DataOptions) -> Sample:
+def _sample(
+    raw: RawRow, forms: dict[tuple[int, str], RowFormat], options: DataOptions, counts: Counts
+) -> Sample:
     """The row as a conversation or text. Raises RowError.
 
     A file keeps the format of its first row that has one: a later row is told what it lacks.
     """
     if raw.problem is not None:
         raise RowError(raw.problem)
-    value, file = raw.value, (raw.part, raw.file)
+    value, file = formats.renamed(raw.value, options.columns or {}), (raw.part, raw.file)
     column = options.text_field if raw.format in ("auto", "text") else None
     name = "text" if column else options.format if raw.format == "auto" else raw.format
     form = FORMATS.get(name) or forms.get(file) or formats.detect_format(value)
     if form is None:
         raise formats.unknown_format(value)
     forms[file] = form
+    counts.add_unread(formats.unread_columns(value, (column,) if column else form.reads))
     if column and isinstance(value, Mapping):
         if column not in value:
             raise RowError(f"field {column!r} is missing")
         value = {"text": value[column]}
-    sample = formats.convert_row(form, value)
+    sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
     if isinstance(sample, Document):
         return replace(sample, begins=raw.begins, ends=raw.ends)
+    counts.add_unread(sample.unread)
     return sample
 
 

@@ -8,23 +8,25 @@ A chat template is a program, which says so in one of three ways. In order of tr
 3. Where 2 fails (templates that rewrite earlier turns, such as dropping their thinking, or have no
    generation prompt): the same conversation with another text in the answer's place. What is equal
    before and after that text encloses the answer.
+
+An answer must end in a token at which generation stops, or the model never learns to stop. Where
+the template writes none, that is the token with which the next turn begins, else the tokenizer's
+end-of-sequence token.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatrain.data.formats import Chat, RowError
+from megatrain.data.arrival import check_arrival
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat
+from megatrain.data.template import STAND_IN, Scene, Span, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Span = tuple[int, int]  # characters [start, stop)
-Turns = Sequence[dict[str, str]]
-STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Marked:
             into the text itself.
         eos: append the end-of-sequence token, as a target.
         rewritten: number of answers that the template renders otherwise once others follow.
+        notes: what is to be counted and said: what stands behind the count in a sentence.
     """
 
     text: str
@@ -44,70 +47,90 @@ class Marked:
     add_special: bool = False
     eos: bool = False
     rewritten: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Characters [start, stop) of a text that the assistant wrote.
+
+    rewritten: the template renders them otherwise once other turns follow.
+    """
+
+    start: int
+    stop: int
+    rewritten: bool = False
 
 
 class ChatTemplate:
     """A tokenizer's chat template. Raises RowError for conversations that it refuses or garbles."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._template: str = tokenizer.get_chat_template()
-        self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self._eos = tokenizer.eos_token or ""
-        self._marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        # GPT-NeoX adds runs of spaces, which end no turn
-        self._added = sorted(filter(str.strip, added), key=len, reverse=True)
-        self._end_of_turn = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._added)) or '(?!)'})")
-        self._prompts = self._has_generation_prompt()
+        self._template = Template(tokenizer)
 
-    def render(self, turns: Turns, generation_prompt: bool = False) -> str:
-        """The conversation as text."""
-        return self._run(turns, generation_prompt, marks=False)[0]
+    def whole(self, chat: Chat) -> Marked:
+        """The conversation with all of it to train on, through the end of its last answer."""
+        scene = Scene.of(chat)
+        text = self._template.render(scene)
+        if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
+            text += self._ending(len(scene.turns) - 1)
+        spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
+        return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
 
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
-        turns = [message.as_template_input() for message in chat.messages]
-        answers = [(i, turn) for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
-        text, marked = self._run(turns, False, marks=self._marks_answers)
-        if self._marks_answers and len(marked) == len(answers):
-            pairs = zip(marked, answers, strict=True)
-            return Marked(text, tuple(span for span, (_, answer) in pairs if answer.trained))
-        found = [self._answer(turns, index, text) for index, answer in answers if answer.trained]
-        spans = tuple(span for span, _ in found)
-        return Marked(text, spans, rewritten=sum(rewritten for _, rewritten in found))
+        scene = Scene.of(chat)
+        indices = [i for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
+        text, marked = self._template.render_marked(scene)
+        # a message may have several blocks; then they do not tell which is whose
+        in_blocks = len(marked) == len(indices)
+        answers: dict[int, Answer] = {}
+        for number, index in enumerate(indices):
+            if not chat.messages[index].trained:
+                continue
+            answer = Answer(*marked[number]) if in_blocks else self._answer(scene, index, text)
+            if not self._template.ends(text[answer.start : answer.stop]):
+                text, answer = self._through_next_token(text, answer, index)
+            if answer.start >= answer.stop:
+                nothing = "the chat template leaves nothing of this answer"
+                raise RowError(f"messages[{index}]: {nothing}")
+            answers[index] = answer
+        spans = {index: (answer.start, answer.stop) for index, answer in answers.items()}
+        of_each = [spans.get(index) for index in range(len(scene.turns))]
+        dropped = check_arrival(chat, self._template, text, of_each)
+        notes = (*dropped, *self._endless(text, spans.values()))
+        rewritten = sum(answer.rewritten for answer in answers.values())
+        return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
 
-    def _answer(self, turns: Turns, index: int, text: str) -> tuple[Span, bool]:
-        """The answer of turn `index` in `text`, and whether it is rewritten in mid-conversation."""
+    def _answer(self, scene: Scene, index: int, text: str) -> Answer:
+        """The answer of turn `index`, without the white space behind a token that ends it."""
         start = None
-        if self._prompts:
-            start = self._end_of_beginning(turns[:index], text, generation_prompt=True)
-        stop = self._end_of_beginning(turns[: index + 1], text, generation_prompt=False)
+        if self._template.prompts:
+            start = self._end_of(scene.beginning(index), text, generation_prompt=True)
+        stop = self._end_of(scene.beginning(index + 1), text, generation_prompt=False)
         rewritten = stop is None
         if start is None or stop is None:
-            before, after = self._around(turns, index, text)
+            before, after = self._around(scene, index, text)
             start = before if start is None or start > before else start
-            if stop is None:
-                end_of_turn = self._end_of_turn.match(text, after)
-                stop = end_of_turn.end() if end_of_turn else after
-        stop = self._through_end_of_turn(text, start, stop)
-        if start >= stop:
-            raise RowError(f"messages[{index}]: the chat template leaves nothing of this answer")
-        return (start, stop), rewritten
+            stop = after + self._tail(scene, index, text[after:]) if stop is None else stop
+        if self._template.ends(text[start:stop]):
+            stop = start + len(text[start:stop].rstrip())
+        return Answer(start, stop, rewritten)
 
-    def _end_of_beginning(self, turns: Turns, text: str, generation_prompt: bool) -> int | None:
-        """Length of what `turns` render to if `text` begins with it, else None."""
-        if not turns:
+    def _end_of(self, beginning: Scene, text: str, generation_prompt: bool) -> int | None:
+        """Length of what a conversation renders to if `text` begins with it, else None."""
+        if not beginning.turns:
             return None
         try:
-            beginning = self.render(turns, generation_prompt)
+            rendered = self._template.render(beginning, generation_prompt)
         except RowError:  # the whole conversation renders: its beginning alone is none
             return None
-        return len(beginning) if text.startswith(beginning) else None
+        return len(rendered) if text.startswith(rendered) else None
 
-    def _around(self, turns: Turns, index: int, text: str) -> Span:
+    def _around(self, scene: Scene, index: int, text: str) -> Span:
         """The characters of `text` that the template made of the content of turn `index`."""
-        other = {**turns[index], "content": STAND_IN}
-        rendered = self.render([*turns[:index], other, *turns[index + 1 :]])
+        other = {**scene.turns[index], "content": STAND_IN}
+        rendered = self._template.render(scene.with_turn(index, other))
         before, _, after = rendered.partition(STAND_IN)
         once = rendered.count(STAND_IN) == 1 and len(before + after) < len(text)
         if not (once and text.startswith(before) and text.endswith(after)):
@@ -118,35 +141,49 @@ class ChatTemplate:
             )
         return len(before), len(text) - len(after)
 
-    def _through_end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """The end-of-turn token belongs to the answer, white space after it does not."""
-        answer = text[start:stop].rstrip()
-        if answer.endswith(tuple(self._added)):
-            return start + len(answer)
-        # some templates end a turn only when the next one begins
-        return stop + len(self._eos) if text.startswith(self._eos, stop) else stop
+    def _tail(self, scene: Scene, index: int, rest: str) -> int:
+        """Number of characters behind an answer's content that belong to it.
 
-    def _has_generation_prompt(self) -> bool:
-        probe = [{"role": "user", "content": STAND_IN}]
-        try:
-            return self.render(probe, generation_prompt=True) != self.render(probe)
-        except RowError:
-            return False
+        rest: the text behind the content.
+        """
+        last = {**scene.turns[index], "content": STAND_IN}
+        ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
+        tail = ended.rpartition(STAND_IN)[2]
+        if tail and rest.startswith(tail):
+            return len(tail)
+        token = self._template.next_token.match(rest)
+        return token.end() if token else 0
 
-    def _run(self, turns: Turns, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
-                conversations=[list(turns)],
-                chat_template=self._template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **self._special,
+    def _through_next_token(self, text: str, answer: Answer, index: int) -> tuple[str, Answer]:
+        """The text, and the answer with the token behind it, which is appended to a text that ends
+        here."""
+        if following := self._template.next_token.match(text, answer.stop):
+            return text, Answer(answer.start, following.end(), answer.rewritten)
+        if text[answer.stop :].strip():
+            raise RowError(
+                f"messages[{index}]: the chat template writes no token after this answer, so the "
+                "model would not learn to stop there; give earlier answers a weight of 0, or use "
+                "another chat template"
             )
-        # what a template's own code may raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from error
-        texts, spans = found
-        return texts[0], list(spans[0]) if marks else []
+        text += self._ending(index)
+        return text, Answer(answer.start, len(text), answer.rewritten)
+
+    def _ending(self, index: int) -> str:
+        """The token to append to a conversation whose last answer has none."""
+        if ending := self._template.stop or self._template.eos:
+            return ending
+        raise RowError(
+            f"messages[{index}]: the chat template ends this answer with no token, and the "
+            "tokenizer has no eos_token; set one in its files"
+        )
+
+    def _endless(self, text: str, spans: Iterable[Span]) -> tuple[str, ...]:
+        """Notes of answers in mid-conversation that the template ends with another token than the
+        last one, such as gpt-oss's."""
+        lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
+        stops = (self._template.stop, self._template.eos)
+        return tuple(
+            f"answers end in {last}, where the chat template ends the last one in {stops[0]}"
+            for last in lasts
+            if stops[0] and last not in stops
+        )

@@ -28,6 +28,7 @@ IndexArray = npt.NDArray[np.int64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 INDEX = ("offsets.npy", "targets.npy", "hashes.npy")  # beside ids.bin and mask.bin
 ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+UNREAD_KEPT = 50  # names of columns
 
 logger = logging.getLogger("megatrain")
 
@@ -46,7 +47,19 @@ class Counts:
     max_token_id: int = -1
     max_token_where: str = ""
     parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
-    notes: list[str] = field(default_factory=list)  # what was chosen and how, to be said
+    choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
+    notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Count what happened to a row."""
+        for note in notes:
+            self.notes[note] = self.notes.get(note, 0) + 1
+
+    def add_unread(self, names: Iterable[str]) -> None:
+        """Note columns that are not read, each once, and not all where there is no end of them."""
+        new = [name for name in names if name not in self.unread]
+        self.unread += new[: UNREAD_KEPT - len(self.unread)]
 
     def add_bad(self, message: str) -> None:
         """Count a bad row, and keep its message if it is one of the first."""

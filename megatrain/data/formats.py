@@ -1,21 +1,17 @@
 """Row formats: how a row of a data file becomes a conversation or a text.
 
-A format is one function and one row of FORMATS.
+A format is one function and one row of FORMATS, with every column that it reads. A row with a
+column of MATTERS that its format does not read is refused; other such columns are named once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megatrain.errors import DataError
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system")}
-# An empty system prompt is a choice, an empty question or answer a mistake.
-MAY_BE_EMPTY = ("system", "developer", "tool")
-TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
+from megatrain.data.fields import Row, RowError, filled_list, is_given, kind_of, text_of
+from megatrain.data.messages import Message, Turns, openai_turns, refuse_tools, sharegpt_turns
 
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
 ALPACA = (
@@ -25,35 +21,45 @@ ALPACA = (
 )
 ALPACA_PAIRED = ", paired with an input that provides further context"
 
-
-class RowError(DataError):
-    """A row cannot be trained on. The message says why; the caller adds file and line."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn.
-
-    `trained` is False for an assistant's turn that is context only; `extra` goes to the chat
-    template as it is.
-    """
-
-    role: str
-    content: str
-    trained: bool = True
-    extra: Mapping[str, str] = field(default_factory=dict)
-
-    def as_template_input(self) -> dict[str, str]:
-        """The dict that Hugging Face chat templates take."""
-        return {**self.extra, "role": self.role, "content": self.content}
+_PAIRS = "two answers, of which one is better, are for method: dpo"
+_JUDGED = "answers that are marked as wanted or unwanted are for method: kto"
+_GRADED = "graded answers are for method: reward"
+_NOT_TEXT = "only text can be trained on"
+_NO_PLACE = "a row of this format has no place for it"
+# Columns that change what a row teaches, and why a format that does not read one refuses the row.
+MATTERS = {
+    **dict.fromkeys(("chosen", "rejected"), _PAIRS),
+    **dict.fromkeys(("label", "kto_tag"), _JUDGED),
+    **dict.fromkeys(("score", "margin"), _GRADED),
+    "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
+    **dict.fromkeys(("images", "videos", "audios"), _NOT_TEXT),
+    **dict.fromkeys(("system", "system_prompt", "history", "chat_template_kwargs"), _NO_PLACE),
+}
+# What they say of a document is no instruction for pre-training on it.
+ABOUT_DOCUMENTS = ("label", "score", "weight")
+SYSTEM = ("system", "system_prompt")
+ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs")
+# Variables of a template that are not a row's to set.
+OURS = (
+    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
+    *("return_assistant_tokens_mask", "continue_final_message"),
+)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. `plain` is (prompt, completion) for tokenizers without a chat template."""
+    """A conversation.
+
+    Attributes:
+        plain: (prompt, completion) for tokenizers without a chat template.
+        variables: what the row sets of its chat template, such as enable_thinking.
+        unread: fields of turns that nobody reads.
+    """
 
     messages: tuple[Message, ...]
     plain: tuple[str, str] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,15 +72,22 @@ class Document:
 
 
 Sample = Chat | Document
-Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A row format: found by its `columns`, read by `convert`, which raises RowError."""
+    """A row format: found by its `columns`, read by `convert`, which raises RowError.
+
+    also: further columns that it reads.
+    """
 
     columns: tuple[str, ...]
     convert: Callable[[Row], Sample]
+    also: tuple[str, ...] = ABOUT_CHATS
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.columns + self.also
 
 
 def detect_format(row: object) -> RowFormat | None:
@@ -85,176 +98,144 @@ def detect_format(row: object) -> RowFormat | None:
     return next((form for form in FORMATS.values() if present.issuperset(form.columns)), None)
 
 
-def convert_row(form: RowFormat, row: object) -> Sample:
+def convert_row(form: RowFormat, row: object, *, pretrain: bool = False) -> Sample:
     """A checked conversation or text.
 
-    Raises RowError for what is missing, empty, of the wrong type or not supported.
+    pretrain: documents are trained on whatever their labels and scores.
+
+    Raises RowError for what is missing, empty, of the wrong type or not supported, and for a column
+    of MATTERS that the format does not read.
     """
     if not isinstance(row, Mapping):
-        raise RowError(f"expected an object, found {_kind(row)}")
-    _refuse_tools(row)
+        raise RowError(f"expected an object, found {kind_of(row)}")
+    refuse_tools(row)
+    about = ABOUT_DOCUMENTS if pretrain and form is FORMATS["text"] else ()
+    _refuse_unread(row, (*form.reads, *about))
     return form.convert(row)
+
+
+def renamed(row: object, columns: Mapping[str, str]) -> object:
+    """The row with columns of other names under ours. Raises RowError where one is missing.
+
+    columns: the row's name by our name.
+    """
+    if not columns or not isinstance(row, Mapping):
+        return row
+    kept = {key: value for key, value in row.items() if key not in columns.values()}
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise RowError(f"field {theirs!r}, which data.columns.{ours} names, is missing")
+        if ours in kept:
+            raise RowError(f"field {ours!r}: data.columns.{ours} names {theirs!r} instead")
+        kept[ours] = row[theirs]
+    return kept
+
+
+def unread_columns(row: object, read: Sequence[str]) -> list[str]:
+    """Columns that hold something and are not among those read."""
+    if not isinstance(row, Mapping):
+        return []
+    return [str(key) for key in row if key not in read and is_given(row[key])]
 
 
 def unknown_format(row: object) -> RowError:
     """The error of a row that no format fits."""
     if not isinstance(row, Mapping):
-        return RowError(f"expected an object, found {_kind(row)}")
+        return RowError(f"expected an object, found {kind_of(row)}")
+    try:
+        _refuse_unread(row, ABOUT_CHATS)
+    except RowError as error:
+        return error
     wanted = "; ".join(f"{name}: {' + '.join(form.columns)}" for name, form in FORMATS.items())
-    found = ", ".join(str(key) for key in list(row)[:12]) or "none"
-    known = f"known formats are {wanted}"
+    names = [str(key) for key in list(row)[:12]] or ["none"]
+    found = ", ".join(names)
+    other = f"columns of other names are given as data.columns: {{prompt: {names[0]}}}"
+    known = f"known formats are {wanted}; {other}"
     return RowError(f"no known row format has the columns found ({found}); {known}")
+
+
+def _refuse_unread(row: Row, read: Sequence[str]) -> None:
+    for name, reason in MATTERS.items():
+        if name not in read and is_given(row.get(name)):
+            raise RowError(f"field {name!r}: {reason}")
+
+
+def _chat(row: Row, turns: Turns, plain: tuple[str, str] | None = None) -> Chat:
+    """The conversation with what the row's columns say about it."""
+    prompts = [name for name in SYSTEM if is_given(row.get(name))]
+    system = tuple(Message("system", text_of(row, name)) for name in prompts)
+    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
+    if len(said := [*prompts, *of_turns]) > 1 and prompts:
+        raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        found = kind_of(variables)
+        raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
+    given = {str(name): value for name, value in variables.items() if value is not None}
+    for name in (name for name in OURS if name in given):
+        raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
+    messages = (*system, *turns.messages)
+    return Chat(messages, None if system or given else plain, given, turns.unread)
+
+
+def _from_messages(row: Row) -> Sample:
+    return _chat(row, openai_turns(filled_list(row, "messages"), "messages"))
 
 
 def _from_prompt_completion(row: Row) -> Sample:
     prompt, completion = row.get("prompt"), row.get("completion")
     plain = None
     if isinstance(prompt, str) and isinstance(completion, str):
-        plain = (_text(row, "prompt"), _text(row, "completion"))
-    asked = [replace(turn, trained=False) for turn in _side(row, "prompt", "user")]
-    return Chat((*asked, *_side(row, "completion", "assistant")), plain)
+        plain = (text_of(row, "prompt"), text_of(row, "completion"))
+    asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
+    context = [replace(turn, trained=False) for turn in asked.messages]
+    return _chat(row, Turns((*context, *answer.messages), asked.unread | answer.unread), plain)
 
 
 def _from_alpaca(row: Row) -> Sample:
-    instruction, output = _text(row, "instruction"), _text(row, "output")
-    given = _text(row, "input") if row.get("input") else ""
+    instruction, output = text_of(row, "instruction"), text_of(row, "output")
+    given = text_of(row, "input") if row.get("input") else ""
     parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
     prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
-    system = _optional_system(row)
-    plain = None if system else (prompt, output)
-    return Chat((*system, asked, Message("assistant", output)), plain)
+    earlier = _history(row)
+    turns = Turns((*earlier, asked, Message("assistant", output)))
+    return _chat(row, turns, None if earlier else (prompt, output))
+
+
+def _history(row: Row) -> list[Message]:
+    """The turns before an instruction: a list of (instruction, output)."""
+    pairs = filled_list(row, "history") if is_given(row.get("history")) else []
+    turns = []
+    for number, pair in enumerate(pairs):
+        place = f"history[{number}]"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowError(f"{place}: expected a list of two texts, question and answer")
+        sides = {"0": pair[0], "1": pair[1]}
+        turns.append(Message("user", text_of(sides, "0", place)))
+        turns.append(Message("assistant", text_of(sides, "1", place)))
+    return turns
 
 
 def _from_sharegpt(row: Row) -> Sample:
-    turns = _filled_list(row, "conversations")
+    turns = filled_list(row, "conversations")
     # many sets name the column so and still use role and content
-    if isinstance(turns[0], Mapping) and "role" in turns[0]:
-        return Chat((*_optional_system(row), *_messages(turns, "conversations")))
-    messages = []
-    for place, turn in _numbered(turns, "conversations"):
-        role = _one_of(SHAREGPT_ROLES, turn, "from", place)
-        content = _text(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
-        messages.append(Message(SHAREGPT_ROLES[role], content))
-    return Chat((*_optional_system(row), *messages))
+    openai = isinstance(turns[0], Mapping) and "role" in turns[0]
+    return _chat(row, (openai_turns if openai else sharegpt_turns)(turns, "conversations"))
 
 
 FORMATS = {
-    "messages": RowFormat(("messages",), lambda row: Chat(tuple(_turns_of(row, "messages")))),
+    "messages": RowFormat(("messages",), _from_messages),
     "sharegpt": RowFormat(("conversations",), _from_sharegpt),
     "prompt_completion": RowFormat(("prompt", "completion"), _from_prompt_completion),
-    "alpaca": RowFormat(("instruction", "output"), _from_alpaca),
-    "text": RowFormat(("text",), lambda row: Document(_text(row, "text"))),
+    "alpaca": RowFormat(
+        ("instruction", "output"), _from_alpaca, also=("input", "history", *ABOUT_CHATS)
+    ),
+    "text": RowFormat(("text",), lambda row: Document(text_of(row, "text")), also=()),
 }
 
 
-def _side(row: Row, name: str, role: str) -> list[Message]:
+def _side(row: Row, name: str, role: str) -> Turns:
     if isinstance(row.get(name), list):
-        return _turns_of(row, name)
-    return [Message(role, _text(row, name))]
-
-
-def _turns_of(row: Row, name: str) -> list[Message]:
-    return _messages(_filled_list(row, name), name)
-
-
-def _messages(turns: list[object], name: str) -> list[Message]:
-    messages = []
-    for place, turn in _numbered(turns, name):
-        _refuse_tools(turn, place)
-        role = _one_of(ROLES, turn, "role", place)
-        content = _content(turn, place, role in MAY_BE_EMPTY)
-        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
-        extra = {
-            key: _text(turn, key, place, may_be_empty=True)
-            for key, value in turn.items()
-            if key not in ("role", "content") and isinstance(value, str)
-        }
-        messages.append(Message(role, content, _weight(turn, place), extra))
-    return messages
-
-
-def _refuse_tools(row: Row, place: str = "") -> None:
-    for name in TOOL_FIELDS:
-        if row.get(name):
-            raise RowError(f"{_label(name, place)}: tool calling is not supported yet")
-
-
-def _one_of(roles: Collection[str], turn: Row, name: str, place: str) -> str:
-    role = _text(turn, name, place)
-    if role not in roles:
-        raise RowError(f"{place}.{name}: unknown role {role!r}; known are {', '.join(roles)}")
-    return role
-
-
-def _content(turn: Row, place: str, may_be_empty: bool) -> str:
-    """A string, or OpenAI's list of text parts."""
-    parts = turn.get("content")
-    if not isinstance(parts, list):
-        return _text(turn, "content", place, may_be_empty)
-    texts = []
-    for part_place, part in _numbered(parts, f"{place}.content"):
-        if (kind := part.get("type")) != "text":
-            raise RowError(f"{part_place}.type: only text parts can be trained on, found {kind!r}")
-        texts.append(_text(part, "text", part_place, may_be_empty))
-    return _text({"content": "".join(texts)}, "content", place, may_be_empty)
-
-
-def _weight(turn: Row, place: str) -> bool:
-    """OpenAI's `weight`: 0 makes an assistant turn context only."""
-    weight = turn.get("weight")
-    if weight is None:
-        return True
-    if weight not in (0, 1):
-        raise RowError(f"{place}.weight: only 0 and 1 are supported, found {weight!r}")
-    return bool(weight)
-
-
-def _optional_system(row: Row) -> tuple[Message, ...]:
-    return (Message("system", _text(row, "system")),) if row.get("system") else ()
-
-
-def _filled_list(row: Row, name: str) -> list[object]:
-    value = row.get(name)
-    if value is None:
-        raise RowError(f"field {name!r} is missing")
-    if not isinstance(value, list):
-        raise RowError(f"field {name!r}: expected a list, found {_kind(value)}")
-    if not value:
-        raise RowError(f"field {name!r} is empty")
-    return value
-
-
-def _numbered(turns: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
-    for number, turn in enumerate(turns):
-        place = f"{name}[{number}]"
-        if not isinstance(turn, Mapping):
-            raise RowError(f"{place}: expected an object, found {_kind(turn)}")
-        yield place, turn
-
-
-def _label(name: str, place: str) -> str:
-    return f"{place}.{name}" if place else f"field {name!r}"
-
-
-def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
-    label, value = _label(name, place), row.get(name)
-    if value is None:
-        raise RowError(f"{label} is missing")
-    if not isinstance(value, str):
-        raise RowError(f"{label}: expected text, found {_kind(value)}")
-    if not may_be_empty and not value.strip():
-        raise RowError(f"{label} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise RowError(f"{label}: character {error.start} is half of a surrogate pair") from None
-    return value
-
-
-KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-KINDS |= {int: "a number", float: "a number"}
-
-
-def _kind(value: object) -> str:
-    return KINDS.get(type(value), type(value).__name__)
+        return openai_turns(filled_list(row, name), name)
+    return Turns((Message(role, text_of(row, name)),))

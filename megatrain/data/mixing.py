@@ -36,7 +36,7 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
         f"each of its {len(found):,} rows {size / len(found):.3g} times"
         for part, found, size in zip(parts, places, sizes, strict=True)
     ]
-    counts = replace(rows.counts, notes=[*rows.counts.notes, *notes])
+    counts = replace(rows.counts, choices=[*rows.counts.choices, *notes])
     return replace(rows.choose(np.concatenate(chosen)), counts=counts)
 
 

@@ -41,7 +41,9 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
-        "notes": list(counts.notes),
+        "choices": list(counts.choices),
+        "notes": dict(counts.notes),
+        "unread_columns": list(counts.unread),
     }
 
 
@@ -60,8 +62,15 @@ def describe(rows: Rows) -> list[str]:
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
-    what_was_lost = (f"{count:,} {what}" for count, what in lost if count)
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost, *counts.notes]
+    what_was_lost = [f"{count:,} {what}" for count, what in lost if count]
+    if counts.unread:
+        what_was_lost.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost, *counts.choices]
+
+
+def warnings(rows: Rows) -> list[str]:
+    """What happened to rows that a user may not want, each with its count."""
+    return [f"{count:,} {what}" for what, count in rows.counts.notes.items()]
 
 
 def histogram(rows: Rows) -> str:
@@ -82,6 +91,8 @@ def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, consol
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+    for line in warnings(rows):
+        console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
 
 
 def painted(

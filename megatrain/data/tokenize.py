@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.chat import ChatTemplate, Marked, Span
+from megatrain.data.chat import ChatTemplate, Marked
 from megatrain.data.dataset import IdArray, MaskArray
-from megatrain.data.formats import Chat, Document, RowError, Sample
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat, Document, Sample
+from megatrain.data.template import Span
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,8 +51,7 @@ class Encoder:
         if self.template is None:
             return self._plain(sample)
         if self.train_on == "all":
-            turns = [message.as_template_input() for message in sample.messages]
-            return Marked(self.template.render(turns), None)
+            return self.template.whole(sample)
         return self.template.mark(sample)
 
     def _plain(self, chat: Chat) -> Marked:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.errors import ModelError
+from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -17,7 +18,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # no code, no pickle
 HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
-ANSWER = "zq7answer7qz"  # an assistant's answer, to see how a chat template ends a turn
 # What transformers raises on files that it cannot use.
 UNUSABLE = (
     OSError,
@@ -185,23 +185,6 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The special token that ends an assistant's turn in the chat template, if there is one."""
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        return None
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, ValueError, TypeError):  # a template for another kind of data
-        return None
-    tail = str(text).rpartition(ANSWER)[2]
-    added = tokenizer.added_tokens_decoder.values()
-    special = [token.content for token in added if token.special and token.content in tail]
-    return min(special, key=lambda token: (tail.index(token), -len(token)), default=None)
 
 
 def load_generation_config(source: ModelSource) -> GenerationConfig | None:

@@ -16,6 +16,8 @@ from megatrain.recipes.setup import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
+# of the config's data section: options of the rows, too
+SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns")
 
 logger = logging.getLogger("megatrain")
 
@@ -26,7 +28,7 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
     For `pretrain` documents are packed into rows of seq_len tokens.
     """
     data, seq_len = config.data, config.train.seq_len
-    same = data.model_dump(include={"train_on", "format", "on_bad_row", "text_field", "split"})
+    same = data.model_dump(include=set(SAME_KEYS))
     options = DataOptions(seq_len, vocab_size=model.vocab_size, **same)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(

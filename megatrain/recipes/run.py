@@ -17,7 +17,7 @@ from megatrain.config import Config
 from megatrain.config.resuming import check_changes, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
-from megatrain.data.show import describe
+from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.planner.job import StepTokens
@@ -135,6 +135,10 @@ def get_ready(config: Config) -> Ready:
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model)
     for line in describe(rows):
+        logger.info(line)
+    for line in warnings(rows):
+        logger.warning(line)
+    for line in filter(None, [parts.model.about_stops]):
         logger.info(line)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")

@@ -6,7 +6,7 @@ import torch
 
 from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
-from megatrain.models.pretrained import end_of_turn
+from megatrain.models.stops import stop_ids, with_stops
 from megatrain.recipes.setup import Model
 
 SAMPLE_TOKENS = 48
@@ -30,12 +30,9 @@ def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: i
 
 
 def end_tokens(model: Model) -> list[int]:
-    """Tokens that end an answer: by generation settings, tokenizer and chat template."""
-    ends = model.generation.eos_token_id if model.generation is not None else None
-    turn = end_of_turn(model.tokenizer)
-    of_turn = None if turn is None else model.tokenizer.convert_tokens_to_ids(turn)
-    listed = (*(ends if isinstance(ends, list) else [ends]), model.tokenizer.eos_token_id, of_turn)
-    return [token for token in listed if token is not None]
+    """Tokens that end an answer: those at which the saved model stops, too."""
+    generation, _ = with_stops(model.config, model.tokenizer, model.generation)
+    return stop_ids(generation or model.config)
 
 
 def sample(

@@ -21,6 +21,7 @@ from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
 from megatrain.models.pretrained import load_config_and_tokenizer, resolve_source
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.stops import about_added, with_stops
 from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
@@ -55,6 +56,11 @@ class Model:
         """The token that fills rows; any will do: no real token sees it, and it has no target."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in ids if token is not None), 0)
+
+    @property
+    def about_stops(self) -> str:
+        """What is said of tokens that saved generation settings get; empty for none."""
+        return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Trackio:
     def finish(self, failed: bool) -> None:
         import trackio
 
-        trackio.finish()  # not the run's own, after which the package prints at exit
+        # not the run's own, after which the package prints at exit
+        trackio.finish()  # type: ignore[no-untyped-call]
 
 
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {

@@ -21,6 +21,7 @@ from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
+from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.run_folder import find_checkpoint, link_or_copy, new_folder
@@ -89,7 +90,9 @@ def save_pretrained(
     plan = weight_plan(engine)
     with _model_folder(Path(folder)) as partial_folder:
         write_model(partial_folder, plan, {"format": "pt"})
-        write_description(partial_folder, engine, tokenizer, generation_config)
+        added = write_description(partial_folder, engine, tokenizer, generation_config)
+    if added:
+        logger.info(about_added(added))
     return Path(folder)
 
 
@@ -129,16 +132,33 @@ def _model_folder(out: Path) -> AbstractContextManager[Path]:
 
 
 def write_description(
-    folder: Path, engine: Exportable, tokenizer: PreTrainedTokenizerBase | None, generation: Any
-) -> None:
-    """Write everything of a model folder but its weights. May raise OSError."""
+    folder: Path,
+    engine: Exportable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation: GenerationConfig | None,
+) -> list[str]:
+    """Write everything of a model folder but its weights. May raise OSError.
+
+    Returns the tokens that end answers and that the generation settings lacked.
+    """
     config = encode_config(engine.hf_config, engine.store.arrays["weight"].dtype)
     write_bytes(folder / "config.json", config)
+    added: list[str] = []
+    if tokenizer is not None:
+        generation, added = with_stops(engine.hf_config, tokenizer, generation)
+        _save_tokenizer(folder, tokenizer)
     if generation is not None:
-        # not its save_pretrained, which refuses settings that many published models ship with
-        write_bytes(folder / "generation_config.json", generation.to_json_string().encode())
-    if tokenizer is None:
-        return
+        _write_generation(folder, generation)
+    return added
+
+
+def _write_generation(folder: Path, generation: GenerationConfig) -> None:
+    # not its save_pretrained, which refuses settings that many published models ship with
+    text: str = generation.to_json_string()
+    write_bytes(folder / "generation_config.json", text.encode())
+
+
+def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         tokenizer.save_pretrained(folder)  # its chat templates, too
     except OSError:
@@ -203,7 +223,23 @@ def export(
                 link_or_copy(path, folder / path.name)
         if wanted != held:
             write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
+        _complete_stops(source, folder)
     return out
+
+
+def _complete_stops(checkpoint: Path, folder: Path) -> None:
+    """Add to generation settings what they lack; checkpoints of earlier versions may."""
+    source = pretrained.ModelSource("folder", checkpoint)
+    if not (checkpoint / "tokenizer_config.json").is_file():
+        return
+    tokenizer, generation = describe_source(source, trust_remote_code=False)
+    config = _or_none(partial(pretrained.read_model_config, source))
+    if tokenizer is None or config is None:
+        return
+    generation, added = with_stops(config, tokenizer, generation)
+    if added and generation is not None:
+        logger.info(about_added(added))
+        _write_generation(folder, generation)
 
 
 def _copy_description(path: Path, target: Path, dtype: torch.dtype) -> None:

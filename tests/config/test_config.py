@@ -27,6 +27,7 @@ data:
   packing: true
   split: train
   text_field: body
+  columns: {text: body}
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512

@@ -111,6 +111,18 @@ def test_sets_with_nothing_to_train_on_are_refused(encode, rows, message):
         encode(rows, SKIP)
 
 
+def test_columns_that_are_not_read_are_named_once(encode):
+    rows = [{**pair(n), "id": n, "meta": {"x": 1}, "url": None} for n in range(3)]
+    assert encode(rows, OPTIONS).counts.unread == ["id", "meta"]
+    many = [{**pair(n), f"column {n}": 1} for n in range(200)]
+    assert encode(many, OPTIONS).counts.unread == [f"column {n}" for n in range(50)]
+
+
+def test_a_row_of_judged_answers_is_refused_by_its_line(encode):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'label': .* method: kto"):
+        encode([pair(1), {**pair(2), "label": False}], OPTIONS)
+
+
 def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(encode):
     largest = encode([pair(1)], OPTIONS).counts.max_token_id
     encode([pair(1)], replace(OPTIONS, vocab_size=largest + 1))
@@ -133,6 +145,24 @@ def test_a_named_format_and_a_named_column(encode, make_tokenizer):
     assert tokenizer.decode(column.row(0)[0]) == "world<|endoftext|>"
     with pytest.raises(DataError, match="field 'nothing' is missing"):
         encode(rows, replace(OPTIONS, text_field="nothing"), tokenizer)
+
+
+def test_columns_of_other_names(encode, make_tokenizer):
+    rows = [{"question": "what?", "answer": "that", "id": 1}]
+    columns = {"prompt": "question", "completion": "answer"}
+    tokenizer, options = make_tokenizer(), replace(OPTIONS, columns=columns)
+    ours = encode([{"prompt": "what?", "completion": "that"}], OPTIONS, tokenizer)
+    theirs = encode(rows, options, tokenizer)
+    assert rows_of(theirs) == rows_of(ours)
+    assert theirs.counts.unread == ["id"]
+    with pytest.raises(DataError, match=r"data\.columns: {prompt: question}"):
+        encode(rows, OPTIONS, tokenizer)
+    with pytest.raises(
+        DataError, match=r"'answer', which data\.columns\.completion names, is miss"
+    ):
+        encode([{"question": "what?"}], options, tokenizer)
+    with pytest.raises(DataError, match=r"field 'prompt': data\.columns\.prompt names 'question'"):
+        encode([{**rows[0], "prompt": "x"}], options, tokenizer)
 
 
 def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_tokenizer, cache):

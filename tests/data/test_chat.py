@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import Chat, Message, RowError
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat
+from megatrain.data.messages import Message
+from megatrain.data.template import Template
 from megatrain.data.tokenize import Encoder
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -20,10 +23,11 @@ IF_ANSWER = (
 ELSE = "{% else %}" + TURN + "{% endif %}{% endfor %}"
 ANSWER = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
 MARKED = IF_ANSWER + ANSWER + ELSE
-# like Qwen3: an answer's thinking is shown only in the last turn
+# like Qwen3: an answer's thinking is shown only in the last turn, and there also if it is empty
 FORGETS_THINKING = (
-    IF_ANSWER + "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'].split('</think>')[-1].strip() + '<|im_end|>\n' }}" + ELSE + PROMPT
+    IF_ANSWER + "{% if not loop.last %}{{ m['content'].split('</think>')[-1].strip() }}"
+    "{% else %}{{ '' if '</think>' in m['content'] else '<think>\n\n</think>\n\n' }}"
+    "{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}" + ELSE + PROMPT
 )
 # like Llama 2: no headers, the end of turn is the end-of-sequence token, nothing for a generation
 # prompt
@@ -107,7 +111,11 @@ def test_rewritten_turns_are_found_and_counted(make_tokenizer):
     thought = ("assistant", "<think>hm</think>\n1")
     conversation = chat([("user", "one?"), thought, ("user", "two?"), ("assistant", "2")])
     assert targets(tokenizer, conversation) == ["1<|im_end|>", "<think>\n\n</think>\n\n2<|im_end|>"]
-    assert Encoder(tokenizer).mark(conversation).rewritten == 1
+    marked = Encoder(tokenizer).mark(conversation)
+    assert marked.rewritten == 1
+    assert marked.notes == ("earlier answers lose their text once other turns follow",)
+    alone = chat([("user", "one?"), thought])
+    assert targets(tokenizer, alone) == ["<think>hm</think>\n1<|im_end|>"]
 
 
 def test_eos_ends_the_turns_of_templates_without_headers(make_tokenizer):
@@ -121,11 +129,71 @@ def test_a_token_written_when_the_next_turn_begins_ends_the_answer(make_tokenize
         "{% if not loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ eos_token + 'assistant: ' }}{% endif %}"
     )
-    assert targets(make_tokenizer(late), chat(SHORT)) == ["b<|endoftext|>", "d"]
+    assert targets(make_tokenizer(late), chat(SHORT)) == ["b<|endoftext|>", "d<|endoftext|>"]
 
 
-def test_white_space_that_ends_a_turn_is_a_target_where_no_token_does(make_tokenizer):
-    assert targets(make_tokenizer(TEXTUAL), chat(SHORT)) == ["b\n\n", "d\n\n"]
+def test_eos_ends_the_last_answer_of_a_template_without_tokens(make_tokenizer):
+    tokenizer = make_tokenizer(TEXTUAL)
+    assert targets(tokenizer, chat(SHORT[:2])) == ["b\n\n<|endoftext|>"]
+    untrained = Message("assistant", "b", trained=False)
+    question, _, *rest = chat(SHORT).messages
+    assert targets(tokenizer, Chat((question, untrained, *rest))) == ["d\n\n<|endoftext|>"]
+    with pytest.raises(RowError, match=r"messages\[1\]: the chat template writes no token after"):
+        targets(tokenizer, chat(SHORT))
+    with pytest.raises(RowError, match=r"the\s+tokenizer has no eos_token"):
+        targets(make_tokenizer(TEXTUAL, eos=None), chat(SHORT[:2]))
+
+
+# like GLM-4: a turn ends where the next role begins
+HEADED = (
+    "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'user' else '<|im_end|>') }}"
+    "{{ '\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+)
+
+
+def test_where_no_token_ends_a_turn_the_next_one_s_first_does(make_tokenizer):
+    tokenizer = make_tokenizer(HEADED)
+    found = targets(tokenizer, chat(SHORT))
+    assert found == ["\nb<|im_start|>", "\nd<|im_start|>"]
+    marked = HEADED.replace("{{ '\n' + m['content'] }}", BLOCK)
+    assert targets(make_tokenizer(marked), chat(SHORT)) == found
+    assert Template(tokenizer).stop == "<|im_start|>"
+
+
+BLOCK = (
+    "{% if m['role'] == 'user' %}{{ '\n' + m['content'] }}{% else %}"
+    "{% generation %}{{ '\n' + m['content'] }}{% endgeneration %}{% endif %}"
+)
+
+
+def test_a_token_in_the_answer_s_own_text_does_not_end_it(make_tokenizer):
+    tokenizer = make_tokenizer(HEADED)
+    tokenizer.add_tokens(["</tool_call>"])
+    turns = [("user", "a"), ("assistant", "b</tool_call>"), ("user", "c")]
+    assert targets(tokenizer, chat(turns)) == ["\nb</tool_call><|im_start|>"]
+
+
+def test_everything_ends_too_where_all_is_trained_on(make_tokenizer):
+    encoder = Encoder(make_tokenizer(HEADED), "all")
+    for turns, ended in ((SHORT, True), (SHORT[:3], False)):
+        assert encoder.mark(chat(turns)).text.endswith("<|im_start|>") == ended
+
+
+# like gpt-oss: earlier answers end in another token than the last
+RETURNS = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
+    "{{ '<|im_end|>' if loop.last else '<|im_start|>' }}{% endfor %}"
+)
+
+
+def test_answers_that_end_otherwise_in_mid_conversation_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer(RETURNS)
+    assert targets(tokenizer, chat(SHORT)) == ["b<|im_start|>", "d<|im_end|>"]
+    note = "answers end in <|im_start|>, where the chat template ends the last one in <|im_end|>"
+    assert Encoder(tokenizer).mark(chat(SHORT)).notes == (note,)
+    assert Template(tokenizer).stop == "<|im_end|>"
+    assert Encoder(make_tokenizer()).mark(chat(SHORT)).notes == ()
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -144,6 +212,18 @@ def test_a_conversation_may_start_with_the_answer(make_tokenizer):
 def test_the_same_text_in_question_and_answer_is_told_apart(make_tokenizer, template):
     runs = targets(make_tokenizer(template), chat([(role, "yes") for role, _ in SHORT]))
     assert [run.removeprefix("<think>\n\n</think>\n\n") for run in runs] == ["yes<|im_end|>"] * 2
+
+
+def test_variables_of_a_row_reach_the_template(make_tokenizer):
+    template = "{% if loud is defined and loud %}LOUD {% endif %}" + CHATML
+    turns = chat(SHORT).messages
+    tokenizer = make_tokenizer(template)
+    for loud in (True, False):
+        ids, mask = encoded(tokenizer, Chat(turns, variables={"loud": loud}))
+        theirs = tokenizer.apply_chat_template(messages(SHORT), loud=loud, return_dict=False)
+        assert ids == theirs
+        assert tokenizer.decode(ids).startswith("LOUD") == loud
+        assert sum(mask) == 4
 
 
 def test_refusals_name_the_template(make_tokenizer):

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from megatrain.data.fields import RowError
 from megatrain.data.formats import (
     FORMATS,
+    MATTERS,
     Chat,
     Document,
-    Message,
-    RowError,
     convert_row,
     detect_format,
+    unknown_format,
+    unread_columns,
 )
+from megatrain.data.messages import Message
 
 
 def said(content: Any, role: str = "user", **more: Any) -> dict[str, Any]:
@@ -100,7 +103,110 @@ def test_conversations_may_use_role_and_content_and_a_system_column():
     assert turns(read(row))[0] == ("system", "be kind")
 
 
+SAYS = {  # each column of MATTERS with something that it could say
+    "chosen": "yes", "rejected": "no", "label": False, "kto_tag": True, "score": 0.0, "margin": 2,
+    "weight": 0, "images": ["a.png"], "videos": ["a.mp4"], "audios": ["a.wav"], "system": "be kind",
+    "system_prompt": "be kind", "history": [["a", "b"]],
+    "chat_template_kwargs": {"enable_thinking": False},
+}  # fmt: skip
+READ = {
+    (name, column)
+    for name in GOOD
+    for column in ("system", "system_prompt", "chat_template_kwargs")
+    if name != "text"
+} | {("alpaca", "history")}
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("column", MATTERS)
+def test_a_column_that_matters_changes_the_sample_or_refuses_the_row(name, column):
+    row = {**GOOD[name], column: SAYS[column]}
+    if (name, column) in READ:
+        assert read(row) != read(GOOD[name])
+        assert column in FORMATS[name].reads
+    else:
+        with pytest.raises(RowError, match=f"^field '{column}': "):
+            read(row)
+    nothing: Any
+    for nothing in (None, "", [], {}):
+        assert read({**GOOD[name], column: nothing}) == read(GOOD[name])
+
+
+@pytest.mark.parametrize(
+    ("column", "method"),
+    {
+        "chosen": "dpo",
+        "rejected": "dpo",
+        "label": "kto",
+        "kto_tag": "kto",
+        "score": "reward",
+    }.items(),
+)
+def test_the_refusal_names_the_method(column, method):
+    with pytest.raises(RowError, match=f"method: {method}"):
+        read({**GOOD["messages"], column: SAYS[column]})
+    with pytest.raises(RowError, match="method: dpo"):
+        raise unknown_format({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def test_labels_and_scores_of_documents_do_not_matter_to_pre_training():
+    row = {"text": "hi yo", "score": 3.1, "label": 0}
+    assert convert_row(FORMATS["text"], row, pretrain=True) == Document("hi yo")
+    with pytest.raises(RowError, match="'rejected'"):
+        convert_row(FORMATS["text"], {**row, "rejected": "no"}, pretrain=True)
+    with pytest.raises(RowError, match="'label'"):
+        convert_row(FORMATS["messages"], {**GOOD["messages"], "label": 0}, pretrain=True)
+
+
+def test_other_columns_and_fields_are_named():
+    row = {**GOOD["alpaca"], "id": 7, "source": "x", "empty": None}
+    assert unread_columns(row, FORMATS["alpaca"].reads) == ["id", "source"]
+    chat = read({"messages": [said("hi", id=3, tags=None), said("yo", "assistant", name="eve")]})
+    assert chat.unread == {"messages[].id"}
+    turns_of = [{"from": "human", "value": "a", "x": 1}, {"from": "gpt", "value": "b"}]
+    assert read({"conversations": turns_of}).unread == {"conversations[].x"}
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "loss"])
+def test_every_name_of_the_flag_makes_a_turn_context(flag):
+    openai = {"messages": [said("a"), said("b", "assistant", **{flag: 0})]}
+    theirs = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", flag: False}]
+    for row in (openai, {"conversations": theirs}):
+        assert read(row).messages[1] == Message("assistant", "b", trained=False)
+
+
+def test_history_becomes_turns_before_the_instruction():
+    chat = read({**GOOD["alpaca"], "history": [["a", "b"], ["c", "d"]]})
+    said_before = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert turns(chat) == [*said_before, ("user", "hi"), ("assistant", "yo")]
+    assert chat.plain is None
+
+
+@pytest.mark.parametrize("name", [name for name in GOOD if name != "text"])
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_column_is_the_first_message(name, column):
+    assert turns(read({**GOOD[name], column: "be kind"}))[0] == ("system", "be kind")
+
+
+def test_two_system_prompts_are_refused():
+    row = {"messages": [said("be", "system"), *GOOD["messages"]["messages"]], "system": "kind"}
+    with pytest.raises(RowError, match=r"'system': a system turn says the same"):
+        read(row)
+    with pytest.raises(RowError, match=r"'system': system_prompt says the same"):
+        read({**GOOD["alpaca"], "system": "a", "system_prompt": "b"})
+
+
+def test_variables_of_the_template_are_the_row_s():
+    row = {**GOOD["messages"], "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    assert read(row).variables == {"enable_thinking": False}
+
+
 BAD = [
+    ({"messages": [said("hi", train=True)]}, r"messages\[0\].train: only the assistant's turns"),
+    ({"messages": [said("hi", train_detail=[{}])]}, "train_detail: parts of a turn"),
+    ({"instruction": "a", "output": "b", "history": [["a"]]}, r"history\[0\]: expected a list of"),
+    ({"instruction": "a", "output": "b", "history": [["a", ""]]}, r"history\[0\].1 is empty"),
+    ({"messages": [said("hi")], "chat_template_kwargs": "x"}, "expected an object, found text"),
     ({"messages": []}, "'messages' is empty"),
     ({"messages": "hi"}, "'messages': expected a list, found text"),
     ({"messages": ["hi"]}, r"messages\[0\]: expected an object, found text"),

@@ -49,7 +49,7 @@ def test_weights_are_shares_of_the_rows(load, weights, expected):
     times = np.bincount(rows.chosen)
     for part in (times[:30], times[30:]):
         assert 1 <= part.min() <= part.max() <= part.min() + 1, "each as often as the others"
-    assert rows.counts.notes[1].endswith(f"each of its 7 rows {expected[1] / 7:.3g} times")
+    assert rows.counts.choices[1].endswith(f"each of its 7 rows {expected[1] / 7:.3g} times")
     assert (load(*weights, seed=1)[0].digest == rows.digest) == all(
         n % 7 == 0 for n in expected[1:]
     )

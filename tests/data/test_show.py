@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.data.build import DataOptions, load_data
-from megatrain.data.show import describe, show_rows, summary
+from megatrain.data.show import describe, show_rows, summary, warnings
 
 ROWS = [
     {"prompt": "what [b]is[/b] it?", "completion": "it is\n\x1b[31mfour"},
@@ -70,3 +70,19 @@ def test_packed_rows_have_their_remainder_said(write_jsonl, make_tokenizer, cach
     assert found["remainder_tokens"] == found["tokens"] % 7
     said = "the last block holds" in "\n".join(describe(packed))
     assert said == (found["remainder_tokens"] > 0)
+
+
+def test_columns_that_are_not_read_are_named(encode):
+    said = describe(encode([{"prompt": "x", "completion": "y", "id\x1b[31m": 1}], OPTIONS))
+    assert said[-1] == "columns that are not read: id\\x1b[31m"
+
+
+def test_what_a_template_leaves_out_is_a_warning(encode, make_tokenizer):
+    turns = [{"role": "user", "content": "x", "name": "e\x1bve"}]
+    turns += [{"role": "assistant", "content": "y"}]
+    tokenizer, out = make_tokenizer(), io.StringIO()
+    data = encode([{"messages": turns}] * 2, OPTIONS, tokenizer)
+    words = "2 fields 'name' of messages are left out by the chat template"
+    assert warnings(data) == [words]
+    show_rows(data, tokenizer, 0, Console(file=out, width=80))
+    assert out.getvalue().endswith(f"warning: {words}\n")

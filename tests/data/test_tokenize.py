@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import FORMATS, Chat, Document, Message, RowError, convert_row
+from megatrain.data.fields import RowError
+from megatrain.data.formats import FORMATS, Chat, Document, convert_row
+from megatrain.data.messages import Message
 from megatrain.data.tokenize import Encoder, target_mask
 from megatrain.errors import DataError
 

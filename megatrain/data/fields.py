@@ -1,0 +1,77 @@
+"""Fields of a row: there, of their type and not empty, or the row is refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from megatrain.errors import DataError
+
+Row = Mapping[str, object]
+
+
+class RowError(DataError):
+    """A row cannot be trained on. The message says why; the caller adds file and line."""
+
+
+def is_given(value: object) -> bool:
+    """False for a null and for an empty text, list or object, which say nothing."""
+    return bool(value) if isinstance(value, str | list | tuple | dict) else value is not None
+
+
+def label(name: str, place: str) -> str:
+    """A field as messages name it. place: of the turn that it is in, or ""."""
+    return f"{place}.{name}" if place else f"field {name!r}"
+
+
+def text_of(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
+    """The field's text. Raises RowError."""
+    where, value = label(name, place), row.get(name)
+    if value is None:
+        raise RowError(f"{where} is missing")
+    if not isinstance(value, str):
+        raise RowError(f"{where}: expected text, found {kind_of(value)}")
+    if not may_be_empty and not value.strip():
+        raise RowError(f"{where} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise RowError(f"{where}: character {error.start} is half of a surrogate pair") from None
+    return value
+
+
+def filled_list(row: Row, name: str) -> list[object]:
+    """The field's list of at least one entry. Raises RowError."""
+    value = row.get(name)
+    if value is None:
+        raise RowError(f"field {name!r} is missing")
+    if not isinstance(value, list):
+        raise RowError(f"field {name!r}: expected a list, found {kind_of(value)}")
+    if not value:
+        raise RowError(f"field {name!r} is empty")
+    return value
+
+
+def numbered(entries: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
+    """(place, entry) of a list of objects. Raises RowError for an entry of another type."""
+    for number, entry in enumerate(entries):
+        place = f"{name}[{number}]"
+        if not isinstance(entry, Mapping):
+            raise RowError(f"{place}: expected an object, found {kind_of(entry)}")
+        yield place, entry
+
+
+def one_of(known: Collection[str], row: Row, name: str, place: str) -> str:
+    """The field's text, which must be one of these. Raises RowError."""
+    found = text_of(row, name, place)
+    if found not in known:
+        raise RowError(f"{place}.{name}: unknown role {found!r}; known are {', '.join(known)}")
+    return found
+
+
+KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+KINDS |= {int: "a number", float: "a number"}
+
+
+def kind_of(value: object) -> str:
+    """A value's type, as data files name it."""
+    return KINDS.get(type(value), type(value).__name__)
