@@ -88,7 +88,7 @@ def export(
     """Write a run's model as a Hugging Face folder, which is returned.
 
     dtype: "bfloat16" or "float32"; None: the checkpoint's own.
-    checkpoint: final, best, last or checkpoint-N; None: final, else last.
+    checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     """
     return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
 

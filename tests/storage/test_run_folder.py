@@ -11,7 +11,8 @@ from megatrain.errors import ConfigError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.run_folder import find_checkpoint, run_lock
+from megatrain.storage.run_folder import run_lock
+from megatrain.storage.saves import find_checkpoint
 from tests.files import names
 
 
