@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,7 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
+    asked: Mapping[str, Any]  # of the config, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation
@@ -275,9 +276,10 @@ def save(run: Run, loss: float | None) -> None:
             run.step,
             run.engine,
             model.tokenizer,
-            {**state, "position": run.loader.position()},
+            {**state, "position": run.loader.position(), **run.asked},
             run.config.checkpoint.keep,
             model.generation,
+            source=model.digests,
             best=best,
         )
     except StorageError:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.config.resuming import check_changes, resumed_configs
+from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.show import describe
@@ -24,10 +24,17 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
-from megatrain.recipes.describe import describe_run, facts_of, held_out_losses, summarize
+from megatrain.recipes.describe import (
+    decided,
+    describe_run,
+    facts_of,
+    held_out_losses,
+    other_versions,
+    summarize,
+)
 from megatrain.recipes.loop import BEGINNING, Run, fit
 from megatrain.recipes.rows import read_rows
-from megatrain.recipes.setup import Parts
+from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.reporting.energy import EnergyMeter
@@ -38,7 +45,13 @@ from megatrain.reporting.progress import Progress, logging_to
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
+from megatrain.storage.restore import (
+    Resumable,
+    find_resumable,
+    load_resumable,
+    nothing_to_resume,
+    read_about,
+)
 from megatrain.storage.run_folder import checkpoints, run_lock
 
 logger = logging.getLogger("megatrain")
@@ -94,24 +107,59 @@ def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (
     overrides: keys that may change (config/resuming.py).
     """
     run_dir = Path(run_dir)
-    before, config = resumed_configs(run_dir, overrides)
-    warnings = check_changes(before, config)
+    asked = asked_again(run_dir, overrides)
     with run_folder(run_dir) as console:
-        finished = (run_dir / "final").is_dir() and config == before
-        # every byte is checked here, or when it is loaded
-        found = find_resumable(run_dir, deep=finished)
-        for warning in (*warnings, *found.warnings):
+        going = where_to_go_on(run_dir, asked, deep=False)
+        if (run_dir / "final").is_dir() and going.config == going.before:
+            # every byte is checked here, or when it is loaded
+            going = where_to_go_on(run_dir, asked, deep=True)
+            if going.config == going.before and not going.found.warnings:
+                logger.info(
+                    f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
+                    "train.epochs or train.max_steps"
+                )
+                end, losses = run_dir / "final", held_out_losses(run_dir)
+                return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        if found.path is None:
-            raise nothing_to_resume(run_dir)
-        if finished and not found.warnings:
-            logger.info(
-                f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
-                "train.epochs or train.max_steps"
-            )
-            end, losses = run_dir / "final", held_out_losses(run_dir)
-            return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
-        return _run(get_ready(config), console, found)
+        return _run(get_ready(going.config, going.model()), console, going.found)
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """A checkpoint to go on from, and the config that it was saved under."""
+
+    found: Resumable
+    digests: Mapping[str, str]  # of the model's files, when the run began
+    before: Config
+    config: Config
+    warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+
+    def model(self) -> Model:
+        """As the checkpoint describes it; what has changed where it came from is said.
+
+        Code that comes with a model is not in the checkpoint: then all is read from its source.
+        """
+        assert self.found.path is not None
+        for change in changed_source(self.before, self.digests):
+            logger.warning(change)
+        if self.config.model.trust_remote_code:
+            return read_model(self.config)
+        return replace(describe_model(str(self.found.path)), digests=self.digests)
+
+
+def where_to_go_on(run_dir: Path, asked: Config, *, deep: bool) -> GoingOn:
+    """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
+    found = find_resumable(run_dir, deep)
+    if found.path is None:
+        for warning in found.warnings:
+            logger.warning(warning)
+        raise nothing_to_resume(run_dir)
+    about = read_about(found.path)
+    before, config = resumed_configs(run_dir, asked, about["state"])
+    changes = check_changes(before, config)
+    digests = about["made_of"].get("source", {})
+    return GoingOn(found, digests, before, config, (*found.warnings, *changes))
 
 
 @contextmanager
@@ -123,9 +171,12 @@ def run_folder(path: Path) -> Iterator[Console]:
         yield console
 
 
-def get_ready(config: Config) -> Ready:
-    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read."""
-    parts = setup.prepare(config, may_measure=True)
+def get_ready(config: Config, model: Model | None = None) -> Ready:
+    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
+
+    model: another than the config's.
+    """
+    parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model)
@@ -194,6 +245,10 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
     state = dict(BEGINNING)
     if resuming is not None:
         source, state = load_resumable(config.output, engine, resuming)
+        if source != resuming.path:  # which may have been saved under another config
+            before, _ = resumed_configs(config.output, config, state)
+            for change in check_changes(before, config):
+                logger.warning(change)
         loader.restore(state.pop("position"))
         reopen(config.output, source)
         describe_run(parts, plan)
@@ -219,6 +274,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         total_steps=total,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
-        **state,
+        **{name: state[name] for name in BEGINNING},
     )

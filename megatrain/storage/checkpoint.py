@@ -56,6 +56,7 @@ def save_checkpoint(
     keep: int = 2,
     generation_config: GenerationConfig | None = None,
     *,
+    source: Mapping[str, str] | None = None,
     best: bool = False,
 ) -> Path:
     """Write `checkpoint-<step>`, point `last` to it, and remove older checkpoints.
@@ -65,6 +66,7 @@ def save_checkpoint(
     Args:
         state: what the caller needs to go on (data position, random state, ...), as JSON.
         keep: the number of newest checkpoints to keep, beside the one that `best` points to.
+        source: digests of the files that the model began with.
         best: point `best` to this checkpoint, too.
 
     Raises:
@@ -75,7 +77,8 @@ def save_checkpoint(
     run_dir = Path(run_dir)
     run_folder.make_run_dir(run_dir)
     target = run_dir / run_folder.checkpoint_name(step)
-    about = {"step": step, "made_of": identity(engine), "engine": engine.state(), "state": state}
+    made_of = {**identity(engine), "source": dict(source or {})}
+    about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
     encoded = json.dumps(about, indent=1).encode() + b"\n"
     with system_errors(target, "save it"):
         saves.tidy(run_dir)

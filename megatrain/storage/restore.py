@@ -130,7 +130,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
         tensors = [name for name in manifest.files if name.endswith(".safetensors")]
-        about = json.loads(read_bytes(path / STATE))
+        about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
                 f"{path / STATE}: is of step {about['step']} in a checkpoint of step "
@@ -151,6 +151,12 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint that `find_resumable` found. Raises StorageError."""
+    about: dict[str, Any] = json.loads(read_bytes(checkpoint / STATE))
+    return about
 
 
 @contextmanager

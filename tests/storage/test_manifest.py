@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import random
 import re
 import shutil
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +15,10 @@ from safetensors.torch import save_file
 from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import write_final
 from megatrain.storage.export import export
-from megatrain.storage.manifest import read_manifest, verify_checkpoint
+from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.safetensors_writer import WrittenFile
-from tests.files import as_an_ordinary_user, flip, names
+from tests.files import as_an_ordinary_user, flip, forge, names
 
 
 def damaged(draw: random.Random, files: dict[str, bytes]) -> tuple[str, str, bytes | None]:
@@ -67,17 +63,6 @@ def test_every_damage_is_found_and_the_file_is_named(run_dir, engine, save):
                 assert "checksum" in words or of_manifest, words
         path.write_bytes(files[name])
     verify_checkpoint(folder)
-
-
-def forge(folder: Path, **changes: Any) -> None:
-    """Write a manifest that agrees with the files as they are now."""
-    old = read_manifest(folder)
-    data = {name: (folder / name).read_bytes() for name in old.files}
-    files = {
-        name: WrittenFile(name, len(read), hashlib.sha256(read).hexdigest())
-        for name, read in data.items()
-    }
-    (folder / "MANIFEST.json").write_bytes(replace(old, **{"files": files, **changes}).encode())
 
 
 @pytest.mark.parametrize(
