@@ -66,12 +66,13 @@ def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any)
     return run.train(config_of(config, keys), None if profile is None else _path_of(profile))
 
 
-def resume(run_dir: str | Path, **keys: Any) -> RunSummary:
+def resume(run_dir: str | Path, *, checkpoint: str | None = None, **keys: Any) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit.
 
     keys: keys that may change (config/resuming.py). Raises MegaTrainError.
+    checkpoint: another one: proven, best or checkpoint-N.
     """
-    return run.resume(_path_of(run_dir), keys)
+    return run.resume(_path_of(run_dir), keys, checkpoint)
 
 
 def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         save_s=run.progress.outside_s["saving"],
         advice=run.advice,
         skipped=run.engine.skipped,
+        spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,
     )
 

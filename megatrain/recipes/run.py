@@ -39,9 +39,10 @@ from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter
+from megatrain.reporting.metrics import MetricsWriter, read_metrics
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress, logging_to
+from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.storage.checkpoint import reopen
@@ -49,10 +50,12 @@ from megatrain.storage.restore import (
     Resumable,
     find_resumable,
     load_resumable,
+    named_checkpoint,
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import checkpoints, run_lock
+from megatrain.storage.run_folder import checkpoint_name, checkpoints, run_lock
+from megatrain.storage.saves import newer_than
 
 logger = logging.getLogger("megatrain")
 
@@ -101,16 +104,22 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
         return _run(get_ready(config), console, resuming=None, profile=profile)
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunSummary:
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    checkpoint: str | None = None,
+) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
 
     overrides: keys that may change (config/resuming.py).
+    checkpoint: another one, by name; those of later saves stay until the next save.
     """
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     with run_folder(run_dir) as console:
-        going = where_to_go_on(run_dir, asked, deep=False)
-        if (run_dir / "final").is_dir() and going.config == going.before:
+        going = where_to_go_on(run_dir, asked, checkpoint)
+        same = going.config == going.before and not going.found.named
+        if same and (run_dir / "final").is_dir():
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
             if going.config == going.before and not going.found.warnings:
@@ -148,9 +157,11 @@ class GoingOn:
         return replace(describe_model(str(self.found.path)), digests=self.digests)
 
 
-def where_to_go_on(run_dir: Path, asked: Config, *, deep: bool) -> GoingOn:
+def where_to_go_on(
+    run_dir: Path, asked: Config, name: str | None = None, *, deep: bool = False
+) -> GoingOn:
     """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
-    found = find_resumable(run_dir, deep)
+    found = named_checkpoint(run_dir, name) if name else find_resumable(run_dir, deep)
     if found.path is None:
         for warning in found.warnings:
             logger.warning(warning)
@@ -242,7 +253,8 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
     if resuming is None:
         describe_run(parts, plan)
     engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
-    state = dict(BEGINNING)
+    state, source = dict(BEGINNING), None
+    abandoned: list[Path] = []
     if resuming is not None:
         source, state = load_resumable(config.output, engine, resuming)
         if source != resuming.path:  # which may have been saved under another config
@@ -251,6 +263,11 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
                 logger.warning(change)
         loader.restore(state.pop("position"))
         reopen(config.output, source)
+        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
+        if resuming.named:
+            abandoned = newer_than(config.output, source)
+        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+            state["best"] = {}  # another may be the best of what is there
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -272,6 +289,9 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         work=ModelFlops.of(parts.resolved.skeleton.anatomy, parts.model.config),
         gpu_name=gpu.name if gpu else None,
         total_steps=total,
+        recent=Spikes(read_metrics(config.output)),
+        unproven=source,
+        abandoned=abandoned,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
         asked=for_state(config, decided(parts, plan)),

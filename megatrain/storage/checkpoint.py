@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,7 +57,8 @@ def save_checkpoint(
     generation_config: GenerationConfig | None = None,
     *,
     source: Mapping[str, str] | None = None,
-    best: bool = False,
+    best: int | None = None,
+    abandoned: Sequence[Path] = (),
 ) -> Path:
     """Write `checkpoint-<step>`, point `last` to it, and remove older checkpoints.
 
@@ -67,7 +68,8 @@ def save_checkpoint(
         state: what the caller needs to go on (data position, random state, ...), as JSON.
         keep: the number of newest checkpoints to keep, beside the one that `best` points to.
         source: digests of the files that the model began with.
-        best: point `best` to this checkpoint, too.
+        best: point `best` to the checkpoint of this step; None leaves it.
+        abandoned: checkpoints to remove once this one is written.
 
     Raises:
         StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing
@@ -92,9 +94,9 @@ def save_checkpoint(
             newest = max(map(saves.sequence_of, saves.newest_first(run_dir)), default=0)
             _write_manifest(folder, step, int(newest) + 1, files)
         run_folder.point(run_dir, "last", target)
-        if best:
-            run_folder.point(run_dir, "best", target)
-        saves.prune(run_dir, keep)
+        if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
+            run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
+        saves.prune(run_dir, keep, [path for path in abandoned if path != target])
     return target
 
 
@@ -188,12 +190,13 @@ def reopen(run_dir: Path, source: Path) -> None:
     If `source` is `final/` itself, as its checkpoint was lost, it becomes a checkpoint again.
     Raises StorageError.
     """
-    final = run_dir / run_folder.FINAL
-    if not final.is_dir():
-        return
+    final, saved = run_dir / run_folder.FINAL, saves.sequence_of(source)
     with system_errors(final, "move it"):
+        saves.tidy(run_dir)
+        if not final.is_dir():
+            return
         if source.resolve() == final.resolve():
             name = run_folder.checkpoint_name(read_manifest(final).step)
             run_folder.put_in_place(final, run_dir / name)
-        elif saves.sequence_of(final, unreadable=math.inf) <= saves.sequence_of(source):
+        elif saves.sequence_of(final, unreadable=math.inf) <= saved:
             run_folder.discard(final)

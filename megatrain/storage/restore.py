@@ -46,7 +46,7 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.safetensors_writer import WrittenFile
-from megatrain.storage.saves import STATE, newest_first
+from megatrain.storage.saves import STATE, find_checkpoint, holds_state, newest_first
 
 # A tensor in a file, and the array, block and tensor of the block that it is read into.
 _Transfer = tuple[StoredTensor, str, int, TensorSpec]
@@ -60,6 +60,7 @@ class Resumable:
 
     path: Path | None
     warnings: tuple[str, ...]
+    named: bool = False  # by the user: then no other will do
 
 
 def find_resumable(
@@ -82,6 +83,15 @@ def find_resumable(
     return Resumable(None, tuple(warnings))
 
 
+def named_checkpoint(run_dir: Path, name: str) -> Resumable:
+    """The checkpoint of this name, to go on from. Raises ConfigError and StorageError."""
+    path = run_dir / find_checkpoint(run_dir, name).name
+    if not holds_state(path):
+        raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
+    verify_checkpoint(path, deep=False)
+    return Resumable(path, (), named=True)
+
+
 def load_resumable(
     run_dir: Path | str, engine: Checkpointable, found: Resumable
 ) -> tuple[Path, dict[str, Any]]:
@@ -96,6 +106,8 @@ def load_resumable(
         try:
             return found.path, load_checkpoint(found.path, engine)
         except DamagedError as error:
+            if found.named:
+                raise
             logger.warning(str(error))
         tried.append(found.path)
         found = find_resumable(run_dir, deep=False, besides=tried)

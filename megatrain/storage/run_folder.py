@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError
 from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-LINKS = ("last", "best")
+LINKS = ("last", "best", "proven")
 FINAL = "final"
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace

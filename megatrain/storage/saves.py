@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.storage import run_folder
 from megatrain.storage.manifest import MANIFEST, Manifest, read_manifest
 from megatrain.storage.run_folder import FINAL, LINKS, checkpoints
+from megatrain.storage.system_calls import system_errors
 
 STATE = "state.json"  # where the run is; a folder without it holds a model, and no run to resume
 
@@ -63,18 +65,49 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     )
 
 
+def newer_than(run_dir: Path, checkpoint: Path) -> list[Path]:
+    """The checkpoints of later saves."""
+    saved = sequence_of(checkpoint)
+    return [path for path in checkpoints(run_dir) if sequence_of(path) > saved]
+
+
 def tidy(run_dir: Path) -> None:
     """Remove or finish what a killed process left half done, and mend links that lead nowhere."""
     run_folder.tidy(run_dir)
-    last = run_dir / "last"
-    if last.is_symlink() and not last.exists():
-        left = sorted(checkpoints(run_dir), key=sequence_of)
+    mend_links(run_dir)
+
+
+def mend_links(run_dir: Path) -> None:
+    """Let `last` point to the newest where it leads nowhere; remove others that do."""
+    for link in (run_dir / name for name in LINKS):
+        if not link.is_symlink() or link.exists():
+            continue
+        left = sorted(checkpoints(run_dir), key=sequence_of) if link.name == "last" else []
         if left:
-            run_folder.point(run_dir, "last", left[-1])
+            run_folder.point(run_dir, link.name, left[-1])
+        else:
+            link.unlink()
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` and the targets of the links."""
+def prove(run_dir: Path, checkpoint: Path, keep: int) -> None:
+    """Note that a finite step followed the checkpoint: it is kept until another is proven.
+
+    Raises StorageError.
+    """
+    with system_errors(run_dir, "write in it"):
+        run_folder.point(run_dir, "proven", checkpoint)
+        prune(run_dir, keep)
+
+
+def prune(run_dir: Path, keep: int, abandoned: Collection[Path] = ()) -> None:
+    """Remove all checkpoints but the newest `keep` and the targets of the links.
+
+    abandoned: checkpoints that go in any case.
+    """
+    for path in abandoned:
+        run_folder.discard(path)
+    if abandoned:
+        mend_links(run_dir)
     by_age = sorted(checkpoints(run_dir), key=sequence_of, reverse=True)
     pointed = {(run_dir / name).resolve() for name in LINKS}
     for path in by_age[keep:]:
