@@ -51,6 +51,7 @@ Timeline = Annotated[
     Path | None,
     typer.Option(help="File for the timeline of a steady step, .json or .json.gz, for Perfetto."),
 ]
+Checkpoint = Annotated[str | None, typer.Option(help="last, best, proven or checkpoint-N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -71,12 +72,17 @@ def train(
 
 
 @app.command()
-def resume(run_dir: RunDir, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def resume(
+    run_dir: RunDir,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
     """Continue a run from its newest complete checkpoint."""
     _need_folder(run_dir)
     from megatrain.recipes import run
 
-    _finish(run.resume(run_dir, overrides or []), as_json)
+    _finish(run.resume(run_dir, overrides or [], checkpoint), as_json)
 
 
 @app.command()
@@ -223,9 +229,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
     ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="final, best, last or checkpoint-N.")
-    ] = None,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     _need_folder(run_dir)

@@ -118,7 +118,9 @@ def test_a_run_ends_with_the_code_of_its_summary(recipes, capsys, command, code)
 
 def test_resume_hands_over_the_folder_and_overrides(recipes):
     assert cli.main(["resume", "run", "train.max_steps=9"]) == 0
-    assert recipes.calls == [("resume", Path("run"), ["train.max_steps=9"])]
+    assert cli.main(["resume", "run", "--checkpoint", "9"]) == 0
+    expected = [(["train.max_steps=9"], None), ([], "9")]
+    assert recipes.calls == [("resume", Path("run"), *given) for given in expected]
 
 
 def test_plan_prints_and_fits(recipes, capsys):

@@ -50,9 +50,8 @@ def chunks(layout: FlatLayout, threads: int) -> list[Chunk]:
 def diverged(what: str) -> DivergedError:
     """The error for a gradient that is not finite, found too late to skip the step."""
     return DivergedError(
-        f"{what} is not finite and earlier blocks were already updated in this step; resume from "
-        "the last checkpoint, with a lower learning rate or with max_grad_norm set (then such a "
-        "step is skipped)"
+        f"{what} is not finite and earlier blocks were already updated in this step: the weights "
+        "are lost; with max_grad_norm set such a step is skipped"
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +33,26 @@ UNUSABLE = (
 )
 
 
+# What the files of a model folder describe, besides the weights.
+DESCRIBED_IN = {
+    "configuration": ("config.json",),
+    "tokenizer": (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "*.tiktoken",
+    ),
+    "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
+    "generation settings": ("generation_config.json",),
+}
+GGUF_HEAD_BYTES = 32 << 20  # a GGUF file's description comes before its weights
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model on this machine. For kind "gguf", `gguf_file` names the file in the folder `path`."""
@@ -48,6 +70,33 @@ class ModelSource:
         """What transformers' class `auto` reads from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
         return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+
+
+def digests_of(source: ModelSource) -> dict[str, str]:
+    """SHA-256 of the files behind each of `DESCRIBED_IN`, and the hub's commit, as far as known.
+
+    Raises ModelError if a file cannot be read.
+    """
+    files = {what: _matching(source.path, names) for what, names in DESCRIBED_IN.items()}
+    if source.kind == "gguf":
+        files = {"description": [source.file]}
+    found = {}
+    try:
+        for what, paths in files.items():
+            digest = hashlib.sha256()
+            for path in paths:
+                with path.open("rb") as file:
+                    digest.update(f"{path.name}\0".encode() + file.read(GGUF_HEAD_BYTES))
+            found[what] = digest.hexdigest()
+    except OSError as error:
+        raise ModelError(f"{source.file}: cannot be read: {error.strerror}") from error
+    if source.path.parent.name == "snapshots":  # of the hub's cache
+        found["commit"] = source.path.name
+    return found
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
 
 
 def resolve_source(

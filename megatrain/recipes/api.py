@@ -69,12 +69,13 @@ def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any)
     return run.train(settings, None if profile is None else _path_of(profile))
 
 
-def resume(run_dir: str | Path, **keys: Any) -> RunSummary:
+def resume(run_dir: str | Path, *, checkpoint: str | None = None, **keys: Any) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit.
 
     keys: keys that may change (config/resuming.py). Raises MegaTrainError.
+    checkpoint: another one: proven, best or checkpoint-N.
     """
-    return run.resume(_path_of(run_dir), keys)
+    return run.resume(_path_of(run_dir), keys, checkpoint)
 
 
 def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def export(
     """Write a run's model as a Hugging Face folder, which is returned.
 
     dtype: "bfloat16" or "float32"; None: the checkpoint's own.
-    checkpoint: final, best, last or checkpoint-N; None: final, else last.
+    checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     """
     return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
 

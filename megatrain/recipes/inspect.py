@@ -22,7 +22,7 @@ from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
-from megatrain.storage.run_folder import find_checkpoint
+from megatrain.storage.saves import find_checkpoint
 
 SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights
 

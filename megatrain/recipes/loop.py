@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from megatrain.config import Config
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
 from megatrain.engine.engine import Engine
-from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
@@ -29,13 +27,13 @@ from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
+from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 
 logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
-NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
 # Where a new run stands; a checkpoint keeps where it stands then.
 BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
 
@@ -58,12 +56,19 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
+    asked: Mapping[str, Any]  # of the config, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation
     non_finite: int  # steps in a row
     first_step: int  # where this process began
     first_tokens: int
+    recent: Spikes  # of loss and norm
+    unproven: Path | None = None  # the last checkpoint, until the step after it was finite
+    abandoned: Sequence[
+        Path
+    ] = ()  # newer than the checkpoint asked for: the next save removes them
+    spikes: int = 0  # of this process
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     advice: str = ""  # the latest
@@ -88,7 +93,12 @@ def fit(run: Run, stop: StopRequest) -> bool:
     """Train to the end of the data. False: a signal stopped the run before, and it is saved."""
     config = run.config
     if run.step == 0:
-        evaluate(run, stop)
+        loss = evaluate(run, stop)
+        if loss is not None and not math.isfinite(loss):
+            raise DivergedError(
+                f"the held-out loss before the first step is {loss}: the model's weights or "
+                f"settings do not compute; check {config.model.source}"
+            )
         if stop.came():
             save(run, None)
             return stopped(run)
@@ -131,7 +141,10 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     rate, given = run.learning_rate, run.config.economy
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
-        result = run.engine.train_step(batch.micro_batches, next_token, rate)
+        try:
+            result = run.engine.train_step(batch.micro_batches, next_token, rate)
+        except DivergedError as error:
+            raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
         measured = run.energy.read().since(before)
     gpu_w = given.gpu_power_w if run.gpu_name else None
@@ -158,6 +171,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         gpu_peak_bytes=run.meter.peak_bytes(),
         host_bytes=peak_host_bytes(),
         skipped=result.skipped,
+        spike=look_for_spikes(run, batch, result),
         energy_j=drawn.total_j,
         time=spent,
         advice=run.advice,
@@ -177,30 +191,6 @@ def traced(run: Run) -> Iterator[None]:
     with record_timeline(run.trace, run.engine.device) as trace:
         yield
     run.progress.traced(run.step + 1, run.trace, trace.table)
-
-
-def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
-    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row."""
-    if not result.skipped or result.target_tokens == 0:
-        run.non_finite = 0
-        return
-    run.non_finite += 1
-    logger.warning(
-        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are "
-        "unchanged"
-    )
-    if run.non_finite < NON_FINITE_IN_A_ROW:
-        return
-    kept = run.config.output / f"bad-batch-{run.step}.safetensors"
-    numbered = enumerate(batch.micro_batches)
-    save_file({f"{name}.{i}": value for i, mb in numbered for name, value in mb.items()}, kept)
-    again = "resume from the last checkpoint"
-    if not (run.config.output / "last").exists():
-        again = "no checkpoint was written yet: start again"
-    raise DivergedError(
-        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {again} "
-        "with a lower train.learning_rate"
-    )
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -274,14 +264,17 @@ def save(run: Run, loss: float | None) -> None:
             run.step,
             run.engine,
             model.tokenizer,
-            {**state, "position": run.loader.position()},
+            {**state, "position": run.loader.position(), **run.asked},
             run.config.checkpoint.keep,
             model.generation,
-            best=best,
+            source=model.digests,
+            best=run.best.get("step"),
+            abandoned=run.abandoned,
         )
     except StorageError:
         run.best = before
         raise
+    run.unproven, run.abandoned = path, ()
     run.progress.saved(path, time.perf_counter() - started)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.config.resuming import check_changes, resumed_configs
+from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.show import describe, warnings
@@ -24,25 +24,41 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
-from megatrain.recipes.describe import describe_run, facts_of, held_out_losses, summarize
+from megatrain.recipes.describe import (
+    decided,
+    describe_run,
+    facts_of,
+    held_out_losses,
+    other_versions,
+    summarize,
+)
 from megatrain.recipes.loop import BEGINNING, Run, fit
 from megatrain.recipes.rows import read_rows
-from megatrain.recipes.setup import Parts
+from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter
+from megatrain.reporting.metrics import MetricsWriter, read_metrics
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
+from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
-from megatrain.storage.run_folder import checkpoints, run_lock
+from megatrain.storage.restore import (
+    Resumable,
+    find_resumable,
+    load_resumable,
+    named_checkpoint,
+    nothing_to_resume,
+    read_about,
+)
+from megatrain.storage.run_folder import checkpoint_name, checkpoints, run_lock
+from megatrain.storage.saves import newer_than
 
 logger = logging.getLogger("megatrain")
 
@@ -92,31 +108,74 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
         return _run(get_ready(config), console, resuming=None, profile=profile)
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunSummary:
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    checkpoint: str | None = None,
+) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
 
     overrides: keys that may change (config/resuming.py).
+    checkpoint: another one, by name; those of later saves stay until the next save.
     """
     run_dir = Path(run_dir)
-    before, config = resumed_configs(run_dir, overrides)
-    warnings = check_changes(before, config)
-    check_installed(config.track, config.where("track"))
+    asked = asked_again(run_dir, overrides)
+    check_installed(asked.track, asked.where("track"))
     with run_folder(run_dir) as console:
-        finished = (run_dir / "final").is_dir() and config == before
-        # every byte is checked here, or when it is loaded
-        found = find_resumable(run_dir, deep=finished)
-        for warning in (*warnings, *found.warnings):
+        going = where_to_go_on(run_dir, asked, checkpoint)
+        same = going.config == going.before and not going.found.named
+        if same and (run_dir / "final").is_dir():
+            # every byte is checked here, or when it is loaded
+            going = where_to_go_on(run_dir, asked, deep=True)
+            if going.config == going.before and not going.found.warnings:
+                logger.info(
+                    f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
+                    "train.epochs or train.max_steps"
+                )
+                end, losses = run_dir / "final", held_out_losses(run_dir)
+                return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        if found.path is None:
-            raise nothing_to_resume(run_dir)
-        if finished and not found.warnings:
-            logger.info(
-                f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
-                "train.epochs or train.max_steps"
-            )
-            end, losses = run_dir / "final", held_out_losses(run_dir)
-            return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
-        return _run(get_ready(config), console, found)
+        return _run(get_ready(going.config, going.model()), console, going.found)
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """A checkpoint to go on from, and the config that it was saved under."""
+
+    found: Resumable
+    digests: Mapping[str, str]  # of the model's files, when the run began
+    before: Config
+    config: Config
+    warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+
+    def model(self) -> Model:
+        """As the checkpoint describes it; what has changed where it came from is said.
+
+        Code that comes with a model is not in the checkpoint: then all is read from its source.
+        """
+        assert self.found.path is not None
+        for change in changed_source(self.before, self.digests):
+            logger.warning(change)
+        if self.config.model.trust_remote_code:
+            return read_model(self.config)
+        return replace(describe_model(str(self.found.path)), digests=self.digests)
+
+
+def where_to_go_on(
+    run_dir: Path, asked: Config, name: str | None = None, *, deep: bool = False
+) -> GoingOn:
+    """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
+    found = named_checkpoint(run_dir, name) if name else find_resumable(run_dir, deep)
+    if found.path is None:
+        for warning in found.warnings:
+            logger.warning(warning)
+        raise nothing_to_resume(run_dir)
+    about = read_about(found.path)
+    before, config = resumed_configs(run_dir, asked, about["state"])
+    changes = check_changes(before, config)
+    digests = about["made_of"].get("source", {})
+    return GoingOn(found, digests, before, config, (*found.warnings, *changes))
 
 
 @contextmanager
@@ -128,9 +187,12 @@ def run_folder(path: Path) -> Iterator[Console]:
         yield console
 
 
-def get_ready(config: Config) -> Ready:
-    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read."""
-    parts = setup.prepare(config, may_measure=True)
+def get_ready(config: Config, model: Model | None = None) -> Ready:
+    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
+
+    model: another than the config's.
+    """
+    parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model)
@@ -202,11 +264,21 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
     if resuming is None:
         describe_run(parts, plan)
     engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
-    state = dict(BEGINNING)
+    state, source = dict(BEGINNING), None
+    abandoned: list[Path] = []
     if resuming is not None:
         source, state = load_resumable(config.output, engine, resuming)
+        if source != resuming.path:  # which may have been saved under another config
+            before, _ = resumed_configs(config.output, config, state)
+            for change in check_changes(before, config):
+                logger.warning(change)
         loader.restore(state.pop("position"))
         reopen(config.output, source)
+        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
+        if resuming.named:
+            abandoned = newer_than(config.output, source)
+        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+            state["best"] = {}  # another may be the best of what is there
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -230,8 +302,12 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         work=ModelFlops.of(parts.resolved.skeleton.anatomy, parts.model.config),
         gpu_name=gpu.name if gpu else None,
         total_steps=total,
+        recent=Spikes(read_metrics(config.output)),
+        unproven=source,
+        abandoned=abandoned,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
-        **state,
+        **{name: state[name] for name in BEGINNING},
     )

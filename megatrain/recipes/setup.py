@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,10 @@ from megatrain.engine.build import check_positions, choose_device, choose_precis
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
-from megatrain.errors import ConfigError, OutOfMemory
+from megatrain.errors import ConfigError, ModelError, OutOfMemory
 from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
-from megatrain.models.pretrained import load_config_and_tokenizer, resolve_source
+from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.stops import about_added, with_stops
 from megatrain.planner.job import StepTokens
@@ -41,11 +42,15 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its files describe it: everything but the weights."""
+    """A model as its files describe it: everything but the weights.
+
+    `digests`: of those files (models/pretrained.py), where a run began.
+    """
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig | None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -147,7 +152,27 @@ def describe_model(
     Raises ModelError.
     """
     found = resolve_source(source, revision, weights=False)
-    return Model(*load_config_and_tokenizer(found, trust_remote_code))
+    return Model(*load_config_and_tokenizer(found, trust_remote_code), digests_of(found))
+
+
+def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
+    """What has changed, since the run began, in the local files that its model came from.
+
+    then: their digests at that time.
+    """
+    path = Path(config.model.source)
+    if not path.exists():
+        gone = f"{path}: is no longer there; the checkpoint describes the model"
+        return [gone] if path.is_absolute() else []  # else it is of the hub
+    try:
+        now = digests_of(resolve_source(path, weights=False))
+    except ModelError as error:
+        return [f"{error}; the checkpoint describes the model"]
+    changed = [what for what in now if what in then and now[what] != then[what]]
+    return [
+        f"{path}: its {what} has changed since this run began; the checkpoint's is used"
+        for what in changed
+    ]
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:

@@ -97,6 +97,7 @@ class StepMetrics:
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
+    spike: bool  # loss or norm far above recent ones (reporting/spikes.py)
     energy_j: float | None  # of GPU and host, of the parts that were measured or given
     time: StepTime
     advice: str  # one sentence: the setting most worth changing, or that there is none

@@ -77,6 +77,7 @@ class RunSummary:
     save_s: float = 0.0
     advice: str = ""  # the setting most worth changing, or that there is none; empty without a step
     skipped: int = 0
+    spikes: int = 0
     exit_code: int = 0  # 0 done, 75 stopped by a signal with a checkpoint, 130 Ctrl-C after saving
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +118,10 @@ class RunSummary:
         if self.skipped:
             why = "steps without an update (non-finite gradient, or no targets)"
             rows.append(("skipped", f"{self.skipped:,} {why}"))
+        if self.spikes:
+            rows.append(
+                ("spikes", f"{self.spikes:,} steps with a loss or norm far above the median")
+            )
         rows.append(("run", str(self.run_dir)))
         if self.final_dir is not None:
             rows.append(("model", str(self.final_dir)))

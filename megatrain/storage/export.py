@@ -23,16 +23,17 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
-from megatrain.storage.manifest import verify_checkpoint
-from megatrain.storage.run_folder import find_checkpoint, link_or_copy, new_folder
+from megatrain.storage.manifest import stray_files, verify_checkpoint
+from megatrain.storage.run_folder import link_or_copy, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
 from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_bytes, write_model
+from megatrain.storage.saves import STATE, find_checkpoint
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CHECKPOINT_ONLY = ("MANIFEST.json", "state.json", "optimizer")  # not part of a model folder
+CHECKPOINT_ONLY = (STATE, "optimizer")  # not part of a model folder
 
 T = TypeVar("T")
 logger = logging.getLogger("megatrain")
@@ -196,7 +197,8 @@ def export(
         run_dir: a run folder, or one checkpoint's folder.
         out: must not exist, or be empty.
         dtype: "bfloat16" or "float32" (the exact master weights); None: the checkpoint's.
-        checkpoint: "best", "last", "final" or "checkpoint-200"; by default final, else last.
+        checkpoint: "best", "last", "final" or "checkpoint-200"; by default the newer of final
+            and last.
 
     Raises:
         ConfigError: `out` is not empty, there is no such checkpoint, or the dtype is unknown.
@@ -207,20 +209,22 @@ def export(
     out = Path(out)
     source = find_checkpoint(Path(run_dir), checkpoint)
     with _model_folder(out) as folder:
-        verify_checkpoint(source)
+        manifest = verify_checkpoint(source)
+        for name in stray_files(source, manifest):
+            logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
         stored = open_shards(source)
         held = next(iter(stored.values())).dtype
         wanted = held if dtype is None else DTYPES[dtype]
-        for path in sorted(source.iterdir()):
-            stale = wanted != held and path.name.endswith(".safetensors.index.json")
-            if stale or path.name in CHECKPOINT_ONLY:
+        for name in sorted(manifest.files):
+            path, target = source / name, folder / name
+            stale = wanted != held and name.endswith((".safetensors", ".safetensors.index.json"))
+            if stale or Path(name).parts[0] in CHECKPOINT_ONLY:
                 continue
-            if path.is_dir():  # of several chat templates
-                shutil.copytree(path, folder / path.name)
-            elif path.suffix != ".safetensors":
-                _copy_description(path, folder / path.name, wanted)
-            elif wanted == held:
-                link_or_copy(path, folder / path.name)
+            target.parent.mkdir(exist_ok=True)  # of several chat templates
+            if path.suffix == ".safetensors":
+                link_or_copy(path, target)
+            else:
+                _copy_description(path, target, wanted)
         if wanted != held:
             write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
         _complete_stops(source, folder)

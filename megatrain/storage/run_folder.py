@@ -18,7 +18,8 @@ from megatrain.errors import ConfigError
 from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-LINKS = ("last", "best")
+LINKS = ("last", "best", "proven")
+FINAL = "final"
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
 ANOTHER_OUTPUT = "choose another `output`"
@@ -79,10 +80,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def bytes_of_checkpoints(run_dir: Path) -> int:
     """Disk space that the run's checkpoints take; a file with several names counts once."""
-    folders = [*checkpoints(run_dir), *(path for path in [run_dir / "final"] if path.is_dir())]
+    folders = [*checkpoints(run_dir), *(path for path in [run_dir / FINAL] if path.is_dir())]
     try:
         stats = [path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()]
-    except FileNotFoundError:  # another process removes them: their space is not ours to count on
+    except OSError:  # removed by another process, or unreadable: not ours to count on
         return 0
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
 
@@ -95,27 +96,6 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise storage_error(path, error, "write it") from error
-
-
-def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
-    """The folder of the checkpoint "last", "best", "final", "checkpoint-200" or "200".
-
-    By default final, else last; then `run_dir` may also be a checkpoint's own folder.
-
-    Raises ConfigError if there is no such checkpoint.
-    """
-    names = ["final", "last"] if which is None else [which, f"checkpoint-{which}"]
-    if which is None and (run_dir / "MANIFEST.json").is_file():
-        return run_dir
-    for name in names:
-        if (run_dir / name / "MANIFEST.json").is_file() and Path(name).name == name:
-            return (run_dir / name).resolve()
-    there = [path.name for path in checkpoints(run_dir)]
-    there += [name for name in (*LINKS, "final") if (run_dir / name).exists()]
-    raise ConfigError(
-        f"{run_dir}: has no checkpoint {which or 'to use'}; "
-        f"there is {', '.join(there) or 'none at all'}"
-    )
 
 
 @contextmanager
@@ -158,6 +138,11 @@ def discard(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        path.chmod(0o700)  # what was made unreadable is ours all the same
+        for folder, inner, _ in os.walk(path):
+            for name in inner:
+                if not (inside := Path(folder, name)).is_symlink():
+                    inside.chmod(0o700)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

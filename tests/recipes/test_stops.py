@@ -205,7 +205,7 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
     assert "free space there or choose another folder" in done.err
     assert "Traceback" not in done.err
     folders = {path.name for path in (project / "run").iterdir() if path.is_dir()}
-    assert folders == {"checkpoint-5", "last", "best"}
+    assert folders == {"checkpoint-5", "last", "best", "proven"}
     assert "cannot" in (project / "run" / "train.log").read_text(), "the reason is in the log, too"
     monkeypatch.undo()
     monkeypatch.chdir(project)

@@ -16,6 +16,7 @@ import torch
 
 import megatrain as mt
 from megatrain.config import load_config
+from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.readers import read_text
 from megatrain.engine.resolved import packs
 from megatrain.models.skeleton import Skeleton
@@ -37,10 +38,10 @@ from tests.commands import (
 from tests.support import tiny_config
 
 STEP_KEYS = """step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu
-gpu_peak_bytes host_bytes skipped energy_j time shares advice"""
+gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"""
 TIME_KEYS = "compute wait_upload wait_update wait_download wait_nvme data"
 FILES = """config.yaml config.resolved.yaml plan.json env.json metrics.jsonl train.log checkpoint-5
-checkpoint-10 last best final .lock"""
+checkpoint-10 last best proven final .lock"""
 
 
 def test_the_run_folder_is_as_promised(finished):
@@ -72,7 +73,8 @@ def test_evaluations_come_before_the_first_step_and_at_the_end(finished):
 
 def test_the_configs_read_back(finished):
     asked = load_config(finished / "config.yaml")
-    assert asked == load_config("cfg.yaml")
+    assert asked == with_absolute_paths(load_config("cfg.yaml"))
+    assert asked.model.path == str(finished.parent / "model")
     assert {asked.train.micro_batch_tokens, asked.precision, asked.compile} == {"auto"}
     found = load_config(finished / "config.resolved.yaml")
     assert (found.train.micro_batch_tokens, found.train.groups, found.compile) == (256, 1, False)
@@ -254,7 +256,7 @@ def test_a_folder_that_holds_a_run_is_refused(megatrain, copied):
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(megatrain, copied):
     for path in [*checkpoints(copied), copied / "final"]:
         path.rename(copied.parent / path.name)
-    megatrain("train run/config.yaml train.max_steps=1")
+    megatrain("train run/config.yaml output=run train.max_steps=1")
     assert [row["step"] for row in metrics_of(copied)] == [0, 1, 1]
 
 

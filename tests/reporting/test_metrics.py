@@ -46,7 +46,7 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
     assert " ".join(row) == (
         "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu "
-        "gpu_peak_bytes host_bytes skipped energy_j time shares advice"
+        "gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"
     )
     keys = "compute wait_upload wait_update wait_download wait_nvme data"
     assert " ".join(row["time"]) == " ".join(row["shares"]) == keys

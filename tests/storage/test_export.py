@@ -151,9 +151,9 @@ def test_bfloat16_of_a_float32_run_is_rounded_to_nearest(tmp_path):
 def test_best_last_and_final_are_found(tmp_path, bf16_engine):
     run = tmp_path / "run"
     for step in (1, 2, 3):
-        save_checkpoint(run, step, bf16_engine, None, {}, best=step == 1)
+        save_checkpoint(run, step, bf16_engine, None, {}, best=1)
     write_final(run, "checkpoint-2")
-    which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 2}
+    which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 3}
     for name, step in which.items():
         out, file = export(run, tmp_path / f"out-{name}", checkpoint=name), "model.safetensors"
         assert (out / file).samefile(run / f"checkpoint-{step}" / file), name
