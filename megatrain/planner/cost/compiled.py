@@ -49,11 +49,6 @@ class CompiledGraphs:
     backward: Traffic
     alive: Alive
 
-    @property
-    def beyond(self) -> Alive:
-        """What a retained layer needs beyond its saved activations."""
-        return self.alive.beyond(self.saved_bytes // self.rows)
-
 
 @dataclass(frozen=True)
 class CompiledLayer:
@@ -67,7 +62,8 @@ class CompiledLayer:
         """What it needs for a micro-batch of `rows` sequences."""
         graphs = self.cheap if cheap else self.full
         saved = rows * graphs.saved_bytes // graphs.rows
-        return LayerBytes(saved, self.again.peak(rows), graphs.beyond.peak(rows))
+        beyond = graphs.alive.peak(rows) - rows * (graphs.saved_bytes // graphs.rows)
+        return LayerBytes(saved, self.again.peak(rows), beyond)
 
 
 def predict_compiled(

@@ -173,32 +173,6 @@ def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask
 
 
-def layer_peak_bytes(
-    layer: nn.Module,
-    hidden_shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    call: LayerCall,
-    *,
-    fused_attention: bool = True,
-    runs_on: str = "cpu",
-    output_stays: bool = True,
-) -> Footprint:
-    """Footprint of one decoder layer's forward and backward for one micro-batch.
-
-    Arguments as for `blank_call` and `call_peak_bytes`.
-
-    Raises:
-        ModelError: the layer cannot run without data, because its shapes depend on values.
-    """
-    return call_peak_bytes(
-        *blank_call(layer, hidden_shape, dtype, call),
-        fused_attention=fused_attention,
-        runs_on=runs_on,
-        what=type(layer).__name__,
-        output_stays=output_stays,
-    )
-
-
 def graph_keeps_input(
     layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall
 ) -> bool:
@@ -240,7 +214,7 @@ def call_peak_bytes(
         output_stays: the output is still held while gradients are computed.
 
     Raises:
-        ModelError: the computation cannot run without data.
+        ModelError: the computation cannot run without data, because shapes depend on values.
     """
     wanted = list(inputs)
     live = LiveBytes()

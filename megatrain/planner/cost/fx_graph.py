@@ -80,10 +80,6 @@ class Alive:
         """The most bytes of all moments, for `rows` sequences."""
         return max(rows * of_row + fixed for of_row, fixed in self.moments)
 
-    def beyond(self, of_row: int) -> Alive:
-        """The same, less `of_row` bytes per sequence."""
-        return Alive(frozenset((moment - of_row, fixed) for moment, fixed in self.moments))
-
 
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
     """Through forward and backward, beyond inputs, weights and the incoming gradient.
