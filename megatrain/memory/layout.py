@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements [start, stop) of a block's flat arrays that share all hyper-parameters."""
 
     start: int
@@ -137,7 +136,7 @@ class FlatLayout:
         segments: list[Segment] = []
         for tensor, end in self._ends():
             if segments and segments[-1].decay == tensor.decay:  # one run: fewer kernel calls
-                segments[-1] = Segment(segments[-1].start, end, tensor.decay)
+                segments[-1] = segments[-1]._replace(stop=end)
             else:
                 segments.append(Segment(tensor.offset, end, tensor.decay))
         return segments

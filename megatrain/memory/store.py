@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -43,24 +42,17 @@ class HostStore:
         pinned: bool,
         threads: int,
     ) -> None:
+        self._pinned, self._threads = pinned, threads
         self._slabs: list[Slab] = []
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         try:
             for spec, here in blocks.items():
-                numels = [layouts[block].per(spec.per).numel for block in here]
-                self._place(spec, here, numels, pinned, threads)
+                self._place(spec, here, [layouts[block].per(spec.per).numel for block in here])
         except BaseException:
             self.close()
             raise
 
-    def _place(
-        self,
-        spec: ArraySpec,
-        blocks: Sequence[int],
-        numels: Sequence[int],
-        pinned: bool,
-        threads: int,
-    ) -> None:
+    def _place(self, spec: ArraySpec, blocks: Sequence[int], numels: Sequence[int]) -> None:
         """Cut the array of these blocks from slabs, of whole blocks each. `numels`: elements."""
         # whole pages: every array starts on one
         sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
@@ -69,9 +61,9 @@ class HostStore:
             stop = start + 1
             while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
                 stop += 1
-            nbytes, pin = sum(sizes[start:stop]), pinned and spec.transferred
+            nbytes, pin = sum(sizes[start:stop]), self._pinned and spec.transferred
             # touched: beside a GPU all host memory is taken now, not only what is pinned
-            slab = Slab(spec.name, nbytes, pinned=pin, threads=threads, touched=pinned)
+            slab = Slab(spec.name, nbytes, pinned=pin, threads=self._threads, touched=self._pinned)
             self._slabs.append(slab)
             pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
             for number, piece in enumerate(pieces, start):
@@ -94,47 +86,7 @@ class HostStore:
             self._slabs.pop().close()
 
 
-class DeviceStore:
-    """Owns arrays of the first `count` blocks in the memory of `device`. New arrays are zero."""
-
-    def __init__(
-        self,
-        layouts: Sequence[FlatLayout],
-        arrays: Sequence[ArraySpec],
-        *,
-        count: int,
-        device: torch.device,
-    ) -> None:
-        self._arrays = {
-            (spec.name, block): torch.zeros(
-                layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device
-            )
-            for block in range(count)
-            for spec in arrays
-        }
-
-    def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D."""
-        return self._arrays[name, block]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return sum(array.nbytes for array in self._arrays.values())
-
-    def close(self) -> None:
-        self._arrays.clear()
-
-
 # -- all tiers ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OnNvme:
-    """The blocks on NVMe by array name, and the folders for them, on one or several drives."""
-
-    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    folders: tuple[Path, ...] = ()
 
 
 class Store:
@@ -146,7 +98,8 @@ class Store:
         first: by array name: the first block that has the array in host RAM; default `resident`.
         resident: number of blocks on the device, the first ones.
         resident_arrays: the arrays of the blocks on the device.
-        on_nvme: arrays of `arrays` which some blocks have on NVMe instead of in host RAM.
+        on_nvme: by array name: the blocks that have the array on NVMe instead of in host RAM.
+        nvme_folders: for these, on one or several drives.
         threads: number of threads for the first touch of host memory.
     """
 
@@ -159,35 +112,42 @@ class Store:
         first: Mapping[str, int] | None = None,
         resident: int = 0,
         resident_arrays: Sequence[ArraySpec] = (),
-        on_nvme: OnNvme | None = None,
+        on_nvme: Mapping[str, Sequence[int]] | None = None,
+        nvme_folders: Sequence[Path] = (),
         threads: int = 8,
     ) -> None:
         self.layouts = tuple(layouts)
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
-        pinned, far = device.type == "cuda", on_nvme or OnNvme()
+        pinned, far = device.type == "cuda", on_nvme or {}
         # gradient accumulators may begin later: more of them than of the blocks are on the device
         starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
         in_ram = {
             spec: [
                 block
                 for block in range(starts[name], len(self.layouts))
-                if block not in far.blocks.get(name, ())
+                if block not in far.get(name, ())
             ]
             for name, spec in self.arrays.items()
         }
         with ExitStack() as opened:
             self.nvme: NvmeStore | None = None
             # first: a folder that lacks the space is found before host RAM is taken
-            if any(far.blocks.values()):
+            if any(far.values()):
                 self.nvme = NvmeStore(
-                    layouts, arrays, far.blocks, far.folders, pinned=pinned, threads=threads
+                    layouts, arrays, far, nvme_folders, pinned=pinned, threads=threads
                 )
                 opened.callback(self.nvme.close)
             self.host = HostStore(layouts, in_ram, pinned=pinned, threads=threads)
             opened.callback(self.host.close)
-            self.device = DeviceStore(layouts, resident_arrays, count=resident, device=device)
-            opened.callback(self.device.close)
+            self._on_device = {
+                (spec.name, block): torch.zeros(
+                    layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device
+                )
+                for block in range(resident)
+                for spec in resident_arrays
+            }
+            opened.callback(self._on_device.clear)  # also where a caller holds on to the store
             self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def is_resident(self, block: int) -> bool:
@@ -207,7 +167,9 @@ class Store:
 
         1-D, `layout(name, block).numel` elements, a view of the store's memory.
         """
-        return (self.device if self.is_resident(block) else self.host).array(name, block)
+        if self.is_resident(block):
+            return self._on_device[name, block]
+        return self.host.array(name, block)
 
     def lease(
         self,
