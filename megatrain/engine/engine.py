@@ -176,7 +176,7 @@ class Engine(Constructors):
             raise MegaTrainError("step was called without forward_backward")
         self._computed = False
         parts = self.parts
-        finished = parts.sink.finished()
+        finished = parts.sink.finished
         computed = finished or parts.passes.waiting
         norm = parts.gradients.norm(finished) if computed else 0.0
         if not computed or not math.isfinite(norm):
@@ -253,7 +253,7 @@ class Engine(Constructors):
         sink.begin_step()
         submit, step = parts.updater.submit, self.updates + 1
         sink.apply = partial(submit, lr=lr, step=step, grad_scale=grad_scale, check_finite=True)
-        begun = sink.finished()  # grows while `backward` runs
+        begun = sink.finished  # grows while `backward` runs
         with parts.updater.all_or_nothing(begun):
             result = backward()
             if not begun:

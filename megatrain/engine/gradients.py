@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.engine.products import Sum
+from megatrain.engine.products import Sum, add_gradients
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
 from megatrain.schedule import GRADIENT_STAGES, sum_buffers
@@ -60,11 +60,11 @@ class GradientSink(ABC):
     """Receives the finished gradients of a step: gives each its landing place, and lists them."""
 
     def __init__(self) -> None:
-        self._finished: list[Gradient] = []
+        self.finished: list[Gradient] = []  # in the order in which backward finished them
 
     def begin_step(self) -> None:
         """Forget the gradients of the previous step."""
-        self._finished.clear()
+        self.finished.clear()
 
     @abstractmethod
     def place(self, block: int) -> torch.Tensor | None:
@@ -77,10 +77,6 @@ class GradientSink(ABC):
     @abstractmethod
     def take(self, gradient: Gradient) -> None:
         """Receive a gradient that is computed, and whose download is queued."""
-
-    def finished(self) -> Sequence[Gradient]:
-        """The gradients of the step so far, in the order in which backward finished them."""
-        return self._finished
 
 
 class Gradients:
@@ -179,9 +175,7 @@ class Gradients:
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
         sums = self.sums(block)
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                sums[name].add(gradient)
+        add_gradients([sums[name] for name in gradients], gradients.values())
 
     def sums(self, block: int) -> dict[str, Sum]:
         """The open sums of a block's tensors by name, to be added to by what is computed next."""

@@ -8,7 +8,7 @@ the accumulator moves 8, most of them while it computes; an embedding touches on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,13 @@ class Sum:
         if self.empty:
             self.total.zero_()
         self.empty = False
+
+
+def add_gradients(sums: Iterable[Sum], gradients: Iterable[Tensor | None]) -> None:
+    """Add each parameter's gradient to its sum; None is zero, or was summed directly."""
+    for into, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            into.add(gradient)
 
 
 ADD_SOURCE = r"""

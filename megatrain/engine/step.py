@@ -213,12 +213,6 @@ class Passes:
         layers = reversed(range(len(self.graphs_of)))
         self.boundaries.expect(mb.kept[i] for i in layers for mb in group if i in mb.kept)
         parameters, sums = self._of_head()
-
-        def add(grads: list[torch.Tensor | None]) -> None:
-            for into, grad in zip(sums, grads, strict=True):
-                if grad is not None:
-                    into.add(grad)
-
         total = LossSum.zero(self.device)
         for mb in group:
             self._seed_dropout(self.head, mb)
@@ -234,7 +228,6 @@ class Passes:
                 scale,
                 self.settings.head_chunk_tokens,
                 parameters,
-                add,
                 sums,
                 fused=self.settings.compile,
             )
