@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -96,21 +95,17 @@ class Elementwise(ABC):
         `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it;
         the state's arrays. A float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
-        if views["weight"].is_cuda:
-            self._update_on_gpu(views, options["step"], first, self.scalars(**options))
-        else:
+        if not views["weight"].is_cuda:
             self.updating(views, first=first, **options)(0, views["weight"].numel())
-
-    def _update_on_gpu(
-        self, views: dict[str, Tensor], step: int, first: int, scalars: Sequence[np.float32]
-    ) -> None:
+            return
         from megatrain.optim import cuda_kernels, kernels
 
         split = "remainder" in views
         of_sums = "_of_sums" if split and views["grad"].dtype == torch.float32 else ""
         name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
         arrays = [views[array.name] for array in self._arguments(split)]
-        cuda_kernels.launch(name, arrays, first, int(kernels.seed_of(step)), scalars)
+        seed = int(kernels.seed_of(options["step"]))
+        cuda_kernels.launch(name, arrays, first, seed, self.scalars(**options))
 
     def _arguments(self, split: bool) -> list[StateArray]:
         """The arrays that kernels take, in their order."""
