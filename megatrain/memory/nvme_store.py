@@ -152,17 +152,15 @@ class NvmeStore:
         try:
             for name, spec in self._specs.items():
                 count, pin = stages(name, len(blocks[name])), pinned and spec.transferred
-                self._buffers[name] = self._make_buffers(name, count, pin, threads)
+                # each of the size of the largest block's array
+                largest = max(n for (array, _), (_, n) in self._places.items() if array == name)
+                slab = Slab(f"staging of {name}", count * largest, pinned=pin, threads=threads)
+                self._slabs.append(slab)
+                memory = slab.bytes[: count * largest].view(count, largest)
+                self._buffers[name] = [_Buffer(part) for part in memory]
         except BaseException:
             self.close()  # files and buffers that were made
             raise
-
-    def _make_buffers(self, name: str, count: int, pinned: bool, threads: int) -> list[_Buffer]:
-        """`count` buffers, each of the size of the largest block's array."""
-        largest = max(nbytes for (array, _), (_, nbytes) in self._places.items() if array == name)
-        slab = Slab(f"staging of {name}", count * largest, pinned=pinned, threads=threads)
-        self._slabs.append(slab)
-        return [_Buffer(slab.bytes[i * largest : (i + 1) * largest]) for i in range(count)]
 
     def holds(self, name: str, block: int) -> bool:
         return (name, block) in self._places
