@@ -138,7 +138,7 @@ class StepCosts:
         return StepOptions(
             **self.choices.chosen,
             micro_batches=self.micro_batches,
-            clipping=self.job.clipping,
+            stored=self.choices.stores_gradients(self.job),
             tied=self.shape.tied,
         )
 
