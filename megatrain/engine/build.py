@@ -239,6 +239,7 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     """Let PyTorch take no more than `gpu_limit` bytes of the GPU; None: all of it."""
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
+        # the user's limit counts the CUDA context, PyTorch does not
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - hardware.context_bytes
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)

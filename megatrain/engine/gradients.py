@@ -138,7 +138,7 @@ class Gradients:
         self._only_measured = only_measured
         self._started.clear()
         self._sums_landed.clear()
-        self._open.clear()
+        self._open.clear()  # of a step that was abandoned
 
     def open(self, block: int) -> None:
         """Make the block's sum ready to be added to: empty in the step's first group, else what the
@@ -155,6 +155,7 @@ class Gradients:
         opened = self._open[block] = OpenSum(buffer, sums)
         if fresh:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
+            # the padding: sums write tensors alone, and another block's values may lie between
             for start, stop in layout.gaps():
                 flat[start:stop].zero_()
         elif block not in self._own:

@@ -70,6 +70,7 @@ def open_parts(
             layouts, optimizer, precision, settings, gradients=stores_gradients, device=device
         )
         resources.enter_context(store)
+    # before the lanes, so closed after them: uploads wait for updates
     updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
     # who waits for whom: the note in streams.py
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
@@ -79,8 +80,9 @@ def open_parts(
     if settings.offload_activations:
         row_bytes = kept_row_bytes(settings.activations, anatomy.hidden_size, dtype.itemsize)
         boundaries = Offload(row_bytes, compute, download, fetch, boundaries.codec)
-    resources.callback(boundaries.close)
+    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
+    # closed from the last to the first: uploads still submit to `release`
     for lane in filter(None, (release, download, upload, fetch)):
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):

@@ -39,7 +39,7 @@ def open_store(
     resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
     kept = [ArraySpec("weight", dtype, transferred=True)]
     if dtype == torch.bfloat16:
-        kept.append(ArraySpec("remainder", torch.int16))
+        kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
     # between groups the other blocks' accumulators wait in host RAM

@@ -41,7 +41,7 @@ class Sum:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add a @ b. On CUDA the product of bf16 matrices is neither rounded nor stored in between;
         on the CPU it is."""
-        total, beta = self.total, 0 if self.empty else 1
+        total, beta = self.total, 0 if self.empty else 1  # 0: nothing is read, not even a NaN
         if a.dtype == total.dtype:
             torch.addmm(total, a, b, beta=beta, out=total)
         elif total.is_cuda:
@@ -99,7 +99,7 @@ def added_as_vectors(total: Tensor, gradient: Tensor) -> bool:
     """
     if not total.is_cuda or (total.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
         return False
-    count = cuda.vectors([total, gradient], 8)
+    count = cuda.vectors([total, gradient], 8)  # a thread's: 16 bytes of bf16 in one load
     if count is None:
         return False
     cuda.launch(ADD_SOURCE, "add_bfloat16", count, [total, gradient], [count])

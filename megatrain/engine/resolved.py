@@ -117,7 +117,7 @@ def resolve(
     lengths_vary = packing is not None and not packed
     if compile == "auto":
         compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
-        compile = compile and not skeleton.has_dropout
+        compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens)
     shape = shape_of(
         skeleton,
@@ -157,7 +157,7 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
     optimizer, skeleton = resolved.optimizer, resolved.skeleton
     return Job(
         precision=resolved.machine.precision,
-        tokens_per_step=max(tokens_per_step, resolved.seq_len),
+        tokens_per_step=max(tokens_per_step, resolved.seq_len),  # a row at least
         seq_len=resolved.seq_len,
         clipping=resolved.max_grad_norm is not None,
         state_bytes=state_bytes(optimizer, skeleton),
@@ -188,6 +188,7 @@ def room_on_drives(
     if not folders:
         return None
     on_drive = Counter(drive_of(folder) for folder in folders)
+    # shares are equal: the fullest drive decides
     room = len(folders) * min(free(folder) // on_drive[drive_of(folder)] for folder in folders)
     return max(0, room if limit is None else min(room, limit))
 

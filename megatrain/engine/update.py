@@ -287,7 +287,7 @@ class Updater:
             raise error
 
     def close(self) -> None:
-        self.lane.close()
+        self.lane.close()  # first: its jobs hand blocks out to the pool
         self._pool.shutdown()
         if self._workspace is not None:
             self._workspace.close()

@@ -177,7 +177,7 @@ def decode(codes: Tensor, scales: Tensor, hidden: Tensor, form: Form) -> None:
 def _launch(
     verb: str, form: Form, hidden: Tensor, tensors: list[Tensor], numbers: list[int]
 ) -> None:
-    assert hidden.numel() < 1 << 31
+    assert hidden.numel() < 1 << 31  # kernels count elements in 32 bits
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     name = f"{verb}_int{form.bits}_{str(hidden.dtype).removeprefix('torch.')}"
     cuda.launch(
