@@ -70,7 +70,6 @@ def open_parts(
             layouts, optimizer, precision, settings, gradients=stores_gradients, device=device
         )
         resources.enter_context(store)
-    # before the lanes, so closed after them: uploads wait for updates
     updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
     # who waits for whom: the note in streams.py
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
@@ -82,8 +81,7 @@ def open_parts(
         boundaries = Offload(row_bytes, compute, download, fetch, boundaries.codec)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    # closed from the last to the first: uploads still submit to `release`
-    for lane in filter(None, (release, download, upload, fetch)):
+    for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release)
@@ -121,7 +119,7 @@ def _updates(
         ring = GradientRing(largest, store.arrays["weight"].dtype, pinned=compute.is_cuda)
         resources.callback(ring.close)  # after the updates that read it
     updater = Updater(store, optimizer, settings.update_threads, compute)
-    resources.callback(updater.close)
+    resources.callback(updater.close)  # after the lanes, opened later: uploads wait for updates
     with naming_the_gpu("the update's workspace"):
         updater.take_libraries()
     if ring is not None:

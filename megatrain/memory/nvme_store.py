@@ -384,13 +384,11 @@ class NvmeStore:
             # whole pages, of which the piece may begin and end inside
             page, inside = divmod(begin * dtype.itemsize, PAGE)
             nbytes = inside + count * dtype.itemsize
-            self._read_now(offset + page * PAGE, staging[: round_up(nbytes, PAGE)])
+            read: Future[StorageError | None] = Future()
+            memory = staging[: round_up(nbytes, PAGE)].numpy().data
+            self._files.read(offset + page * PAGE, memory, read.set_result)
+            error = read.result()  # wait: threads of the files fill the memory
+            if error is not None:
+                raise error
             # its reader is done with it when it asks for the next, which takes the same memory
             yield staging[inside:nbytes].view(dtype)
-
-    def _read_now(self, offset: int, memory: torch.Tensor) -> None:
-        read: Future[StorageError | None] = Future()
-        self._files.read(offset, memory.numpy().data, read.set_result)
-        error = read.result()  # wait: threads of the files fill the memory
-        if error is not None:
-            raise error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,74 +24,8 @@ SLAB_BYTES = 16 << 30
 PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
 
 
-class HostStore:
-    """Owns arrays of blocks in host RAM. New arrays are zero.
-
-    Args:
-        layouts: one per block, in execution order.
-        blocks: the blocks that have an array here, by array.
-        pinned: pin transferred arrays for CUDA, and take all memory at once: no later step then
-            pays for the first touch, or finds that memory is missing.
-        threads: number of threads for the first touch.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[FlatLayout],
-        blocks: Mapping[ArraySpec, Sequence[int]],
-        *,
-        pinned: bool,
-        threads: int,
-    ) -> None:
-        self._pinned, self._threads = pinned, threads
-        self._slabs: list[Slab] = []
-        self._views: dict[tuple[str, int], torch.Tensor] = {}
-        try:
-            for spec, here in blocks.items():
-                self._place(spec, here, [layouts[block].per(spec.per).numel for block in here])
-        except BaseException:
-            self.close()
-            raise
-
-    def _place(self, spec: ArraySpec, blocks: Sequence[int], numels: Sequence[int]) -> None:
-        """Cut the array of these blocks from slabs, of whole blocks each. `numels`: elements."""
-        # whole pages: every array starts on one
-        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
-        start = 0
-        while start < len(sizes):
-            stop = start + 1
-            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
-                stop += 1
-            nbytes, pin = sum(sizes[start:stop]), self._pinned and spec.transferred
-            # touched: beside a GPU all host memory is taken now, not only what is pinned
-            slab = Slab(spec.name, nbytes, pinned=pin, threads=self._threads, touched=self._pinned)
-            self._slabs.append(slab)
-            pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
-            for number, piece in enumerate(pieces, start):
-                data = piece[: numels[number] * spec.dtype.itemsize]
-                self._views[spec.name, blocks[number]] = data.view(spec.dtype)
-            start = stop
-
-    def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, a view of the store's memory."""
-        return self._views[name, block]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(slab.nbytes for slab in self._slabs)
-
-    def close(self) -> None:
-        self._views.clear()  # a view that is held elsewhere keeps its slab's memory
-        while self._slabs:
-            self._slabs.pop().close()
-
-
-# -- all tiers ------------------------------------------------------------------------------------
-
-
 class Store:
-    """Owns the arrays of all blocks. Use as a context manager, or `close` it.
+    """Owns the arrays of all blocks. New ones are zero. Use as a context manager, or `close` it.
 
     Args:
         layouts: one per block, in execution order.
@@ -122,14 +57,6 @@ class Store:
         pinned, far = device.type == "cuda", on_nvme or {}
         # gradient accumulators may begin later: more of them than of the blocks are on the device
         starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
-        in_ram = {
-            spec: [
-                block
-                for block in range(starts[name], len(self.layouts))
-                if block not in far.get(name, ())
-            ]
-            for name, spec in self.arrays.items()
-        }
         with ExitStack() as opened:
             self.nvme: NvmeStore | None = None
             # first: a folder that lacks the space is found before host RAM is taken
@@ -138,17 +65,47 @@ class Store:
                     layouts, arrays, far, nvme_folders, pinned=pinned, threads=threads
                 )
                 opened.callback(self.nvme.close)
-            self.host = HostStore(layouts, in_ram, pinned=pinned, threads=threads)
-            opened.callback(self.host.close)
-            self._on_device = {
-                (spec.name, block): torch.zeros(
-                    layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device
-                )
-                for block in range(resident)
-                for spec in resident_arrays
-            }
-            opened.callback(self._on_device.clear)  # also where a caller holds on to the store
+            self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
+            self._slabs: list[Slab] = []
+            opened.callback(self._free)
+            for name, spec in self.arrays.items():
+                blocks = range(starts[name], len(self.layouts))
+                in_ram = [block for block in blocks if block not in far.get(name, ())]
+                self._place(spec, in_ram, pinned, threads)
+            for block, spec in product(range(resident), resident_arrays):
+                numel = layouts[block].per(spec.per).numel
+                zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
+                self._arrays[spec.name, block] = zeros
             self._opened = opened.pop_all()  # until here a failure closes what is open
+
+    def _place(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
+        """Cut the array of these blocks from slabs in host RAM, of whole blocks each.
+
+        pinned: pin it for CUDA if it is transferred, and take all memory at once: no later step
+            then pays for the first touch, or finds that memory is missing.
+        """
+        numels = [self.layouts[block].per(spec.per).numel for block in blocks]
+        # whole pages: every array starts on one
+        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
+        start = 0
+        while start < len(sizes):
+            stop = start + 1
+            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
+                stop += 1
+            nbytes, pin = sum(sizes[start:stop]), pinned and spec.transferred
+            # touched: beside a GPU all host memory is taken now, not only what is pinned
+            slab = Slab(spec.name, nbytes, pinned=pin, threads=threads, touched=pinned)
+            self._slabs.append(slab)
+            pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
+            for number, piece in enumerate(pieces, start):
+                data = piece[: numels[number] * spec.dtype.itemsize]
+                self._arrays[spec.name, blocks[number]] = data.view(spec.dtype)
+            start = stop
+
+    def _free(self) -> None:
+        self._arrays.clear()  # a view that is held elsewhere keeps its slab's memory
+        while self._slabs:
+            self._slabs.pop().close()
 
     def is_resident(self, block: int) -> bool:
         """True if the block is on the device."""
@@ -167,9 +124,7 @@ class Store:
 
         1-D, `layout(name, block).numel` elements, a view of the store's memory.
         """
-        if self.is_resident(block):
-            return self._on_device[name, block]
-        return self.host.array(name, block)
+        return self._arrays[name, block]
 
     def lease(
         self,
@@ -237,7 +192,8 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory, staging buffers of NVMe included."""
-        return self.host.nbytes + (0 if self.nvme is None else self.nvme.nbytes)
+        staging = 0 if self.nvme is None else self.nvme.nbytes
+        return staging + sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
         self._opened.close()
