@@ -121,10 +121,12 @@ class Elementwise(ABC):
         from megatrain.optim import kernels
 
         split, scaled = "remainder" in arrays, self._format.scaled
-        given = arrays | {"grad": arrays["grad"].to(arrays["weight"].dtype)}
+        given, wanted = dict(arrays), self._arguments(split)
+        given["grad"] = arrays["grad"].to(arrays["weight"].dtype)
+        dtypes = [given[array.name].dtype for array in wanted]
+        assert dtypes == [array.dtype for array in wanted], dtypes
         weight, *others = (
-            numpy_of(given[array.name], array.dtype, rows=scaled and array.per == "element")
-            for array in self._arguments(split)
+            numpy_of(given[array.name], rows=scaled and array.per == "element") for array in wanted
         )
         assert {len(array) for array in others} == {len(weight)}, "slices of unequal length"
         ordered = [weight, *others] if split else [weight, None, *others]  # None: no remainder
@@ -170,12 +172,11 @@ def check_moments(moments: str) -> None:
         raise ConfigError(f"optimizer.moments: {moments!r} is none of {', '.join(MOMENTS)}")
 
 
-def numpy_of(tensor: Tensor, dtype: torch.dtype, *, rows: bool = False) -> np.ndarray[Any, Any]:
+def numpy_of(tensor: Tensor, *, rows: bool = False) -> np.ndarray[Any, Any]:
     """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16.
 
     `rows`: as [groups, GROUP].
     """
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous(), tensor.stride()
-    array = tensor.view(torch.int16).numpy() if dtype == torch.bfloat16 else tensor.numpy()
-    return array.reshape(-1, GROUP) if rows else array
+    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return array.numpy().reshape(-1, GROUP) if rows else array.numpy()
