@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 
 from megatrain.engine.build import Prepared, prepare, prepare_planned, read_config
-from megatrain.engine.masters import draw_weights
+from megatrain.engine.masters import write_master
 from megatrain.engine.resolved import Weights
 from megatrain.memory.store import Store
+from megatrain.models.initialize import initialize
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
@@ -152,7 +154,7 @@ class Constructors(ABC):
 
     def draw_weights(self) -> None:
         """Draw all weights at random by the family's own rule, from the engine's seed."""
-        draw_weights(self.skeleton, self.store, self.seed, self.device)
+        initialize(self.skeleton, self.seed, self.device, partial(write_master, self.store))
         self.weights_changed()
 
     @classmethod

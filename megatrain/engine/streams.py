@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -149,17 +149,13 @@ class Lane:
             del item, job, event
 
     def _perform(self, job: Job, event: Event) -> None:
-        if self.stream is None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.delay is not None:
                 self.delay()
             job(event)
-            return
-        with torch.cuda.stream(self.stream):
-            if self.delay is not None:
-                self.delay()
-            job(event)
-            event.cuda = _cuda_event()
-            event.cuda.record(self.stream)
+            if self.stream is not None:
+                event.cuda = _cuda_event()
+                event.cuda.record(self.stream)
 
 
 def release_after(landed: Event, lease: Lease, store: Store) -> None:

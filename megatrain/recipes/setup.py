@@ -216,7 +216,6 @@ def make_run_plan(
         raise ConfigError(f"{config.where(found[0])}: {found[1]}")
     job = make_job(
         resolved,
-        asked,
         tokens_per_step=train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len,
         rows_per_step=train.rows_per_step,
         step_tokens=parts.step_tokens,
@@ -224,6 +223,7 @@ def make_run_plan(
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
         checkpoints_written=checkpoints_written,
+        **asked,
     )
     plan = make_plan(
         job,

@@ -142,7 +142,8 @@ def test_resident_blocks_take_no_host_memory():
         engine_of("llama", settings=Settings(resident=ALL)) as whole,
     ):
         here = 16 * sum(layout.numel for layout in mixed.store.layouts[:2])  # four fp32 arrays
-        assert mixed.store.device.nbytes == here
+        resident = [mixed.store.array(name, b) for name in mixed.store.arrays for b in range(2)]
+        assert sum(array.nbytes for array in resident) == here
         assert streamed.store.nbytes - mixed.store.nbytes == pytest.approx(here, abs=8 << 20)
         assert [mixed.store.is_resident(block) for block in range(5)] == [True] * 2 + [False] * 3
         assert whole.store.nbytes == 0
