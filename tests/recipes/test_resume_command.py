@@ -281,6 +281,8 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, copied, monkeypa
 # -- the table -----------------------------------------------------------------------------------
 
 FREE = {
+    "hang_timeout",
+    "track",
     *(f"checkpoint.{key}" for key in ("every", "keep")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
     *(
