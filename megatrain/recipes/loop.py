@@ -17,6 +17,7 @@ from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batche
 from megatrain.engine.engine import Engine
 from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
+from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
@@ -133,6 +134,23 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
+    """How many evaluations and saves follow step `step` of `total`, the last step's included.
+
+    evaluates: something is held out.
+    """
+
+    def multiples(*every: int | None) -> int:
+        return 0 if None in every else total // math.lcm(*every) - step // math.lcm(*every)  # type: ignore[arg-type]
+
+    save, look = config.checkpoint.every, config.train.eval_every
+    last = int(step < total)
+    saves = multiples(save) + last - int(last and due(save, total))
+    looks = multiples(save) + multiples(look) - multiples(save, look)
+    looks += last - int(last and (due(save, total) or due(look, total)))
+    return {"saving": saves, "evaluating": looks if evaluates else 0}
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -142,7 +160,8 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
-            result = run.engine.train_step(batch.micro_batches, next_token, rate)
+            with run.progress.doing("step", f"step {run.step + 1}"):
+                result = run.engine.train_step(batch.micro_batches, next_token, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
@@ -206,7 +225,8 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
     batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
-    mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
+    with run.progress.doing("evaluating"):
+        mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
     loss, targets = mean
@@ -259,18 +279,19 @@ def save(run: Run, loss: float | None) -> None:
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
     try:
-        path = save_checkpoint(
-            run.config.output,
-            run.step,
-            run.engine,
-            model.tokenizer,
-            {**state, "position": run.loader.position(), **run.asked},
-            run.config.checkpoint.keep,
-            model.generation,
-            source=model.digests,
-            best=run.best.get("step"),
-            abandoned=run.abandoned,
-        )
+        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+            path = save_checkpoint(
+                run.config.output,
+                run.step,
+                run.engine,
+                model.tokenizer,
+                {**state, "position": run.loader.position(), **run.asked},
+                run.config.checkpoint.keep,
+                model.generation,
+                source=model.digests,
+                best=run.best.get("step"),
+                abandoned=run.abandoned,
+            )
     except StorageError:
         run.best = before
         raise

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.errors import ModelError, StorageError
+from megatrain.machine.heartbeat import BYTES_READ, beat
 from megatrain.storage.system_calls import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -328,6 +329,7 @@ class HashedReader:
         os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
         _read_exactly(self._fd, view, begin, self.path)
         self._hash.update(view)
+        beat(BYTES_READ, len(view))
         os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop
 

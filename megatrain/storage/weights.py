@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import ModelError
+from megatrain.machine.heartbeat import WEIGHTS_READ, beat
 from megatrain.memory.layout import TensorSpec
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
@@ -203,6 +204,7 @@ def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate
         weight, *remainders = (arrays[name].narrow(0, spec.offset, spec.numel) for name in names)
         for begin, values in candidate.chunks():
             _check_finite(values, candidate.where)
+            beat(WEIGHTS_READ, values.numel())
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
                 part.copy_(values)
