@@ -104,6 +104,11 @@ class DataOptions(Options):
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(None, "Split of a data set or folder, such as train.")
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
+    chat_template: v.TextOrNull = key(
+        None,
+        "Chat template: chatml, llama3, gemma, phi3, mistral, alpaca, or a file; null: the "
+        "tokenizer's own.",
+    )
     columns: v.ColumnsOrNull = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )

@@ -14,7 +14,7 @@ from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
 from megatrain.data.template import Scene, Span, Template
 
-REMEDY = "use another chat template"
+REMEDY = "use another chat template (data.chat_template)"
 # Fields of a turn that are the model's own words, under the names that templates know.
 WORDS = ("reasoning_content", "reasoning", "thinking")
 SYSTEM_ROLES = ("system", "developer")

@@ -163,7 +163,7 @@ class ChatTemplate:
             raise RowError(
                 f"messages[{index}]: the chat template writes no token after this answer, so the "
                 "model would not learn to stop there; give earlier answers a weight of 0, or use "
-                "another chat template"
+                "another chat template (data.chat_template)"
             )
         text += self._ending(index)
         return text, Answer(answer.start, len(text), answer.rewritten)
@@ -174,7 +174,7 @@ class ChatTemplate:
             return ending
         raise RowError(
             f"messages[{index}]: the chat template ends this answer with no token, and the "
-            "tokenizer has no eos_token; set one in its files"
+            "tokenizer has no eos_token; use another chat template (data.chat_template)"
         )
 
     def _endless(self, text: str, spans: Iterable[Span]) -> tuple[str, ...]:
