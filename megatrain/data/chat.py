@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.arrival import check_arrival
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
-from megatrain.data.template import STAND_IN, Scene, Span, Template
+from megatrain.data.template import STAND_IN, Scene, Span, Template, with_stand_ins
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     def whole(self, chat: Chat) -> Marked:
         """The conversation with all of it to train on, through the end of its last answer."""
-        scene = Scene.of(chat)
+        scene = self._template.scene(chat)
         text = self._template.render(scene)
         if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
             text += self._ending(len(scene.turns) - 1)
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
-        scene = Scene.of(chat)
+        scene = self._template.scene(chat)
         indices = [i for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
         text, marked = self._template.render_marked(scene)
         # a message may have several blocks; then they do not tell which is whose
@@ -128,25 +128,44 @@ class ChatTemplate:
         return len(rendered) if text.startswith(rendered) else None
 
     def _around(self, scene: Scene, index: int, text: str) -> Span:
-        """The characters of `text` that the template made of the content of turn `index`."""
-        other = {**scene.turns[index], "content": STAND_IN}
+        """The characters of `text` that the template made of what turn `index` says."""
+        turn = scene.turns[index]
+        other = with_stand_ins(turn)
         rendered = self._template.render(scene.with_turn(index, other))
-        before, _, after = rendered.partition(STAND_IN)
-        once = rendered.count(STAND_IN) == 1 and len(before + after) < len(text)
-        if not (once and text.startswith(before) and text.endswith(after)):
+        before, _, rest = rendered.partition(STAND_IN)
+        after = rest.rpartition(STAND_IN)[2]
+        once = 0 < rendered.count(STAND_IN) <= str(other).count(STAND_IN)
+        fits = text.startswith(before) and text.endswith(after)
+        if not (once and fits and len(before + after) < len(text)):
             raise RowError(
                 f"messages[{index}]: the chat template rewrites the conversation so that this "
                 "answer cannot be found in it; use a template with {% generation %} blocks, or "
                 "train_on: all"
             )
-        return len(before), len(text) - len(after)
+        lead = self._lead(scene, index, other)
+        start = len(before) - (len(lead) if before.endswith(lead) else 0)
+        return start, len(text) - len(after)
+
+    def _lead(self, scene: Scene, index: int, other: dict[str, Any]) -> str:
+        """What the template writes of an answer before its first text, such as `<tool_call>`."""
+        if "tool_calls" not in other:
+            return ""
+        beginning = scene.beginning(index + 1)
+        plain = {"role": "assistant", "content": STAND_IN}
+        heads = [
+            self._template.render(beginning.with_turn(index, turn)).partition(STAND_IN)[0]
+            for turn in (plain, other)
+        ]
+        pairs = enumerate(zip(*heads, strict=False))
+        differ = next((place for place, (one, two) in pairs if one != two), len(heads[0]))
+        return heads[1][differ:]
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
-        """Number of characters behind an answer's content that belong to it.
+        """Number of characters behind an answer's texts that belong to it.
 
-        rest: the text behind the content.
+        rest: the text behind them.
         """
-        last = {**scene.turns[index], "content": STAND_IN}
+        last = with_stand_ins(scene.turns[index])
         ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
         tail = ended.rpartition(STAND_IN)[2]
         if tail and rest.startswith(tail):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatrain.data.fields import without_nulls
 from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
@@ -130,7 +131,7 @@ def read_table(path: Path) -> Iterator[RawRow]:
             for start in range(0, len(batch), TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
-                    yield RawRow(f"{path} row {number}", str(path), row)
+                    yield RawRow(f"{path} row {number}", str(path), without_nulls(row))
     except pyarrow.ArrowException as error:
         kind, reason = path.suffix[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error

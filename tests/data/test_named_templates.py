@@ -40,7 +40,7 @@ def test_a_name_renders_as_transformers_does_and_trains_the_answers(make_tokeniz
     use_template(tokenizer, name)
     encoder = Encoder(tokenizer)
     marked = encoder.mark(CHAT)
-    turns = [message.as_template_input() for message in CHAT.messages]
+    turns = [{"role": message.role, "content": message.content} for message in CHAT.messages]
     assert marked.text == tokenizer.apply_chat_template(turns, tokenize=False)
     assert "be brief" in marked.text
     ((ids, mask),) = encoder.encode([marked])
