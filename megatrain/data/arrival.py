@@ -84,7 +84,7 @@ def _words(message: Message) -> Iterator[tuple[str, str]]:
 
 def _left_out(message: Message, whole: str) -> list[str]:
     """Notes of the other fields of a turn that are left out."""
-    own = (*WORDS, "tool_calls")
+    own = (*WORDS, "tool_calls", "tool_call_id")  # ids join turns, and say nothing
     others = {name: said for name, said in message.extra.items() if name not in own}
     missing = (name for name, said in others.items() if not _arrives(said, whole))
     return [*map(_field_note, missing)]

@@ -16,14 +16,26 @@ end-of-sequence token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.arrival import check_arrival
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
-from megatrain.data.template import STAND_IN, Scene, Span, Template, with_stand_ins
+from megatrain.data.template import (
+    ANSWERED,
+    CALLING,
+    QUESTION,
+    RESULT,
+    STAND_IN,
+    TOOLS,
+    Scene,
+    Span,
+    Template,
+    with_stand_ins,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,30 +89,47 @@ class ChatTemplate:
         spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
         return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
 
+    @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """The tokens that end answers: the usual one first, then what ends a call of a tool."""
+        found = [self._template.stop]
+        scene = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
+        try:
+            text, answers = self._answers(scene, [1])
+            found.append(self._template.last_token(text[answers[1].start : answers[1].stop]))
+        except RowError:  # it knows no tools
+            pass
+        return tuple(dict.fromkeys(token for token in found if token))
+
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
         scene = self._template.scene(chat)
-        indices = [i for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
-        text, marked = self._template.render_marked(scene)
-        # a message may have several blocks; then they do not tell which is whose
-        in_blocks = len(marked) == len(indices)
-        answers: dict[int, Answer] = {}
-        for number, index in enumerate(indices):
-            if not chat.messages[index].trained:
-                continue
-            answer = Answer(*marked[number]) if in_blocks else self._answer(scene, index, text)
-            if not self._template.ends(text[answer.start : answer.stop]):
-                text, answer = self._through_next_token(text, answer, index)
-            if answer.start >= answer.stop:
-                nothing = "the chat template leaves nothing of this answer"
-                raise RowError(f"messages[{index}]: {nothing}")
-            answers[index] = answer
+        trained = [i for i, m in enumerate(chat.messages) if m.role == "assistant" and m.trained]
+        text, answers = self._answers(scene, trained)
         spans = {index: (answer.start, answer.stop) for index, answer in answers.items()}
         of_each = [spans.get(index) for index in range(len(scene.turns))]
         dropped = check_arrival(chat, self._template, text, of_each)
         notes = (*dropped, *self._endless(text, spans.values()))
         rewritten = sum(answer.rewritten for answer in answers.values())
         return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
+
+    def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, Answer]]:
+        """The text, and the answers of these turns, each through a token that ends it."""
+        indices = [i for i, turn in enumerate(scene.turns) if turn["role"] == "assistant"]
+        text, marked = self._template.render_marked(scene)
+        # a message may have several blocks; then they do not tell which is whose
+        in_blocks = len(marked) == len(indices)
+        answers: dict[int, Answer] = {}
+        for index in trained:
+            block = marked[indices.index(index)] if in_blocks else None
+            answer = Answer(*block) if block else self._answer(scene, index, text)
+            if not self._template.ends(text[answer.start : answer.stop]):
+                text, answer = self._through_next_token(text, answer, index)
+            if answer.start >= answer.stop:
+                nothing = "the chat template leaves nothing of this answer"
+                raise RowError(f"messages[{index}]: {nothing}")
+            answers[index] = answer
+        return text, answers
 
     def _answer(self, scene: Scene, index: int, text: str) -> Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
@@ -200,9 +229,8 @@ class ChatTemplate:
         """Notes of answers in mid-conversation that the template ends with another token than the
         last one, such as gpt-oss's."""
         lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
-        stops = (self._template.stop, self._template.eos)
         return tuple(
-            f"answers end in {last}, where the chat template ends the last one in {stops[0]}"
+            f"answers end in {last}, where the chat template ends the last one in {self.stops[0]}"
             for last in lasts
-            if stops[0] and last not in stops
+            if self._template.stop and last not in (*self.stops, self._template.eos)
         )

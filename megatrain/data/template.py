@@ -53,6 +53,7 @@ NAME = "zq7name7qz"
 FUNCTION = {"name": NAME, "description": "d", "parameters": PARAMETERS}
 TOOLS: tuple[Tool, ...] = ({"type": "function", "function": FUNCTION},)
 CALL = {"name": NAME, "arguments": {KEY: STAND_IN}}
+RESULT = {"role": "tool", "content": "result", "name": NAME, "tool_call_id": "abcdefghi"}
 CALLING: dict[str, Any] = {
     "role": "assistant",
     "content": "",
@@ -76,6 +77,8 @@ def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
 def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
     """An assistant's turn with another text in place of what it says, and of the tools' names."""
     said: dict[str, Any] = {name: STAND_IN for name in ("content", *WORDS) if turn.get(name)}
+    if "</think>" in (turn["content"] or ""):  # some templates take it apart there
+        said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
     if calls := turn.get("tool_calls"):
         said["tool_calls"] = [
             {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
@@ -101,6 +104,8 @@ class Template:
         added = sorted(filter(str.strip, map(str, tokens)), key=len, reverse=True)
         any_of = "|".join(map(re.escape, added)) or "(?!)"
         self.next_token = re.compile(rf"\s*({any_of})")
+        # an ending may be of several tokens
+        self._ending = re.compile(rf"\s*(?:{any_of})*({any_of})")
         self._last_token = re.compile(rf"({any_of})\s*\Z")
 
     def render(self, scene: Scene, generation_prompt: bool = False) -> str:
@@ -167,7 +172,10 @@ class Template:
     @cached_property
     def stop(self) -> str | None:
         """The token that ends an answer, else the one with which the next turn begins, if any."""
-        return self._after_answer(ANSWERED) or self._after_answer(FOLLOWED)
+        ending = self._ending.match(self._behind_answer(ANSWERED))
+        following = self.next_token.match(self._behind_answer(FOLLOWED))
+        found = ending or following
+        return found[1] if found else None
 
     def last_token(self, text: str) -> str | None:
         """The added token with which a text ends, but for white space."""
@@ -179,14 +187,12 @@ class Template:
         last = self.last_token(answer)
         return last is not None and (last == self.stop or last in self._special)
 
-    def _after_answer(self, scene: Scene) -> str | None:
-        """The token right after the content of an answer."""
+    def _behind_answer(self, scene: Scene) -> str:
+        """The text behind the content of an answer."""
         try:
-            tail = self.render(scene).partition(STAND_IN)[2]
+            return self.render(scene).partition(STAND_IN)[2]
         except RowError:  # a template for another kind of data
-            return None
-        token = self.next_token.match(tail)
-        return token[1] if token else None
+            return ""
 
     def _run(self, scene: Scene, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
         import jinja2

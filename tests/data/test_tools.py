@@ -14,6 +14,7 @@ from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat, convert_row, detect_format
 from megatrain.data.tokenize import Encoder
+from megatrain.models.stops import ends_of_turns
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "Look outside.", "parameters": PARAMETERS}
@@ -123,6 +124,24 @@ def spans(tokenizer: Any, chat: Chat) -> list[str]:
 
 def test_calls_are_targets_and_results_are_not(make_tokenizer):
     assert spans(make_tokenizer(LIKE_QWEN), PLAIN) == QWEN_TARGETS
+
+
+# like GLM-4.5: a call ends where its result begins, and an answer where the next question does
+LIKE_GLM = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{{ {'user': '<|im_start|>', 'tool': '<|endoftext|>'}.get(m.role, '') + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
+)
+
+
+def test_what_ends_a_call_is_a_stop_too(make_tokenizer):
+    tokenizer = make_tokenizer(LIKE_GLM, eos="<|im_end|>")
+    tokenizer.add_tokens(["</tool_call>"])
+    ends = [one[one.rindex("<") :] for one in spans(tokenizer, PLAIN)]
+    assert ends == ["<|endoftext|>", "<|im_start|>"]
+    assert ends_of_turns(tokenizer) == ("<|im_start|>", "<|endoftext|>")
+    assert Encoder(tokenizer).mark(PLAIN).notes == ()
 
 
 def test_without_a_generation_prompt(make_tokenizer):
