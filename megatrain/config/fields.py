@@ -99,6 +99,11 @@ class DataOptions(Options):
         "only one.",
     )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
+    chat_template: v.TextOrNull = key(
+        None,
+        "Chat template: chatml, llama3, gemma, phi3, mistral, alpaca, or a file; null: the "
+        "tokenizer's own.",
+    )
     columns: v.ColumnsOrNull = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )

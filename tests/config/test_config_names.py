@@ -69,6 +69,8 @@ MEANINGS = {
     "assistant_only_loss": ("false", "data.train_on", "all"),
     "completion_only_loss": ("true", "data.train_on", "assistant"),
     "train_on_inputs": ("true", "data.train_on", "all"),
+    "chat_template": ("chatml", "data.chat_template", "chatml"),
+    "chat_template_path": ("a.jinja", "data.chat_template", "a.jinja"),
     "torch_compile": ("true", "compile", True),
     "packing": ("true", "data.packing", True),
     "sample_packing": ("false", "data.packing", False),
