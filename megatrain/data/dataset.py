@@ -50,6 +50,12 @@ class Counts:
     choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+    split_texts: int = 0  # texts that are more than one row each
+    tokens: int = 0  # before anything was cut
+    cut_answers: int = 0  # rows that lost target tokens, and with them an answer's end
+    longest: int = 0  # before it was cut
+    enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
+    warned: list[str] = field(default_factory=list)
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Count what happened to a row."""
