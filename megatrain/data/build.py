@@ -18,7 +18,7 @@ from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
 from megatrain.data.fields import RowError
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
-from megatrain.data.hashing import mix64
+from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 3  # raise it when the same input gives other tokens
+CACHE_VERSION = 4  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -96,6 +96,7 @@ def load_data(
             rows, held = hold_out(rows, held_out, seed)
     elif held_out is not None:
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
+        look_for_copies(rows, held)
         rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
         rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
     if isinstance(train, list | tuple):
@@ -134,38 +135,6 @@ def encode_source(
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
     warned = cuts.warnings(rows.counts, options.seq_len)
     return replace(rows, counts=replace(rows.counts, choices=list(source.notes), warned=warned))
-
-
-def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
-    """(train, held out): an int holds out that number of rows, a float below 1 that share of them.
-
-    The choice follows from the rows' content and the seed alone, whatever their order. Equal rows
-    stay on one side: a copy of a held-out row is never trained on. Where copies make the number
-    impossible, fewer are held out. Raises DataError if no row would be left on either side.
-    """
-    total = len(rows)
-    wanted = share if isinstance(share, int) else max(1, round(share * total))
-    if share <= 0 or wanted >= total:
-        raise DataError(
-            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left "
-            "to train on"
-        )
-    hashes = rows.hashes[rows.chosen]
-    values, group, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
-    taken, held = 0, np.zeros(len(values), np.bool_)
-    for index in np.argsort(mix64(values, seed), kind="stable"):
-        if taken + sizes[index] <= wanted:
-            held[index] = True
-            taken += int(sizes[index])
-        if taken == wanted:
-            break
-    if not taken:
-        raise DataError(
-            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; "
-            "name another source"
-        )
-    chosen = held[group]
-    return rows.choose(np.flatnonzero(~chosen)), rows.choose(np.flatnonzero(chosen))
 
 
 def _write(
