@@ -123,7 +123,9 @@ class TrainOptions(Options):
     layer_chunk_tokens: v.CountAutoOrNull = option("layer_chunk_tokens")
     retained: v.NumberOrAuto = option("retained")
     cheap_retention: v.FlagOrAuto = option("cheap_retention")
-    seq_len: v.SequenceLength = key(4096, "Longest row in tokens; longer ones are cut and counted.")
+    seq_len: v.SequenceLength = key(
+        4096, "Longest row in tokens; longer texts are split, other rows cut."
+    )
     epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
     max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
     learning_rate: v.Positive = key(1e-5, "Peak learning rate.")

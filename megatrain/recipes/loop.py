@@ -224,7 +224,9 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
         return None
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
-    batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
+    batches = held_out_batches(
+        run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes
+    )
     with run.progress.doing("evaluating"):
         mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:

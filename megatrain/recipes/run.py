@@ -22,6 +22,7 @@ from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
+from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
@@ -224,6 +225,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         rows_per_step=train.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
+        regimes=regimes_of(parts.model.config),
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
