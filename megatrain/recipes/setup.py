@@ -31,6 +31,7 @@ from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
+from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
 
 if TYPE_CHECKING:
@@ -143,9 +144,10 @@ def describe_model(
 ) -> Model:
     """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
 
-    Raises ModelError.
+    Raises ModelError and StorageError.
     """
     found = resolve_source(source, revision, weights=False)
+    check_description(found.path)
     return Model(*load_config_and_tokenizer(found, trust_remote_code), digests_of(found))
 
 
