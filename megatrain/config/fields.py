@@ -183,6 +183,10 @@ class CheckpointOptions(Options):
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
     keep: v.Count = key(2, "Newest checkpoints that stay on disk, besides the best.")
+    final: c.Final = key(
+        "model",
+        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
+    )
 
 
 class OptimizerOptions(Options):

@@ -19,13 +19,20 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
+from megatrain.reporting.metrics import (
+    MetricsWriter,
+    SteadyTime,
+    StepMetrics,
+    StepTime,
+    held_out_losses,
+)
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -118,8 +125,17 @@ def fit(run: Run, stop: StopRequest) -> bool:
             continue
         if request.came():  # perhaps while the checkpoint was written
             return stopped(run)
-    write_final(run.config.output)
+    finish(run)
     return True
+
+
+def finish(run: Run) -> None:
+    """Write `final/`, as the config asks for it. Raises StorageError."""
+    if (wanted := run.config.checkpoint.final) != "none":
+        losses = held_out_losses(run.config.output)
+        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
+        card = model_card(run, held_out)
+        write_final(run.config.output, full=wanted == "full", card=card)
 
 
 def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

@@ -194,6 +194,15 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
+    """The first and the latest held-out loss of the whole run, by any of its processes."""
+    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
+    return {
+        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
+    }
+
+
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
     """(offset, object, length in bytes) of each line; the object is None if the line is torn."""
     offset = 0
