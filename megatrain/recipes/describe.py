@@ -157,6 +157,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         seconds=seconds,
         **held_out_losses(folder),
         best_step=run.best.get("step"),
+        best_loss=run.best.get("loss"),
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,

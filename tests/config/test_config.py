@@ -52,6 +52,7 @@ train:
 checkpoint:
   every: 10
   keep: 3
+  patience: 5
   final: full
 optimizer:
   name: adamw

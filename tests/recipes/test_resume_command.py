@@ -299,7 +299,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, copied, monkeypa
 # -- the table -----------------------------------------------------------------------------------
 
 FREE = {
-    *(f"checkpoint.{key}" for key in ("every", "keep", "final")),
+    *(f"checkpoint.{key}" for key in ("every", "keep", "final", "patience")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
     *(
         f"memory.{key}"
