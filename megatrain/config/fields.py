@@ -187,7 +187,17 @@ class CheckpointOptions(Options):
     every: v.CountOrNull = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
-    keep: v.Count = key(2, "Newest checkpoints that stay on disk, besides the best.")
+    keep: v.Count = key(
+        2,
+        "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
+    )
+    patience: v.CountOrNull = key(
+        None, "Evaluations without a better held-out loss that end the run; null: it goes on."
+    )
+    final: c.Final = key(
+        "model",
+        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
+    )
 
 
 class OptimizerOptions(Options):
@@ -334,6 +344,8 @@ class Config(Options):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
+        if self.checkpoint.patience is not None and self.data.eval is None:
+            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"
             refuse("data.train_on", reason)

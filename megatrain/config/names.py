@@ -129,6 +129,7 @@ ALIASES: dict[str, Alias] = {
     "max_eval_samples": Alias(("train", "eval_rows")),
     "save_steps": Alias(("checkpoint", "every")),
     "save_total_limit": Alias(("checkpoint", "keep")),
+    "early_stopping_patience": Alias(("checkpoint", "patience")),
     "output_dir": Alias(("output",)),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "weight_decay": Alias(("optimizer", "weight_decay")),

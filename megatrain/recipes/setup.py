@@ -32,6 +32,7 @@ from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
+from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
 
 if TYPE_CHECKING:
@@ -155,9 +156,12 @@ def describe_model(
 ) -> Model:
     """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
 
-    chat_template: as in `load_tokenizer`. Raises ModelError, and DataError for the template.
+    chat_template: as in `load_tokenizer`.
+
+    Raises ModelError, StorageError, and DataError for the template.
     """
     found = resolve_source(source, revision, weights=False)
+    check_description(found.path)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
     return Model(*read, digests_of(found))
 

@@ -54,6 +54,8 @@ train:
 checkpoint:
   every: 10
   keep: 3
+  patience: 5
+  final: full
 optimizer:
   name: adamw
   moments: float32

@@ -47,6 +47,7 @@ MEANINGS = {
     "max_eval_samples": ("50", "train.eval_rows", 50),
     "save_steps": ("500", "checkpoint.every", 500),
     "save_total_limit": ("3", "checkpoint.keep", 3),
+    "early_stopping_patience": ("3", "checkpoint.patience", 3),
     "output_dir": ("out", "output", Path("out")),
     "optim": ("adamw_torch_fused", "optimizer.name", "adamw"),
     "weight_decay": ("0.01", "optimizer.weight_decay", 0.01),
