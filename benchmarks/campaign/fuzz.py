@@ -26,8 +26,29 @@ LARGE = 10**12
 NUMBERS = [0, 1, -1, 2, 3, 7, 255, 2**31, 2**63, LARGE, -LARGE, 0.5, -0.5, 1e-30, 1e300]
 NUMBERS += [float("inf"), float("nan")]
 WORDS = ["", " ", "auto", "null", "none", "true", "x" * 300, "\x1b[2J", "\u202e", "../..", "a\nb"]
-WORDS += ["/dev/null", "/dev/zero", "~nosuchuser/x", "é☕", "[", "{", "*a", "&a", "!!python/name:os"]
-WORDS += ["rows.jsonl", "model", "cfg.yaml", "1e5", "12GiB", "-1GiB", "0x10", "1_000", "int8", "fp8"]
+WORDS += [
+    "/dev/null",
+    "/dev/zero",
+    "~nosuchuser/x",
+    "é☕",
+    "[",
+    "{",
+    "*a",
+    "&a",
+    "!!python/name:os",
+]
+WORDS += [
+    "rows.jsonl",
+    "model",
+    "cfg.yaml",
+    "1e5",
+    "12GiB",
+    "-1GiB",
+    "0x10",
+    "1_000",
+    "int8",
+    "fp8",
+]
 CONTAINERS: list[Any] = [[], {}, [[]], ["a", 1], {"a": {"b": 1}}, [None], {"path": "rows.jsonl"}]
 VALUES: list[Any] = [None, True, False, *NUMBERS, *WORDS, *CONTAINERS]
 
@@ -180,9 +201,24 @@ class Configs(Fuzz):
 PIECES = ["{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{{ 1/0 }}", "{{ x.y.z }}"]
 PIECES += ["{% for i in range(99999) %}x{% endfor %}", "{{ 'a' * 10**9 }}", "{{ messages[9] }}"]
 PIECES += ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"]
-PIECES += ["{% generation %}", "{% endgeneration %}", "{{ raise_exception('\x1b[2J') }}", "{{", "%}"]
-PIECES += ["{% if m['role'] == 'assistant' %}", "{% endif %}", "{{ m['content'] }}", "{{ 10.0**400 }}"]
-PIECES += ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__ }}", "{% set x = 1 %}"]
+PIECES += [
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{ raise_exception('\x1b[2J') }}",
+    "{{",
+    "%}",
+]
+PIECES += [
+    "{% if m['role'] == 'assistant' %}",
+    "{% endif %}",
+    "{{ m['content'] }}",
+    "{{ 10.0**400 }}",
+]
+PIECES += [
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ ''.__class__ }}",
+    "{% set x = 1 %}",
+]
 COMMANDS = {
     "config.json": ("plan", "cfg.yaml"),
     "generation_config.json": ("data", "cfg.yaml"),
@@ -239,5 +275,3 @@ class Models(Fuzz):
         stated = draw.choice([len(text)] * 4 + [0, len(text) + 1, 2**40, 2**63])
         path.write_bytes(stated.to_bytes(8, "little") + text + data[8 + length :])
         return "its header"
-
-

@@ -31,13 +31,13 @@ def saved(*steps: int) -> Action:
     return lambda folder, engine: save_steps(folder / "run", engine, *steps, keep=2)
 
 
-def final(folder: Path, engine: StillEngine) -> None:
-    write_final(folder / "run")
+def final(folder: Path, engine: StillEngine, full: bool = False) -> None:
+    write_final(folder / "run", full=full)
 
 
 def finished(folder: Path, engine: StillEngine) -> None:
     saved(1, 2)(folder, engine)
-    final(folder, engine)
+    final(folder, engine, full=True)
 
 
 def lost_newest(folder: Path, engine: StillEngine) -> None:
@@ -69,6 +69,7 @@ SCENARIOS = {
     "save": scenario(saved(1, 2), saved(3), 2, 3),
     "save again": scenario(saved(1, 2), saved(2), 2),
     "final": scenario(saved(1, 2), final, 2),
+    "final with state": scenario(saved(1, 2), partial(final, full=True), 2),
     "reopen": scenario(finished, reopened, 2),
     "newest lost": scenario(lost_newest, reopened, 2),
     "export": scenario(finished, exported, 2),

@@ -51,9 +51,8 @@ class Outcome:
         return self.tried - self.lost
 
     def count(self, case: str, ended: Ended) -> None:
-        *_, last = [*ended.words.splitlines(), ""]
         if ended.code == 0:
-            self.tried += int(json.loads(last)["tried"])
+            self.tried += int(json.loads(ended.words.splitlines()[-1])["tried"])
             return
         self.tried, self.lost = self.tried + 1, self.lost + 1
         reason = "it hung" if ended.code is None else ended.words[-REASON:]

@@ -19,13 +19,20 @@ from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
 from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
+from megatrain.reporting.metrics import (
+    MetricsWriter,
+    SteadyTime,
+    StepMetrics,
+    StepTime,
+    held_out_losses,
+)
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -36,7 +43,7 @@ logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
 # Where a new run stands; a checkpoint keeps where it stands then.
-BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
+BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Run:
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation
     non_finite: int  # steps in a row
+    waited: int  # evaluations since the best one
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
@@ -110,16 +118,29 @@ def fit(run: Run, stop: StopRequest) -> bool:
         request = StopRequest() if last else stop
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
-        # `best` needs each checkpoint's held-out loss; a run that is asked to stop saves at once
+        # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
-        if last or request.came():
+        saving = saving or better(run, loss)
+        enough = out_of_patience(run, loss)
+        if last or enough or request.came():
             save(run, loss)
         elif not saving or not try_to_save(run, loss):
             continue
+        if enough:
+            break
         if request.came():  # perhaps while the checkpoint was written
             return stopped(run)
-    write_final(run.config.output)
+    finish(run)
     return True
+
+
+def finish(run: Run) -> None:
+    """Write `final/`, as the config asks for it. Raises StorageError."""
+    if (wanted := run.config.checkpoint.final) != "none":
+        losses = held_out_losses(run.config.output)
+        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
+        card = model_card(run, held_out)
+        write_final(run.config.output, full=wanted == "full", card=card)
 
 
 def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
@@ -224,7 +245,9 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
         return None
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
-    batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
+    batches = held_out_batches(
+        run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes
+    )
     with run.progress.doing("evaluating"):
         mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
@@ -234,6 +257,29 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     run.writer.write_eval(run.step, loss, targets, seconds)
     run.progress.evaluated(run.step, loss, seconds)
     return loss
+
+
+def better(run: Run, loss: float | None) -> bool:
+    """Whether a held-out loss is the best so far: then the step is saved, and `best` points to it.
+
+    That of the weights that a run begins with does not count: they lie elsewhere.
+    """
+    return loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
+
+
+def out_of_patience(run: Run, loss: float | None) -> bool:
+    """Count evaluations that were not better; say so when they are as many as may be."""
+    if loss is None:
+        return False
+    run.waited = 0 if better(run, loss) else run.waited + 1
+    patience = run.config.checkpoint.patience
+    if patience is None or run.waited < patience:
+        return False
+    logger.info(
+        f"step {run.step}: the last {run.waited} evaluations were not better than step "
+        f"{run.best.get('step')}; training ends (checkpoint.patience)"
+    )
+    return True
 
 
 def mean_loss(
@@ -274,8 +320,7 @@ def save(run: Run, loss: float | None) -> None:
     loss: held-out loss of this step, if it was computed.
     """
     model, before, started = run.model, run.best, time.perf_counter()
-    best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
-    if best:
+    if better(run, loss):
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
     try:

@@ -22,6 +22,7 @@ from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
+from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
@@ -30,7 +31,6 @@ from megatrain.recipes.describe import (
     decided,
     describe_run,
     facts_of,
-    held_out_losses,
     other_versions,
     summarize,
 )
@@ -42,7 +42,7 @@ from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter, read_metrics
+from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.spikes import Spikes
@@ -60,7 +60,7 @@ from megatrain.storage.restore import (
     read_about,
 )
 from megatrain.storage.run_folder import checkpoint_name, checkpoints, folder_bytes, run_lock
-from megatrain.storage.saves import newer_than
+from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
 
@@ -125,11 +125,10 @@ def resume(
     check_installed(asked.track, asked.where("track"))
     with run_folder(run_dir) as console:
         going = where_to_go_on(run_dir, asked, checkpoint)
-        same = going.config == going.before and not going.found.named
-        if same and (run_dir / "final").is_dir():
+        if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
-            if going.config == going.before and not going.found.warnings:
+            if going.is_the_end(run_dir) and not going.found.warnings:
                 logger.info(
                     f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
                     "train.epochs or train.max_steps"
@@ -150,6 +149,12 @@ class GoingOn:
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+
+    def is_the_end(self, run_dir: Path) -> bool:
+        """Whether the run was finished, and nothing else is asked of it now."""
+        if self.found.path is None or self.found.named or self.config != self.before:
+            return False
+        return sequence_of(run_dir / "final", -1) >= sequence_of(self.found.path)
 
     def model(self) -> Model:
         """As the checkpoint describes it; what has changed where it came from is said.
@@ -224,6 +229,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         rows_per_step=train.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
+        regimes=regimes_of(parts.model.config),
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
@@ -261,7 +267,7 @@ def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resum
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
-    can go on, and then `final/` is no longer its end.
+    can go on.
     """
     parts, plan, loader, config = ready.parts, ready.plan, ready.loader, ready.parts.config
     if resuming is None:

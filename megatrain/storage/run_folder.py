@@ -176,16 +176,6 @@ def point(run_dir: Path, name: str, target: Path) -> None:
     sync_folder(run_dir)
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """Give every file below `source` a second name below `target`, as `link_or_copy` does."""
-    for path in sorted(source.rglob("*")):
-        other = target / path.relative_to(source)
-        if path.is_dir():
-            other.mkdir()
-        else:
-            link_or_copy(path, other)
-
-
 def link_or_copy(source: Path, target: Path) -> None:
     """Hard-link a file; copy it if the target is on another file system or one without links."""
     try:

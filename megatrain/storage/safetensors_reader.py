@@ -317,6 +317,16 @@ class HashedReader:
             if piece is not part:
                 part.copy_(piece)
 
+    def chunks(
+        self, stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `read_chunks`, of a tensor behind all that was read before."""
+        self.skip_to(stored.offset)
+        for begin in range(0, stored.numel, chunk):
+            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+            self.read_into(piece)
+            yield begin, piece
+
     def skip_to(self, offset: int) -> None:
         """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
         assert offset >= self._done, (self.path, offset)
