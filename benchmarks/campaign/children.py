@@ -93,12 +93,13 @@ def in_child(action: Callable[[], int | None], limit_s: float = 60) -> Ended:
 
 
 def start(folder: Path, *arguments: str, first: Callable[[], object] | None = None) -> Child:
-    """A megatrain command in `folder`; `first` runs in its process before."""
+    """A megatrain command in `folder`, with a cache there; `first` runs in its process before."""
 
     def run() -> int:
         from megatrain import cli
 
         os.chdir(folder)
+        os.environ["MEGATRAIN_CACHE"] = str(folder / "cache")
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

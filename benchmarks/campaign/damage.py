@@ -60,8 +60,9 @@ def damage(path: Path, files: Sequence[Path], draw: random.Random) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Regular files, in an order that is always the same."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Regular files below it, but of runs that others are compared with, in one order."""
+    found = (path for path in folder.rglob("*") if "whole" not in path.parts)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 
 class DamagedCheckpoints(Trial):

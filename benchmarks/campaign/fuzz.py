@@ -108,7 +108,8 @@ def write_packed(path: Path, row: Any, draw: random.Random) -> None:
 
 
 def write_table(path: Path, row: Any, draw: random.Random, delimiter: str) -> None:
-    texts = [str(value) for one in rows_of(row, draw) for value in (one or ["", "x"])]
+    rows = [one if isinstance(one, dict) else {"": one} for one in rows_of(row, draw)]
+    texts = [str(value) for one in rows for value in one.values()]
     width = draw.randint(1, 4)
     lines = [texts[at : at + draw.choice([width, width, 1, 5])] for at in range(0, len(texts), 3)]
     header = delimiter.join(draw.choice([row, {"prompt": 1, "completion": 2}, {"text": 1}]))

@@ -55,14 +55,20 @@ class Outcome:
             self.tried += int(json.loads(ended.words.splitlines()[-1])["tried"])
             return
         self.tried, self.lost = self.tried + 1, self.lost + 1
-        reason = "it hung" if ended.code is None else ended.words[-REASON:]
+        reason = "it hung" if ended.code is None else ended.words[-REASON:].strip()
         self.failures.append({"case": case, "reason": reason})
 
 
 def run_case(trial: Trial, case: str) -> Ended:
-    def attempt() -> None:
-        tried = trial.attempt(case)
-        print(json.dumps({"tried": tried}))
+    def attempt() -> int:
+        try:
+            print(json.dumps({"tried": trial.attempt(case)}))
+        except AssertionError as lost:
+            if not str(lost):
+                raise
+            print(lost)
+            return 1
+        return 0
 
     return in_child(attempt, LIMIT_S)
 
@@ -70,14 +76,14 @@ def run_case(trial: Trial, case: str) -> Ended:
 def tally(what: str, trial: Trial, seed: int, seconds: float) -> Outcome:
     """Try cases until the time is over, or all."""
     found, began = Outcome(what, seed=seed), time.monotonic()
-    for done, case in enumerate(trial.cases(seed)):
+    for case in trial.cases(seed):
         if time.monotonic() - began > seconds:
             break
         found.count(case, run_case(trial, case))
         if found.failures and found.failures[-1]["case"] == case:
             print(f"{what}: case {case} is lost: {found.failures[-1]['reason']}", flush=True)
     else:
-        found.of = done + 1
+        found.of = found.tried  # each is one
     found.seconds = time.monotonic() - began
     return found
 
