@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config import Config
+from megatrain.data.named_templates import find_template
 from megatrain.engine.build import check_positions, choose_device, choose_precision, hold_to_budget
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("megatrain")
+
+TEMPLATE = "data.chat_template"
+KEPT = "the checkpoint's is used"
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,13 @@ def describe_model(
     found = resolve_source(source, revision, weights=False)
     check_description(found.path)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    return Model(*read, digests_of(found))
+    return Model(*read, digests_of(found) | digest_of_template(chat_template))
+
+
+def digest_of_template(name: str | None) -> dict[str, str]:
+    """SHA-256 of `data.chat_template`, if it is set. Raises DataError if it cannot be read."""
+    text = None if name is None else find_template(name)
+    return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
 
 
 def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
@@ -171,18 +182,22 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
 
     then: their digests at that time.
     """
-    path = Path(config.model.source)
+    path, template = Path(config.model.source), config.data.chat_template
+    try:
+        same = digest_of_template(template).get(TEMPLATE) == then.get(TEMPLATE)
+        about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
+    except DataError as error:
+        about = [f"{error}; {KEPT}"]
     if not path.exists():
         gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [gone] if path.is_absolute() else []  # else it is of the hub
+        return [*about, gone] if path.is_absolute() else about  # else it is of the hub
     try:
         now = digests_of(resolve_source(path, weights=False))
     except ModelError as error:
-        return [f"{error}; the checkpoint describes the model"]
+        return [*about, f"{error}; the checkpoint describes the model"]
     changed = [what for what in now if what in then and now[what] != then[what]]
-    return [
-        f"{path}: its {what} has changed since this run began; the checkpoint's is used"
-        for what in changed
+    return about + [
+        f"{path}: its {what} has changed since this run began; {KEPT}" for what in changed
     ]
 
 
