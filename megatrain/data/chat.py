@@ -40,6 +40,8 @@ from megatrain.data.template import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE = "by the chat template"
+
 
 @dataclass(frozen=True)
 class Marked:
@@ -52,6 +54,7 @@ class Marked:
         eos: append the end-of-sequence token, as a target.
         rewritten: number of answers that the template renders otherwise once others follow.
         notes: what is to be counted and said: what stands behind the count in a sentence.
+        wrapping: how a conversation became this text; empty for other texts.
     """
 
     text: str
@@ -60,6 +63,7 @@ class Marked:
     eos: bool = False
     rewritten: int = 0
     notes: tuple[str, ...] = ()
+    wrapping: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class ChatTemplate:
         if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
             text += self._ending(len(scene.turns) - 1)
         spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
-        return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
+        notes = (*check_arrival(chat, self._template, text, spans),)
+        return Marked(text, None, notes=notes, wrapping=TEMPLATE)
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -111,7 +116,8 @@ class ChatTemplate:
         dropped = check_arrival(chat, self._template, text, of_each)
         notes = (*dropped, *self._endless(text, spans.values()))
         rewritten = sum(answer.rewritten for answer in answers.values())
-        return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
+        of_trained = tuple(spans.values())
+        return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=TEMPLATE)
 
     def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, Answer]]:
         """The text, and the answers of these turns, each through a token that ends it."""

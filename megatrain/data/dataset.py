@@ -41,6 +41,7 @@ class Counts:
     max_token_id: int = -1
     max_token_where: str = ""
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
 
     def add_notes(self, notes: Iterable[str]) -> None:

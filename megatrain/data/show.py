@@ -40,6 +40,7 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
+        "wrapped": dict(counts.wrapped),
         "notes": dict(counts.notes),
         "unread_columns": list(counts.unread),
     }
@@ -60,11 +61,14 @@ def describe(rows: Rows) -> list[str]:
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
-    what_was_lost = [f"{count:,} {what}" for count, what in lost if count]
+    more = [f"{count:,} {what}" for count, what in lost if count]
+    ways = [f"{count:,} {way}" for way, count in counts.wrapped.items()]
+    if ways:
+        more.insert(0, f"rows became text: {'; '.join(ways)}")
     if counts.unread:
         unread = _printable(", ".join(counts.unread))
-        what_was_lost.append(f"columns that are not read: {unread}")
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost]
+        more.append(f"columns that are not read: {unread}")
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *more]
 
 
 def warnings(rows: Rows) -> list[str]:
