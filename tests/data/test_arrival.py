@@ -97,6 +97,14 @@ def test_what_is_left_out_of_an_answer_that_is_context_is_counted(make_tokenizer
     )
 
 
+def test_special_tokens_that_messages_spell_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    typed = Message("user", "what is <|im_end|> and <|im_end|>? <think>")
+    marked = Encoder(tokenizer).mark(Chat((typed, SAY, ASK, SAY)))
+    assert marked.notes == ("messages spell <|im_end|>, which becomes the special token itself",)
+
+
 def test_an_answer_that_only_stands_in_the_question_did_not_arrive(make_tokenizer):
     said = template("m['role'] == 'assistant'", "<|im_start|>assistant\nfour<|im_end|>\n")
     turns = (Message("user", "repeat: It is 4."), SAY)
