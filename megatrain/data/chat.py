@@ -78,6 +78,12 @@ class Answer:
     rewritten: bool = False
 
 
+def shared_length(one: str, other: str) -> int:
+    """Number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 class ChatTemplate:
     """A tokenizer's chat template. Raises RowError for conversations that it refuses or garbles."""
 
@@ -139,10 +145,8 @@ class ChatTemplate:
 
     def _answer(self, scene: Scene, index: int, text: str) -> Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
-        start = None
-        if self._template.prompts:
-            start = self._end_of(scene.beginning(index), text, generation_prompt=True)
-        stop = self._end_of(scene.beginning(index + 1), text, generation_prompt=False)
+        start = self._start(scene.beginning(index), text) if self._template.prompts else None
+        stop = self._end_of(scene.beginning(index + 1), text)
         rewritten = stop is None
         if start is None or stop is None:
             before, after = self._around(scene, index, text)
@@ -152,15 +156,30 @@ class ChatTemplate:
             stop = start + len(text[start:stop].rstrip())
         return Answer(start, stop, rewritten)
 
-    def _end_of(self, beginning: Scene, text: str, generation_prompt: bool) -> int | None:
+    def _start(self, beginning: Scene, text: str) -> int | None:
+        """Where `text` leaves what the generation prompt supplies, None if that is not in it.
+
+        An answer may not have all of a prompt, such as its `<think>`.
+        """
+        prompted = self._rendered(beginning, generation_prompt=True)
+        if prompted is None or text.startswith(prompted):
+            return None if prompted is None else len(prompted)
+        before, shared = self._end_of(beginning, text), shared_length(prompted, text)
+        return shared if before is not None and shared > before else None
+
+    def _end_of(self, beginning: Scene, text: str) -> int | None:
         """Length of what a conversation renders to if `text` begins with it, else None."""
+        rendered = self._rendered(beginning)
+        return len(rendered) if rendered is not None and text.startswith(rendered) else None
+
+    def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
+        """What a conversation's beginning renders to, None if it cannot stand alone."""
         if not beginning.turns:
             return None
         try:
-            rendered = self._template.render(beginning, generation_prompt)
-        except RowError:  # the whole conversation renders: its beginning alone is none
+            return self._template.render(beginning, generation_prompt)
+        except RowError:
             return None
-        return len(rendered) if text.startswith(rendered) else None
 
     def _around(self, scene: Scene, index: int, text: str) -> Span:
         """The characters of `text` that the template made of what turn `index` says."""
@@ -191,9 +210,7 @@ class ChatTemplate:
             self._template.render(beginning.with_turn(index, turn)).partition(STAND_IN)[0]
             for turn in (plain, other)
         ]
-        pairs = enumerate(zip(*heads, strict=False))
-        differ = next((place for place, (one, two) in pairs if one != two), len(heads[0]))
-        return heads[1][differ:]
+        return heads[1][shared_length(*heads) :]
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
         """Number of characters behind an answer's texts that belong to it.
