@@ -30,8 +30,9 @@ def check_arrival(
     Raises RowError where text to be trained on or a system prompt is missing.
     """
     whole, behind = squeezed(text), 0
-    notes: list[str] = []
     _check_tools(chat, template, whole)
+    unknown = (name for name in chat.variables if not template.names(name))
+    notes = [f"chat_template_kwargs set {name!r}, which the template has not" for name in unknown]
     for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
         notes += map(_spelt_note, sorted(template.spelt(message.content)))
         if span is None:

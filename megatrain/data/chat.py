@@ -80,8 +80,11 @@ class Answer:
 
 def shared_length(one: str, other: str) -> int:
     """Number of characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
 
 
 class ChatTemplate:
@@ -98,6 +101,8 @@ class ChatTemplate:
             text += self._ending(len(scene.turns) - 1)
         spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
         notes = (*check_arrival(chat, self._template, text, spans),)
+        if any(turn.role == "assistant" and not turn.trained for turn in chat.messages):
+            notes += ("rows have answers that are context, and data.train_on: all trains them",)
         return Marked(text, None, notes=notes, wrapping=TEMPLATE)
 
     @cached_property

@@ -71,9 +71,12 @@ def describe(rows: Rows) -> list[str]:
     return [f"{found['rows']:,} {kind}, {sizes}", length, *more]
 
 
-def warnings(rows: Rows) -> list[str]:
+def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:
     """What happened to rows that a user may not want, each with its count."""
-    return [f"{count:,} {_printable(what)}" for what, count in rows.counts.notes.items()]
+    lines = [f"{count:,} {_printable(what)}" for what, count in rows.counts.notes.items()]
+    if held_out is not None and held_out.counts is not rows.counts:  # of a source of their own
+        lines += [f"data.eval: {line}" for line in warnings(held_out)]
+    return lines
 
 
 def histogram(rows: Rows) -> str:
@@ -83,7 +86,13 @@ def histogram(rows: Rows) -> str:
     return "".join(BARS[8 * height // highest] if height else " " for height in heights.tolist())
 
 
-def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, console: Console) -> None:
+def show_rows(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    console: Console,
+    held_out: Rows | None = None,
+) -> None:
     """Print the first `count` rows, targets in green (in brackets without colour), then counts."""
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
@@ -94,7 +103,7 @@ def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, consol
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for line in warnings(rows):
+    for line in warnings(rows, held_out):
         console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -184,6 +184,10 @@ class Template:
         found = self._last_token.search(text)
         return found[1] if found else None
 
+    def names(self, variable: str) -> bool:
+        """Whether its source has this name in it."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source + self._with_tools) is not None
+
     def spelt(self, text: str) -> set[str]:
         """The special tokens that a text spells, and that the tokenizer will read as such."""
         return set(self._any_special.findall(text))

@@ -39,7 +39,7 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     console = Console()
-    show_rows(trained, model.tokenizer, rows, console)
+    show_rows(trained, model.tokenizer, rows, console, held_out)
     if model.about_stops:
         console.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:
