@@ -87,6 +87,11 @@ class DataOptions(Options):
     )
     format: c.Format = key("auto", "Row format; auto finds it from the columns.")
     train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
+    prompts: c.Prompts = key(
+        "text",
+        "Rows of two texts, prompt and completion: text trains them as they are, chat makes a "
+        "question and an answer of them.",
+    )
     packing: v.FlagOrAuto = key(
         "auto",
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 CACHE_VERSION = 4  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
+CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
 ON_BAD_ROW = ("refuse", "skip")
 
 
@@ -45,6 +45,7 @@ class DataOptions:
         seq_len: longest row in tokens; None keeps whole documents, for packing.
         text_field: the column of plain text; None finds it.
         columns: columns that go by another name, ours first.
+        prompts: as in `Encoder`.
         vocab_size: token ids from here on are refused; None allows all.
     """
 
@@ -54,6 +55,7 @@ class DataOptions:
     on_bad_row: str = "refuse"
     text_field: str | None = None
     columns: Mapping[str, str] | None = None
+    prompts: str = "text"
     split: str | None = None
     vocab_size: int | None = None
 
@@ -121,7 +123,7 @@ def encode_source(
         StorageError: the cache cannot be written.
     """
     source = open_source(given, options.split)
-    encoder = Encoder(tokenizer, options.train_on)
+    encoder = Encoder(tokenizer, options.train_on, options.prompts)
     folder = cache or dataset.default_cache()
     key = _fingerprint(source, tokenizer, options)
     rows = dataset.cached_set(folder, key)
@@ -157,6 +159,8 @@ def _write(
             lengths.append(len(ids))
             counts.rewritten_turns += text.rewritten
             counts.add_notes(text.notes)
+            if text.wrapping:
+                counts.wrapped[text.wrapping] = counts.wrapped.get(text.wrapping, 0) + 1
             fit = cuts.split if is_text else cuts.cut
             for row in fit(ids, mask, options.seq_len, counts):
                 if row[1].any():

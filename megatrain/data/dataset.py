@@ -50,6 +50,7 @@ class Counts:
     parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
     choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
     split_texts: int = 0  # texts that are more than one row each
     tokens: int = 0  # before anything was cut

@@ -100,6 +100,8 @@ class Template:
         self.eos = tokenizer.eos_token or ""
         tokens = tokenizer.added_tokens_decoder.values()
         self._special = {str(token) for token in tokens if token.special}
+        specials = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._any_special = re.compile(specials or "(?!)")
         # GPT-NeoX adds runs of spaces, which end no turn
         added = sorted(filter(str.strip, map(str, tokens)), key=len, reverse=True)
         any_of = "|".join(map(re.escape, added)) or "(?!)"
@@ -181,6 +183,14 @@ class Template:
         """The added token with which a text ends, but for white space."""
         found = self._last_token.search(text)
         return found[1] if found else None
+
+    def names(self, variable: str) -> bool:
+        """Whether its source has this name in it."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source + self._with_tools) is not None
+
+    def spelt(self, text: str) -> set[str]:
+        """The special tokens that a text spells, and that the tokenizer will read as such."""
+        return set(self._any_special.findall(text))
 
     def ends(self, answer: str) -> bool:
         """Whether an answer's last token is one that ends it, as `</tool_call>` does not."""

@@ -39,7 +39,7 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
-    show_rows(trained, model.tokenizer, rows, shown)
+    show_rows(trained, model.tokenizer, rows, shown, held_out)
     if model.about_stops:
         shown.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:

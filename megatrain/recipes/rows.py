@@ -17,7 +17,7 @@ from megatrain.recipes.setup import Model
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
 # of the config's data section: options of the rows, too
-SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns")
+SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
 
 logger = logging.getLogger("megatrain")
 

@@ -205,7 +205,7 @@ def get_ready(config: Config, model: Model | None = None) -> Ready:
     rows, held_out = read_rows(config, parts.model)
     for line in describe(rows):
         logger.info(line)
-    for line in warnings(rows):
+    for line in warnings(rows, held_out):
         logger.warning(line)
     for line in filter(None, [parts.model.about_stops]):
         logger.info(line)

@@ -234,11 +234,9 @@ def export(
 def _complete_stops(checkpoint: Path, folder: Path) -> None:
     """Add to generation settings what they lack; checkpoints of earlier versions may."""
     source = pretrained.ModelSource("folder", checkpoint)
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        return
-    tokenizer, generation = describe_source(source, trust_remote_code=False)
-    config = _or_none(partial(pretrained.read_model_config, source))
-    if tokenizer is None or config is None:
+    try:
+        config, tokenizer, generation = pretrained.load_config_and_tokenizer(source)
+    except ModelError:  # no tokenizer, or one of its own code: nothing can be told
         return
     generation, added = with_stops(config, tokenizer, generation)
     if added and generation is not None:

@@ -30,6 +30,7 @@ data:
   text_field: body
   columns: {text: body}
   chat_template: chatml
+  prompts: chat
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
