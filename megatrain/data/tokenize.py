@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,12 +28,17 @@ class Encoder:
     (`train_on="assistant"`) or on everything ("all"). Without a template, rows that have a prompt
     and a completion become `prompt completion eos` with the loss on the completion and eos.
     Documents are `text eos` with the loss on all of it. The first token of a row is never a target,
-    since nothing predicts it.
+    since nothing predicts it. Templates that ask for the time are told `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: str = "assistant",
+        day: date | None = None,
+    ) -> None:
         if train_on not in TRAIN_ON:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
         if not tokenizer.is_fast:
@@ -42,7 +48,7 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
     def mark(self, sample: Sample) -> Marked:
         """Text and target characters of a sample. Raises RowError if it cannot be rendered."""
