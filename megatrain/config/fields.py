@@ -103,6 +103,9 @@ class DataOptions(Options):
         "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
         "only one.",
     )
+    date: v.DayOrAuto = key(
+        "auto", "Date that chat templates are told; auto: of the run's first start."
+    )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
     chat_template: v.TextOrNull = key(
         None,

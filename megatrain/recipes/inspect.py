@@ -19,7 +19,7 @@ from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import mean_loss
 from megatrain.recipes.rows import read_rows
 from megatrain.recipes.sample import answer
-from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
+from megatrain.recipes.setup import day_of, describe_model, quiet_libraries, read_model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
@@ -60,8 +60,9 @@ def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
     checkpoint = checkpoint_of(folder)
     named = f"data.train={json.dumps(data, ensure_ascii=False)}"
     config = load_config(run_dir / CONFIG_FILE, [named, "data.eval=null"] if data else [])
+    day = day_of(load_config(run_dir / RESOLVED_FILE))
     model = describe_model(str(checkpoint))
-    trained, held_out = read_rows(config, model)
+    trained, held_out = read_rows(config, model, day)
     rows = trained if data else held_out
     if rows is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")

@@ -137,7 +137,7 @@ def resume(
                 return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        return _run(get_ready(going.config, going.model()), console, going.found)
+        return _run(get_ready(going.config, going.model(), going.rows), console, going.found)
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ class GoingOn:
 
     found: Resumable
     digests: Mapping[str, str]  # of the model's files, when the run began
+    rows: str  # the digest of its training rows
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
@@ -182,7 +183,8 @@ def where_to_go_on(
     before, config = resumed_configs(run_dir, asked, about["state"])
     changes = check_changes(before, config)
     digests = about["made_of"].get("source", {})
-    return GoingOn(found, digests, before, config, (*found.warnings, *changes))
+    rows = about["state"]["position"]["data"]
+    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
 
 
 @contextmanager
@@ -194,15 +196,16 @@ def run_folder(path: Path) -> Iterator[Console]:
         yield console
 
 
-def get_ready(config: Config, model: Model | None = None) -> Ready:
+def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
     model: another than the config's.
+    expected: the digest of the rows of a run that goes on.
     """
     parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
-    rows, held_out = read_rows(config, parts.model)
+    rows, held_out = read_rows(config, parts.model, parts.day, expected)
     for line in describe(rows):
         logger.info(line)
     for line in warnings(rows, held_out):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,17 +80,28 @@ class Parts:
     """A run before anything is allocated: what is asked for, and what that comes to here.
 
     Attributes:
+        day: told to chat templates that ask for the time.
         step_tokens: as in `planner.job.Job`; empty before the rows were read.
     """
 
     config: Config
     model: Model
     resolved: Resolved
+    day: date
     step_tokens: tuple[StepTokens, ...] = ()
 
     @property
     def machine(self) -> Machine:
         return self.resolved.machine
+
+
+def day_of(config: Config) -> date:
+    """The date that chat templates are told: the config's, else today's."""
+    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
+
+
+def today() -> date:
+    return datetime.now().astimezone().date()
 
 
 def prepare(
@@ -141,7 +153,7 @@ def prepare(
         nvme_folders=config.memory.nvme or (),
         gpu_limit=unless_auto(config.memory.gpu),
     )
-    return Parts(config, model, resolved)
+    return Parts(config, model, resolved, day_of(config))
 
 
 def read_model(config: Config) -> Model:

@@ -27,6 +27,7 @@ data:
   on_bad_row: skip
   packing: true
   split: train
+  date: 2026-11-23
   text_field: body
   columns: {text: body}
   chat_template: chatml
