@@ -15,7 +15,7 @@ from safetensors.torch import save
 from megatrain.data.loader import StepBatch
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
-from megatrain.storage.safetensors_writer import write_bytes
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.saves import prove
 
 if TYPE_CHECKING:

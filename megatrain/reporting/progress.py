@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from rich import progress as rich_progress
@@ -16,8 +18,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, StorageError
-from megatrain.reporting.metrics import RECENT_STEPS, StepMetrics, StepTime
+from megatrain.errors import MegaTrainError
+from megatrain.reporting.metrics import (
+    APPENDED,
+    RECENT_STEPS,
+    StepMetrics,
+    StepTime,
+    cannot_be_written,
+)
 from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds
 
 LOG_FILE = "train.log"
@@ -39,11 +47,8 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     Raises StorageError.
     """
     path = Path(run_dir) / LOG_FILE
-    try:
+    with cannot_be_written(path):
         file = _LogFile(path, encoding="utf-8")
-    except OSError as error:
-        reason = f"{path}: cannot be written ({error.strerror})"
-        raise StorageError(f"{reason}; free space or choose another output folder") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     with logging_on(console, file):
         try:
@@ -75,6 +80,10 @@ def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
 
 class _LogFile(logging.FileHandler):
     """On a full disk lines wait for room until the file is closed, and the run goes on."""
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, APPENDED, 0o600)  # not through a link
+        return open(fd, self.mode, encoding=self.encoding)  # type: ignore[return-value]
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

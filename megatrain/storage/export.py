@@ -6,9 +6,10 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -22,15 +23,18 @@ from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.optim.split import join_master
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import stray_files, verify_checkpoint
-from megatrain.storage.run_folder import link_or_copy, new_folder
+from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_bytes, write_model
+from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
 from megatrain.storage.saves import find_checkpoint, model_files, with_state
+from megatrain.storage.system_calls import sync_tree
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 T = TypeVar("T")
@@ -119,13 +123,29 @@ def _or_none(read: Callable[[], T]) -> T | None:
         return None
 
 
-def _model_folder(out: Path) -> AbstractContextManager[Path]:
+@contextmanager
+def _model_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` once it is complete. Raises ConfigError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
-    return new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp"))
+    for left in left_overs(out.parent):
+        if UNFINISHED.fullmatch(left.name)[1] == out.name:  # type: ignore[index]
+            logger.warning(f"{left}: was left by a process that died; it is removed")
+            shutil.rmtree(left, ignore_errors=True)
+    partial_folder = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    with ExitStack() as until_renamed, new_folder(out, partial_folder) as folder:
+        with suppress(OSError):  # a file system without locks
+            until_renamed.callback(os.close, hold(folder))
+        yield folder
+        sync_tree(folder)
+
+
+def left_overs(folder: Path) -> list[Path]:
+    """Model folders below `folder` that processes which died left unfinished."""
+    found = (path for path in folder.glob("*.tmp") if UNFINISHED.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not held_by_a_process(path)]
 
 
 def write_description(
@@ -170,7 +190,7 @@ def export(
 ) -> Path:
     """Make a model folder from a checkpoint without loading the model.
 
-    Weights are linked, or rewritten piece by piece in another dtype.
+    Files are copied, and weights rewritten piece by piece if they are to be of another dtype.
 
     Args:
         run_dir: a run folder, or one checkpoint's folder.
@@ -201,24 +221,21 @@ def export(
             if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
                 continue
             target.parent.mkdir(exist_ok=True)  # of several chat templates
-            if path.suffix == ".safetensors":
-                link_or_copy(path, target)
+            if name == "config.json":
+                write_bytes(target, _with_dtype(path, wanted))
             else:
-                _copy_description(path, target, wanted)
+                copy_file(path, target)
         if wanted != held:
             write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
     return out
 
 
-def _copy_description(path: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a small file: edits of a link would reach the checkpoint. config.json gets `dtype`."""
-    if path.name != "config.json":
-        shutil.copyfile(path, target)
-        return
+def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:
+    """config.json for weights of `dtype`."""
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)  # its old name
-    write_bytes(target, json.dumps(config, indent=2).encode() + b"\n")
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def _converted(

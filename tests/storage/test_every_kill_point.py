@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from megatrain.storage.checkpoint import reopen, save_checkpoint, write_final
+from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint
+from tests.files import names
 
 CALLS = [
     "open",
@@ -124,6 +126,20 @@ def test_a_kill_before_any_system_call_loses_nothing(tmp_path, new_engine, name)
         shutil.rmtree(run)
         number += EVERY
     assert number > 1, "it makes system calls"
+
+
+def test_a_killed_export_is_whole_or_absent_and_leaves_nothing(tmp_path, new_engine):
+    run, out, number = tmp_path / "run", tmp_path / "out", 1
+    saved(run, new_engine(layers=1), 1)
+    expected = names(export(run, tmp_path / "first"))
+    while killed_before(number, lambda: export(run, out)):
+        if not out.exists():
+            export(run, out)
+        assert names(out) == expected
+        assert names(tmp_path) == {"run", "first", "out"}, f"killed before call {number}"
+        shutil.rmtree(out)
+        number += 4
+    assert number > 20
 
 
 def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
