@@ -28,13 +28,14 @@ from megatrain.storage.manifest import stray_files, verify_checkpoint
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
 from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
-from megatrain.storage.saves import find_checkpoint, model_files, with_state
+from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
 from megatrain.storage.system_calls import sync_tree
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
+TRIES = 20  # of an export beside a run that removes checkpoints
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 T = TypeVar("T")
@@ -205,29 +206,47 @@ def export(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}")
-    out = Path(out)
-    source = find_checkpoint(Path(run_dir), checkpoint)
-    if dtype == "float32":
-        source = with_state(source)  # which has the other half of the master weights
-    with _model_folder(out) as folder:
-        manifest = verify_checkpoint(source)
-        for name in stray_files(source, manifest):
-            logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
-        stored = open_shards(source)
-        held = next(iter(stored.values())).dtype
-        wanted = held if dtype is None else DTYPES[dtype]
-        for name in model_files(manifest):
-            path, target = source / name, folder / name
-            if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
-                continue
-            target.parent.mkdir(exist_ok=True)  # of several chat templates
-            if name == "config.json":
-                write_bytes(target, _with_dtype(path, wanted))
-            else:
-                copy_file(path, target)
-        if wanted != held:
-            write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
-    return out
+    out, run_dir = Path(out), Path(run_dir)
+    for _ in range(TRIES):
+        source = find_checkpoint(run_dir, checkpoint)
+        if dtype == "float32":
+            source = with_state(source)  # which has the other half of the master weights
+        save = sequence_of(source)
+        try:
+            with _model_folder(out) as folder:
+                _fill(folder, source, dtype)
+                if sequence_of(source) == save:
+                    return out
+                raise StorageError(f"{source}: was replaced while it was read")
+        except (StorageError, ModelError):
+            if sequence_of(source) == save:
+                raise
+            logger.info(f"{source}: was removed by its run while it was read; trying the next")
+    raise StorageError(
+        f"{run_dir}: its checkpoints are removed faster than one is copied; raise checkpoint.keep, "
+        "or export the run when it has ended"
+    )
+
+
+def _fill(folder: Path, source: Path, dtype: str | None) -> None:
+    """Copy the model of a checkpoint. Raises as `export`."""
+    manifest = verify_checkpoint(source)
+    for name in stray_files(source, manifest):
+        logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
+    stored = open_shards(source)
+    held = next(iter(stored.values())).dtype
+    wanted = held if dtype is None else DTYPES[dtype]
+    for name in model_files(manifest):
+        path, target = source / name, folder / name
+        if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
+            continue
+        target.parent.mkdir(exist_ok=True)  # of several chat templates
+        if name == "config.json":
+            write_bytes(target, _with_dtype(path, wanted))
+        else:
+            copy_file(path, target)
+    if wanted != held:
+        write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
 
 
 def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:

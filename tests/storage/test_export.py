@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -243,6 +245,42 @@ def test_an_export_is_held_while_it_is_written(tmp_path, bf16_engine, monkeypatc
     monkeypatch.setattr("megatrain.storage.export.copy_file", noted)
     export(tmp_path / "run", tmp_path / "out")
     assert {len(paths) for paths in seen} == {1}
+
+
+def test_an_export_beside_a_run_that_prunes_follows_it(tmp_path, new_engine):
+    run, engine, ended = tmp_path / "run", new_engine(layers=1), threading.Event()
+
+    def train() -> None:
+        for step in itertools.count(2):
+            if ended.is_set():
+                break
+            save_checkpoint(run, step, engine, None, {}, keep=1)
+
+    save_checkpoint(run, 1, engine, None, {}, keep=1)
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for number in range(30):
+            out = export(run, tmp_path / f"out-{number}")
+            assert names(out) == {"config.json", "model.safetensors"}
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_export_that_is_never_quick_enough_says_so(tmp_path, new_engine, monkeypatch):
+    run, engine = tmp_path / "run", new_engine(layers=1)
+    steps = itertools.count(1)
+
+    def pruned(_source: Path, target: Path) -> None:
+        save_checkpoint(run, next(steps), engine, None, {}, keep=1)
+        raise FileNotFoundError(2, "No such file or directory", str(target))
+
+    save_checkpoint(run, next(steps), engine, None, {}, keep=1)
+    monkeypatch.setattr("megatrain.storage.export.copy_file", pruned)
+    with pytest.raises(StorageError, match="removed faster than one is copied; raise checkpoint"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_resumed_engine_continues_bit_for_bit(tmp_path, engine):
