@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from megatrain.storage.restore import (
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import checkpoint_name, checkpoints, run_lock
+from megatrain.storage.run_folder import RunLock, checkpoint_name, checkpoints, run_lock
 from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
@@ -94,13 +95,13 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     """
     if profile is not None:
         claim(profile)
-    with run_folder(config.output) as console:
+    with run_folder(config.output) as opened:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
-        return _run(get_ready(config), console, resuming=None, profile=profile)
+        return _run(get_ready(config), opened, resuming=None, profile=profile)
 
 
 def resume(
@@ -115,7 +116,7 @@ def resume(
     """
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
-    with run_folder(run_dir) as console:
+    with run_folder(run_dir) as opened:
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
@@ -129,7 +130,7 @@ def resume(
                 return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        return _run(get_ready(going.config, going.model()), console, going.found)
+        return _run(get_ready(going.config, going.model()), opened, going.found)
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,21 @@ def where_to_go_on(
     return GoingOn(found, digests, before, config, (*found.warnings, *changes))
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that is ours alone, and the console, stderr, to which its log goes, too."""
+
+    lock: RunLock
+    console: Console
+
+
 @contextmanager
-def run_folder(path: Path) -> Iterator[Console]:
-    """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
+def run_folder(path: Path) -> Iterator[Opened]:
+    """Lock the run folder and log to its train.log and to the console."""
     console = Console(stderr=True)
-    with run_lock(path), logging_to(path, console):
+    with run_lock(path) as lock, logging_to(path, console):
         setup.quiet_libraries()
-        yield console
+        yield Opened(lock, console)
 
 
 def get_ready(config: Config, model: Model | None = None) -> Ready:
@@ -234,20 +243,20 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
 
 
 def _run(
-    ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None
+    ready: Ready, opened: Opened, resuming: Resumable | None, profile: Path | None = None
 ) -> RunSummary:
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
     exact = deterministic(ready.parts.config.train.deterministic)
     with ExitStack() as stack, setup.memory_errors(plan), exact:
-        run = open_run(ready, console, stack, resuming)
+        run = open_run(ready, opened, stack, resuming)
         run.trace = profile
         with run.progress, stop_requests() as stop:
             done = fit(run, stop)
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
-def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumable | None) -> Run:
+def open_run(ready: Ready, opened: Opened, stack: ExitStack, resuming: Resumable | None) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
@@ -286,7 +295,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
         progress=Progress(
-            console, total_steps=total, first_step=step, log_every=config.train.log_every
+            opened.console, total_steps=total, first_step=step, log_every=config.train.log_every
         ),
         meter=meter,
         energy=EnergyMeter(meter),
@@ -298,6 +307,8 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         abandoned=abandoned,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        lock=opened.lock,
+        describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from rich import progress as rich_progress
@@ -78,8 +79,15 @@ def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
         logger.propagate = propagate
 
 
-class _LogFile(logging.FileHandler):
-    """On a full disk lines wait for room until the file is closed, and the run goes on."""
+class _LogFile(WatchedFileHandler):
+    """On a full disk lines wait for room until the file is closed, and the run goes on.
+
+    A removed file is written anew once its folder is there.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
 
     def _open(self) -> TextIOWrapper:
         fd = os.open(self.baseFilename, APPENDED, 0o600)  # not through a link

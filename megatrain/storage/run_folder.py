@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
 
@@ -26,39 +26,73 @@ SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configur
 FICLONE = 0x40049409  # of linux/fs.h
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 ANOTHER_OUTPUT = "choose another `output`"
 
 
-@contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a run's folder while the block lasts, or until the process dies.
+class RunLock:
+    """Keeps other runs out of a run's folder until it is closed, or until the process dies."""
 
-    Makes the folder if needed, readable by its owner only.
+    def __init__(self, run_dir: Path) -> None:
+        """Makes the folder if needed, readable by its owner only.
 
-    Raises:
-        ConfigError: another process holds it.
-        StorageError: the folder cannot be made.
-    """
-    make_run_dir(run_dir)
-    try:
-        fd = os.open(run_dir / ".lock", LOCK_FILE, 0o600)
-    except OSError as error:
-        raise storage_error(run_dir / ".lock", error, "write it", ANOTHER_OUTPUT) from error
-    try:
+        Raises:
+            ConfigError: another process holds it, or others may write in it.
+            StorageError: the folder cannot be made.
+        """
+        self.run_dir = run_dir
+        self._fd = self._take()
+
+    def _take(self) -> int:
+        path = self.run_dir / LOCK
+        make_run_dir(self.run_dir)
+        try:
+            fd = os.open(path, LOCK_FILE, 0o600)
+        except OSError as error:
+            raise storage_error(path, error, "write it", ANOTHER_OUTPUT) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
             raise ConfigError(
-                f"{run_dir}: in use by another run (process {holder}); "
+                f"{self.run_dir}: in use by another run (process {holder}); "
                 f"wait for it, or {ANOTHER_OUTPUT} folder"
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield
+        return fd
+
+    def in_place(self) -> bool:
+        """False: the folder was removed, or is another one, since it was locked."""
+        try:
+            there, held = (self.run_dir / LOCK).stat(), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+    def retake(self) -> None:
+        """Make and lock the folder anew. Raises StorageError, also if another run has it."""
+        try:
+            fd = self._take()
+        except ConfigError as error:
+            raise StorageError(str(error)) from error
+        os.close(self._fd)
+        self._fd = fd
+
+    def close(self) -> None:
+        os.close(self._fd)  # releases the lock
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[RunLock]:
+    """A run folder's lock while the block lasts. Raises as `RunLock`."""
+    lock = RunLock(run_dir)
+    try:
+        yield lock
     finally:
-        os.close(fd)  # releases the lock
+        lock.close()
 
 
 def make_run_dir(run_dir: Path) -> None:
