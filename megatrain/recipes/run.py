@@ -128,6 +128,8 @@ def resume(
                 )
                 end, losses = run_dir / "final", held_out_losses(run_dir)
                 return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
+            logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
         return _run(get_ready(going.config, going.model()), opened, going.found)

@@ -156,7 +156,9 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
 
     then: their digests at that time.
     """
-    path = Path(config.model.source)
+    path, used = Path(config.model.source), "the checkpoint's is used"
+    if config.model.trust_remote_code:
+        used = "it is used as it is now, as its code is not in the checkpoint"
     if not path.exists():
         gone = f"{path}: is no longer there; the checkpoint describes the model"
         return [gone] if path.is_absolute() else []  # else it is of the hub
@@ -165,10 +167,7 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
     except ModelError as error:
         return [f"{error}; the checkpoint describes the model"]
     changed = [what for what in now if what in then and now[what] != then[what]]
-    return [
-        f"{path}: its {what} has changed since this run began; the checkpoint's is used"
-        for what in changed
-    ]
+    return [f"{path}: its {what} has changed since this run began; {used}" for what in changed]
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:

@@ -91,8 +91,7 @@ def save_checkpoint(
             files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
-            newest = max(map(saves.sequence_of, saves.newest_first(run_dir)), default=0)
-            _write_manifest(folder, step, int(newest) + 1, files)
+            _write_manifest(folder, step, saves.next_sequence(run_dir), files)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
             run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))

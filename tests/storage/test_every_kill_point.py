@@ -14,7 +14,9 @@ import pytest
 
 from megatrain.storage.checkpoint import reopen, save_checkpoint, write_final
 from megatrain.storage.export import export
+from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import find_resumable, load_checkpoint
+from megatrain.storage.saves import find_checkpoint
 from tests.files import names
 
 CALLS = [
@@ -151,6 +153,16 @@ def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
     with pytest.raises(Exception, match="a checkpoint needs"):
         save(3)
     assert os.readlink(run_dir / "last") == "checkpoint-1"
+
+
+def test_the_save_after_a_lost_one_is_newer_than_its_model(run_dir, engine, save):
+    save(1, 2)
+    write_final(run_dir)
+    shutil.rmtree(run_dir / "checkpoint-2")
+    reopen(run_dir, run_dir / "checkpoint-1")
+    assert read_manifest(run_dir / "final").step == 2, "the model of step 2 is nowhere else"
+    save(3)
+    assert find_checkpoint(run_dir) == run_dir / "checkpoint-3"
 
 
 def test_a_final_newer_than_what_is_resumed_from_stays(run_dir, engine, save):
