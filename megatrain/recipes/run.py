@@ -59,7 +59,13 @@ from megatrain.storage.restore import (
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import checkpoint_name, checkpoints, folder_bytes, run_lock
+from megatrain.storage.run_folder import (
+    RunLock,
+    checkpoint_name,
+    checkpoints,
+    folder_bytes,
+    run_lock,
+)
 from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
@@ -101,13 +107,13 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
-    with run_folder(config.output) as console:
+    with run_folder(config.output) as opened:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
-        return _run(get_ready(config), console, resuming=None, profile=profile)
+        return _run(get_ready(config), opened, resuming=None, profile=profile)
 
 
 def resume(
@@ -123,7 +129,7 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     check_installed(asked.track, asked.where("track"))
-    with run_folder(run_dir) as console:
+    with run_folder(run_dir) as opened:
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
@@ -135,9 +141,11 @@ def resume(
                 )
                 end, losses = run_dir / "final", held_out_losses(run_dir)
                 return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
+            logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        return _run(get_ready(going.config, going.model(), going.rows), console, going.found)
+        return _run(get_ready(going.config, going.model(), going.rows), opened, going.found)
 
 
 @dataclass(frozen=True)
@@ -187,13 +195,21 @@ def where_to_go_on(
     return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that is ours alone, and the console, stderr, to which its log goes, too."""
+
+    lock: RunLock
+    console: Console
+
+
 @contextmanager
-def run_folder(path: Path) -> Iterator[Console]:
-    """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
+def run_folder(path: Path) -> Iterator[Opened]:
+    """Lock the run folder and log to its train.log and to the console."""
     console = console_on(stderr=True)
-    with run_lock(path), logging_to(path, console):
+    with run_lock(path) as lock, logging_to(path, console):
         setup.quiet_libraries()
-        yield console
+        yield Opened(lock, console)
 
 
 def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
@@ -250,7 +266,7 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
 
 
 def _run(
-    ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None
+    ready: Ready, opened: Opened, resuming: Resumable | None, profile: Path | None = None
 ) -> RunSummary:
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
@@ -258,15 +274,18 @@ def _run(
     exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
     watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
     with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
-        progress = stack.enter_context(Progress(console, log_every=config.train.log_every))
-        run = open_run(ready, progress, stack, resuming)
+        log_every = config.train.log_every
+        progress = stack.enter_context(Progress(opened.console, log_every=log_every))
+        run = open_run(ready, opened.lock, progress, stack, resuming)
         run.trace = profile
         with stop_requests() as stop:
             done = fit(run, stop)
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
-def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None) -> Run:
+def open_run(
+    ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
@@ -322,6 +341,8 @@ def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resum
         abandoned=abandoned,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        lock=lock,
+        describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},

@@ -200,6 +200,9 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
         about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
     except DataError as error:
         about = [f"{error}; {KEPT}"]
+    used = KEPT
+    if config.model.trust_remote_code:
+        used = "it is used as it is now, as its code is not in the checkpoint"
     if not path.exists():
         gone = f"{path}: is no longer there; the checkpoint describes the model"
         return [*about, gone] if path.is_absolute() else about  # else it is of the hub
@@ -209,7 +212,7 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
         return [*about, f"{error}; the checkpoint describes the model"]
     changed = [what for what in now if what in then and now[what] != then[what]]
     return about + [
-        f"{path}: its {what} has changed since this run began; {KEPT}" for what in changed
+        f"{path}: its {what} has changed since this run began; {used}" for what in changed
     ]
 
 

@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_resumed(megatrain, copied):
 def test_a_run_folder_may_be_moved(megatrain, copied, finished_project):
     cut_back(copied)
     moved = copied.rename(copied.parent / "elsewhere")
-    megatrain("resume elsewhere")
+    assert "/project/run and goes on in elsewhere" in megatrain("resume elsewhere").err
     assert not copied.exists()
     same_run(moved, finished_project / "run")
 
