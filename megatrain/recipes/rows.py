@@ -11,6 +11,7 @@ from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.recipes.setup import Model
 
@@ -40,6 +41,14 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
         pack_to=seq_len if config.method == "pretrain" else None,
         on_progress=rows_logger(),
     )
+
+
+def say_rows(rows: Rows) -> None:
+    """Log how many rows and tokens there are, and what was lost or looks wrong."""
+    for line in describe(rows):
+        logger.info(line)
+    for line in warnings(rows):
+        logger.warning(line)
 
 
 def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:

@@ -17,7 +17,6 @@ from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
-from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.planner.job import StepTokens
@@ -33,7 +32,7 @@ from megatrain.recipes.describe import (
     summarize,
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit
-from megatrain.recipes.rows import read_rows
+from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
@@ -196,10 +195,7 @@ def get_ready(config: Config, model: Model | None = None) -> Ready:
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model)
-    for line in describe(rows):
-        logger.info(line)
-    for line in warnings(rows):
-        logger.warning(line)
+    say_rows(rows)
     for line in filter(None, [parts.model.about_stops]):
         logger.info(line)
     if held_out is not None:
