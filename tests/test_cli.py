@@ -94,6 +94,7 @@ def recipes(monkeypatch, tmp_path):
     Path("cfg.yaml").write_text(CONFIG)
     Path("rows.jsonl").touch()
     Path("run").mkdir()
+    Path("some/folder").mkdir(parents=True)
     return recorder
 
 
@@ -204,6 +205,28 @@ def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, t
 def test_a_missing_folder_is_named(recipes, capsys, command):
     assert cli.main([command[0], "nowhere", *command[1:]]) == 2
     assert capsys.readouterr().err.startswith("error: nowhere: no such folder; ")
+    assert recipes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("eval some/model --data rows.jsonl", "some/model: is no local folder"),
+        ("generate some/model hi", "some/model: is no local folder"),
+        ("plan some/model", "some/model: is no local folder"),
+        ("bench some/model", "some/model: is no local folder"),
+        ("train cfg.yaml model=some/model", "some/model: is no local folder"),
+        ("data cfg.yaml model=some/model", "some/model: is no local folder"),
+        (
+            "plan qwen2.5-8b",
+            "qwen2.5-8b: is no local folder or file; known shapes are qwen2.5-0.5b",
+        ),
+        ("bench mine", "mine: is no local folder or file; known shapes are qwen2.5-0.5b"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
     assert recipes.calls == []
 
 
@@ -325,6 +348,8 @@ def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
         f"{MAIN}(['train', '--help'])",
         f"{MAIN}(['schema'])",
         f"{MAIN}(['train', 'nowhere.yaml'])",
+        f"{MAIN}(['generate', 'some/model', 'hi'])",
+        f"{MAIN}(['plan', 'qwen2.5-8b'])",
     ],
 )
 def test_help_and_config_import_nothing_heavy(statement):

@@ -15,6 +15,7 @@ from megatrain.cli.app import (
     Overrides,
     RunDir,
     app,
+    find_model,
     need_folder,
     print_json,
 )
@@ -38,6 +39,7 @@ def show_data(
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())
+    find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import inspect
 
     counts = inspect.show_data(settings, rows, as_json)
@@ -54,6 +56,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Compute the held-out loss of a run, a checkpoint or any other model."""
+    find_model(model)
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
 
@@ -112,6 +115,7 @@ def generate(
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
+    find_model(model)
     from megatrain.recipes import inspect
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
