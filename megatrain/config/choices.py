@@ -27,6 +27,7 @@ Format = Annotated[
 ]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
+Final = Annotated[Literal["model", "full", "none"], Choice()]
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
 OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]
 Moments = Annotated[Literal["auto", "float32", "bfloat16", "int8"], Choice()]

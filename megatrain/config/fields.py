@@ -99,6 +99,11 @@ class DataOptions(Options):
         "only one.",
     )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
+    chat_template: v.TextOrNull = key(
+        None,
+        "Chat template: chatml, llama3, gemma, phi3, mistral, alpaca, or a file; null: the "
+        "tokenizer's own.",
+    )
     columns: v.ColumnsOrNull = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )
@@ -118,7 +123,9 @@ class TrainOptions(Options):
     layer_chunk_tokens: v.CountAutoOrNull = option("layer_chunk_tokens")
     retained: v.NumberOrAuto = option("retained")
     cheap_retention: v.FlagOrAuto = option("cheap_retention")
-    seq_len: v.SequenceLength = key(4096, "Longest row in tokens; longer ones are cut and counted.")
+    seq_len: v.SequenceLength = key(
+        4096, "Longest row in tokens; longer texts are split, other rows cut."
+    )
     epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
     max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
     learning_rate: v.Positive = key(1e-5, "Peak learning rate.")
@@ -180,7 +187,17 @@ class CheckpointOptions(Options):
     every: v.CountOrNull = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
-    keep: v.Count = key(2, "Newest checkpoints that stay on disk, besides the best.")
+    keep: v.Count = key(
+        2,
+        "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
+    )
+    patience: v.CountOrNull = key(
+        None, "Evaluations without a better held-out loss that end the run; null: it goes on."
+    )
+    final: c.Final = key(
+        "model",
+        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
+    )
 
 
 class OptimizerOptions(Options):
@@ -327,6 +344,8 @@ class Config(Options):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
+        if self.checkpoint.patience is not None and self.data.eval is None:
+            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"
             refuse("data.train_on", reason)

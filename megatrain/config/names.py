@@ -95,6 +95,10 @@ def _optimizer(value: object) -> object:
     return _known_optimizer(value)
 
 
+def _template(value: object) -> object:
+    return None if value == "tokenizer_default" else value
+
+
 def _all(names: str, meaning: T) -> dict[str, T]:
     """Rows of a table for several names that mean the same."""
     return dict.fromkeys(names.split(), meaning)
@@ -125,6 +129,7 @@ ALIASES: dict[str, Alias] = {
     "max_eval_samples": Alias(("train", "eval_rows")),
     "save_steps": Alias(("checkpoint", "every")),
     "save_total_limit": Alias(("checkpoint", "keep")),
+    "early_stopping_patience": Alias(("checkpoint", "patience")),
     "output_dir": Alias(("output",)),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "weight_decay": Alias(("optimizer", "weight_decay")),
@@ -141,6 +146,7 @@ ALIASES: dict[str, Alias] = {
     "dataset_text_field": Alias(("data", "text_field")),
     **_all("assistant_only_loss completion_only_loss", _only_answers),
     "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
+    **_all("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),
     "torch_compile": Alias(("compile",)),
     **_all("packing sample_packing", Alias(("data", "packing"))),
     **_all("use_cpu no_cuda", _on_cpu),
@@ -225,10 +231,6 @@ REFUSED: dict[str, Refusal] = {
     "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
     "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
-    "chat_template": Refusal(
-        "the tokenizer's own chat template is used; change it in the model's folder",
-        (None, "tokenizer_default"),
-    ),
     "data_seed": _drop("train.seed covers shuffling too", None),
     "nproc_per_node": Refusal("one GPU is used; more are not built yet", (None, 1)),
     # Configs of older runs spell out this former key: `auto` and 0 ask for nothing that is gone.

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
-from megatrain.data.template import Scene, Span, Template
+from megatrain.data.template import WORDS, Span, Template
+from megatrain.data.tools import texts_of
 
-REMEDY = "use another chat template"
-# Fields of a turn that are the model's own words, under the names that templates know.
-WORDS = ("reasoning_content", "reasoning", "thinking")
+REMEDY = "use another chat template (data.chat_template)"
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -30,6 +29,7 @@ def check_arrival(
     Raises RowError where text to be trained on or a system prompt is missing.
     """
     whole, notes, behind = squeezed(text), [], 0
+    _check_tools(chat, template, whole)
     for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
         if span is None:
             notes += _of_context(message, index, whole)
@@ -61,32 +61,43 @@ def _of_context(message: Message, index: int, whole: str) -> list[str]:
             )
         notes.append(f"{message.role} messages are left out by the chat template")
     if message.role == "assistant":
-        kept = dict(_words(message))
-        notes += [
-            f"{name} texts are left out by the chat template"
-            for name in WORDS
-            if name in kept and not _arrives(kept[name], whole)
-        ]
+        missing = {name for name, said in _words(message) if not _arrives(said, whole)}
+        missing.discard("text")  # counted above
+        notes += map(_field_note, sorted(missing))
     return notes
+
+
+def _check_tools(chat: Chat, template: Template, whole: str) -> None:
+    names = [str(tool.get("function", tool)["name"]) for tool in chat.tools]
+    if names and not (template.shows_tools and all(_arrives(name, whole) for name in names)):
+        raise RowError(f"field 'tools': the chat template leaves them out; {REMEDY}")
 
 
 def _words(message: Message) -> Iterator[tuple[str, str]]:
     """(name, text) of all that the model says in a turn."""
     yield "text", message.content
     yield from ((name, message.extra[name]) for name in WORDS if name in message.extra)
+    for call in message.extra.get("tool_calls", ()):
+        said = texts_of([call["function"]["name"], call["function"]["arguments"]])
+        yield from (("tool_calls", text) for text in said)
 
 
 def _left_out(message: Message, whole: str) -> list[str]:
     """Notes of the other fields of a turn that are left out."""
-    others = {name: said for name, said in message.extra.items() if name not in WORDS}
+    own = (*WORDS, "tool_calls", "tool_call_id")  # ids join turns, and say nothing
+    others = {name: said for name, said in message.extra.items() if name not in own}
     missing = (name for name, said in others.items() if not _arrives(said, whole))
-    return [f"fields {name!r} of messages are left out by the chat template" for name in missing]
+    return [*map(_field_note, missing)]
+
+
+def _field_note(name: str) -> str:
+    return f"fields {name!r} of messages are left out by the chat template"
 
 
 def _alone(chat: Chat, index: int, template: Template) -> str:
     """The conversation through turn `index`, as if it ended there."""
     try:
-        return squeezed(template.render(Scene.of(chat).beginning(index + 1)))
+        return squeezed(template.render(template.scene(chat).beginning(index + 1)))
     except RowError:
         return ""
 

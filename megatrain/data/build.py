@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data import dataset, formats
+from megatrain.data import cuts, dataset, formats, show
 from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
 from megatrain.data.fields import RowError
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
-from megatrain.data.hashing import mix64
+from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 2  # raise it when the same input gives other tokens
+CACHE_VERSION = 4  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -95,6 +96,9 @@ def load_data(
             rows, held = hold_out(rows, held_out, seed)
     elif held_out is not None:
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
+        look_for_copies(rows, held)
+        rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
+        rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
     if isinstance(train, list | tuple):
         rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
     if pack_to is None:
@@ -129,39 +133,8 @@ def encode_source(
         rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    return replace(rows, counts=replace(rows.counts, choices=list(source.notes)))
-
-
-def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
-    """(train, held out): an int holds out that number of rows, a float below 1 that share of them.
-
-    The choice follows from the rows' content and the seed alone, whatever their order. Equal rows
-    stay on one side: a copy of a held-out row is never trained on. Where copies make the number
-    impossible, fewer are held out. Raises DataError if no row would be left on either side.
-    """
-    total = len(rows)
-    wanted = share if isinstance(share, int) else max(1, round(share * total))
-    if share <= 0 or wanted >= total:
-        raise DataError(
-            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left "
-            "to train on"
-        )
-    hashes = rows.hashes[rows.chosen]
-    values, group, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
-    taken, held = 0, np.zeros(len(values), np.bool_)
-    for index in np.argsort(mix64(values, seed), kind="stable"):
-        if taken + sizes[index] <= wanted:
-            held[index] = True
-            taken += int(sizes[index])
-        if taken == wanted:
-            break
-    if not taken:
-        raise DataError(
-            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; "
-            "name another source"
-        )
-    chosen = held[group]
-    return rows.choose(np.flatnonzero(~chosen)), rows.choose(np.flatnonzero(chosen))
+    warned = cuts.warnings(rows.counts, options.seq_len)
+    return replace(rows, counts=replace(rows.counts, choices=list(source.notes), warned=warned))
 
 
 def _write(
@@ -171,39 +144,40 @@ def _write(
     writer: RowWriter,
     on_progress: Callable[[int], None],
 ) -> Counts:
-    counts = Counts(parts=[0] * max(1, len(source.parts)))
+    counts, lengths = Counts(parts=[0] * max(1, len(source.parts))), array("q")
     marked = _marked(source, encoder, options, counts)
     while batch := list(itertools.islice(marked, BATCH_ROWS)):
         on_progress(counts.read)
         if counts.bad and options.on_bad_row == "refuse":
             continue  # only count on: nothing of this will be used
-        encoded = encoder.encode([text for _, text in batch])
-        for (ids, mask), (raw, text) in zip(encoded, batch, strict=True):
+        encoded = encoder.encode([text for _, _, text in batch])
+        for (ids, mask), (raw, is_text, text) in zip(encoded, batch, strict=True):
             if len(ids) and int(ids.max()) > counts.max_token_id:
                 counts.max_token_id, counts.max_token_where = int(ids.max()), raw.where
-            if options.seq_len is not None and len(ids) > options.seq_len:
-                counts.truncated += 1
-                counts.truncated_tokens += len(ids) - options.seq_len
-                ids, mask = ids[: options.seq_len], mask[: options.seq_len]
+            lengths.append(len(ids))
             counts.rewritten_turns += text.rewritten
             counts.add_notes(text.notes)
-            if mask.any():
-                writer.add(ids, mask)
-                counts.parts[raw.part] += 1
-            else:
-                counts.without_target += 1
+            fit = cuts.split if is_text else cuts.cut
+            for row in fit(ids, mask, options.seq_len, counts):
+                if row[1].any():
+                    writer.add(*row)
+                    counts.parts[raw.part] += 1
+                else:
+                    counts.without_target += 1
+    cuts.measure(counts, np.asarray(lengths))
     return counts
 
 
 def _marked(
     source: Source, encoder: Encoder, options: DataOptions, counts: Counts
-) -> Iterator[tuple[RawRow, Marked]]:
-    """(row, marked text) of every good row; bad ones are counted."""
+) -> Iterator[tuple[RawRow, bool, Marked]]:
+    """(row, whether it is plain text, marked text) of every good row; bad ones are counted."""
     forms: dict[tuple[int, str], RowFormat] = {}  # by source and file
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw, encoder.mark(_sample(raw, forms, options, counts))
+            sample = _sample(raw, forms, options, counts)
+            yield raw, isinstance(sample, Document), encoder.mark(sample)
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 

@@ -16,14 +16,26 @@ end-of-sequence token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.arrival import check_arrival
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
-from megatrain.data.template import STAND_IN, Scene, Span, Template
+from megatrain.data.template import (
+    ANSWERED,
+    CALLING,
+    QUESTION,
+    RESULT,
+    STAND_IN,
+    TOOLS,
+    Scene,
+    Span,
+    Template,
+    with_stand_ins,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,37 +82,54 @@ class ChatTemplate:
 
     def whole(self, chat: Chat) -> Marked:
         """The conversation with all of it to train on, through the end of its last answer."""
-        scene = Scene.of(chat)
+        scene = self._template.scene(chat)
         text = self._template.render(scene)
         if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
             text += self._ending(len(scene.turns) - 1)
         spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
         return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
 
+    @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """The tokens that end answers: the usual one first, then what ends a call of a tool."""
+        found = [self._template.stop]
+        scene = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
+        try:
+            text, answers = self._answers(scene, [1])
+            found.append(self._template.last_token(text[answers[1].start : answers[1].stop]))
+        except RowError:  # it knows no tools
+            pass
+        return tuple(dict.fromkeys(token for token in found if token))
+
     def mark(self, chat: Chat) -> Marked:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
-        scene = Scene.of(chat)
-        indices = [i for i, turn in enumerate(chat.messages) if turn.role == "assistant"]
-        text, marked = self._template.render_marked(scene)
-        # a message may have several blocks; then they do not tell which is whose
-        in_blocks = len(marked) == len(indices)
-        answers: dict[int, Answer] = {}
-        for number, index in enumerate(indices):
-            if not chat.messages[index].trained:
-                continue
-            answer = Answer(*marked[number]) if in_blocks else self._answer(scene, index, text)
-            if not self._template.ends(text[answer.start : answer.stop]):
-                text, answer = self._through_next_token(text, answer, index)
-            if answer.start >= answer.stop:
-                nothing = "the chat template leaves nothing of this answer"
-                raise RowError(f"messages[{index}]: {nothing}")
-            answers[index] = answer
+        scene = self._template.scene(chat)
+        trained = [i for i, m in enumerate(chat.messages) if m.role == "assistant" and m.trained]
+        text, answers = self._answers(scene, trained)
         spans = {index: (answer.start, answer.stop) for index, answer in answers.items()}
         of_each = [spans.get(index) for index in range(len(scene.turns))]
         dropped = check_arrival(chat, self._template, text, of_each)
         notes = (*dropped, *self._endless(text, spans.values()))
         rewritten = sum(answer.rewritten for answer in answers.values())
         return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
+
+    def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, Answer]]:
+        """The text, and the answers of these turns, each through a token that ends it."""
+        indices = [i for i, turn in enumerate(scene.turns) if turn["role"] == "assistant"]
+        text, marked = self._template.render_marked(scene)
+        # a message may have several blocks; then they do not tell which is whose
+        in_blocks = len(marked) == len(indices)
+        answers: dict[int, Answer] = {}
+        for index in trained:
+            block = marked[indices.index(index)] if in_blocks else None
+            answer = Answer(*block) if block else self._answer(scene, index, text)
+            if not self._template.ends(text[answer.start : answer.stop]):
+                text, answer = self._through_next_token(text, answer, index)
+            if answer.start >= answer.stop:
+                nothing = "the chat template leaves nothing of this answer"
+                raise RowError(f"messages[{index}]: {nothing}")
+            answers[index] = answer
+        return text, answers
 
     def _answer(self, scene: Scene, index: int, text: str) -> Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
@@ -128,25 +157,44 @@ class ChatTemplate:
         return len(rendered) if text.startswith(rendered) else None
 
     def _around(self, scene: Scene, index: int, text: str) -> Span:
-        """The characters of `text` that the template made of the content of turn `index`."""
-        other = {**scene.turns[index], "content": STAND_IN}
+        """The characters of `text` that the template made of what turn `index` says."""
+        turn = scene.turns[index]
+        other = with_stand_ins(turn)
         rendered = self._template.render(scene.with_turn(index, other))
-        before, _, after = rendered.partition(STAND_IN)
-        once = rendered.count(STAND_IN) == 1 and len(before + after) < len(text)
-        if not (once and text.startswith(before) and text.endswith(after)):
+        before, _, rest = rendered.partition(STAND_IN)
+        after = rest.rpartition(STAND_IN)[2]
+        once = 0 < rendered.count(STAND_IN) <= str(other).count(STAND_IN)
+        fits = text.startswith(before) and text.endswith(after)
+        if not (once and fits and len(before + after) < len(text)):
             raise RowError(
                 f"messages[{index}]: the chat template rewrites the conversation so that this "
                 "answer cannot be found in it; use a template with {% generation %} blocks, or "
                 "train_on: all"
             )
-        return len(before), len(text) - len(after)
+        lead = self._lead(scene, index, other)
+        start = len(before) - (len(lead) if before.endswith(lead) else 0)
+        return start, len(text) - len(after)
+
+    def _lead(self, scene: Scene, index: int, other: dict[str, Any]) -> str:
+        """What the template writes of an answer before its first text, such as `<tool_call>`."""
+        if "tool_calls" not in other:
+            return ""
+        beginning = scene.beginning(index + 1)
+        plain = {"role": "assistant", "content": STAND_IN}
+        heads = [
+            self._template.render(beginning.with_turn(index, turn)).partition(STAND_IN)[0]
+            for turn in (plain, other)
+        ]
+        pairs = enumerate(zip(*heads, strict=False))
+        differ = next((place for place, (one, two) in pairs if one != two), len(heads[0]))
+        return heads[1][differ:]
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
-        """Number of characters behind an answer's content that belong to it.
+        """Number of characters behind an answer's texts that belong to it.
 
-        rest: the text behind the content.
+        rest: the text behind them.
         """
-        last = {**scene.turns[index], "content": STAND_IN}
+        last = with_stand_ins(scene.turns[index])
         ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
         tail = ended.rpartition(STAND_IN)[2]
         if tail and rest.startswith(tail):
@@ -163,7 +211,7 @@ class ChatTemplate:
             raise RowError(
                 f"messages[{index}]: the chat template writes no token after this answer, so the "
                 "model would not learn to stop there; give earlier answers a weight of 0, or use "
-                "another chat template"
+                "another chat template (data.chat_template)"
             )
         text += self._ending(index)
         return text, Answer(answer.start, len(text), answer.rewritten)
@@ -174,16 +222,15 @@ class ChatTemplate:
             return ending
         raise RowError(
             f"messages[{index}]: the chat template ends this answer with no token, and the "
-            "tokenizer has no eos_token; set one in its files"
+            "tokenizer has no eos_token; use another chat template (data.chat_template)"
         )
 
     def _endless(self, text: str, spans: Iterable[Span]) -> tuple[str, ...]:
         """Notes of answers in mid-conversation that the template ends with another token than the
         last one, such as gpt-oss's."""
         lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
-        stops = (self._template.stop, self._template.eos)
         return tuple(
-            f"answers end in {last}, where the chat template ends the last one in {stops[0]}"
+            f"answers end in {last}, where the chat template ends the last one in {self.stops[0]}"
             for last in lasts
-            if stops[0] and last not in stops
+            if self._template.stop and last not in (*self.stops, self._template.eos)
         )

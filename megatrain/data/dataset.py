@@ -25,8 +25,9 @@ from megatrain.errors import StorageError
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
+HashArray = npt.NDArray[np.uint64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
-INDEX = ("offsets.npy", "targets.npy", "hashes.npy")  # beside ids.bin and mask.bin
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy")  # beside ids.bin and mask.bin
 ABOUT = "counts.json"  # counts, and the hashes of all files; written last
 UNREAD_KEPT = 50  # names of columns
 
@@ -50,6 +51,12 @@ class Counts:
     choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+    split_texts: int = 0  # texts that are more than one row each
+    tokens: int = 0  # before anything was cut
+    cut_answers: int = 0  # rows that lost target tokens, and with them an answer's end
+    longest: int = 0  # before it was cut
+    enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
+    warned: list[str] = field(default_factory=list)
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Count what happened to a row."""
@@ -101,7 +108,8 @@ class TokenRows:
     mask: MaskArray
     offsets: IndexArray
     targets: IndexArray
-    hashes: npt.NDArray[np.uint64]  # of each row's ids and mask; equal rows have equal ones
+    hashes: HashArray  # of each row's ids and mask; equal rows have equal ones
+    contexts: HashArray  # of what precedes each row's first target; the row's where nothing does
     chosen: IndexArray
     counts: Counts
 
@@ -144,7 +152,8 @@ class RowWriter:
         self._folder = folder
         self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
         # 8 bytes a row each, where a list of ints takes 40
-        self._lengths, self._targets, self._hashes = array("q"), array("q"), array("Q")
+        self._lengths, self._targets = array("q"), array("q")
+        self._hashes, self._contexts = array("Q"), array("Q")
 
     def add(self, ids: IdArray, mask: MaskArray) -> None:
         """Append a row: ids int32 [tokens], mask bool [tokens]."""
@@ -153,8 +162,9 @@ class RowWriter:
         self._mask.write(flags)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
-        digest = hashlib.blake2b(data + flags, digest_size=8).digest()
-        self._hashes.append(int.from_bytes(digest, "little"))
+        self._hashes.append(_hash64(data + flags))
+        first = int(mask.argmax())  # a row's first token is never a target
+        self._contexts.append(_hash64(ids[:first].tobytes()) if first > 1 else self._hashes[-1])
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -162,7 +172,7 @@ class RowWriter:
     def finish(self, counts: Counts) -> None:
         """Write the index and, last, the counts and every file's hash: theirs is the last file."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        index = (offsets, np.asarray(self._targets), np.asarray(self._hashes))
+        index = (offsets, *map(np.asarray, (self._targets, self._hashes, self._contexts)))
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in zip(INDEX, index, strict=True):
             files[name] = HashedFile(self._folder / name)
@@ -258,14 +268,19 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         written = about["blake2b"]
         if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
             return None
-        offsets, targets, hashes = (np.load(folder / name) for name in INDEX)
+        offsets, targets, hashes, contexts = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
         counts = Counts(**about["counts"])
     # what is left of a file may be anything
     except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError):
         return None
-    return TokenRows(ids, mask, offsets, targets, hashes, np.arange(len(targets)), counts)
+    chosen = np.arange(len(targets))
+    return TokenRows(ids, mask, offsets, targets, hashes, contexts, chosen, counts)
+
+
+def _hash64(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _hash_of(about: Mapping[str, object]) -> str:

@@ -18,6 +18,16 @@ def is_given(value: object) -> bool:
     return bool(value) if isinstance(value, str | list | tuple | dict) else value is not None
 
 
+def without_nulls(value: object) -> object:
+    """The value without the fields that are null, at any depth.
+
+    Arrow gives every object in a column the fields of all, which templates would render.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def label(name: str, place: str) -> str:
     """A field as messages name it. place: of the turn that it is in, or ""."""
     return f"{place}.{name}" if place else f"field {name!r}"

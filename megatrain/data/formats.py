@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain.data.fields import Row, RowError, filled_list, is_given, kind_of, text_of
-from megatrain.data.messages import Message, Turns, openai_turns, refuse_tools, sharegpt_turns
+from megatrain.data.messages import Message, Turns, openai_turns, sharegpt_turns
+from megatrain.data.tools import Tool, tools_of
 
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
 ALPACA = (
@@ -34,11 +35,12 @@ MATTERS = {
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
     **dict.fromkeys(("images", "videos", "audios"), _NOT_TEXT),
     **dict.fromkeys(("system", "system_prompt", "history", "chat_template_kwargs"), _NO_PLACE),
+    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _NO_PLACE),
 }
 # What they say of a document is no instruction for pre-training on it.
 ABOUT_DOCUMENTS = ("label", "score", "weight")
 SYSTEM = ("system", "system_prompt")
-ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs")
+ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs", "tools", "functions")
 # Variables of a template that are not a row's to set.
 OURS = (
     *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
@@ -53,12 +55,14 @@ class Chat:
     Attributes:
         plain: (prompt, completion) for tokenizers without a chat template.
         variables: what the row sets of its chat template, such as enable_thinking.
+        tools: that the model may call.
         unread: fields of turns that nobody reads.
     """
 
     messages: tuple[Message, ...]
     plain: tuple[str, str] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
     unread: frozenset[str] = frozenset()
 
 
@@ -108,7 +112,6 @@ def convert_row(form: RowFormat, row: object, *, pretrain: bool = False) -> Samp
     """
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {kind_of(row)}")
-    refuse_tools(row)
     about = ABOUT_DOCUMENTS if pretrain and form is FORMATS["text"] else ()
     _refuse_unread(row, (*form.reads, *about))
     return form.convert(row)
@@ -175,7 +178,9 @@ def _chat(row: Row, turns: Turns, plain: tuple[str, str] | None = None) -> Chat:
     for name in (name for name in OURS if name in given):
         raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
     messages = (*system, *turns.messages)
-    return Chat(messages, None if system or given else plain, given, turns.unread)
+    tools = tools_of(row, bare="conversations" in row)
+    plain = None if system or given or tools else plain
+    return Chat(messages, plain, given, tools, turns.unread)
 
 
 def _from_messages(row: Row) -> Sample:
@@ -229,7 +234,9 @@ FORMATS = {
     "sharegpt": RowFormat(("conversations",), _from_sharegpt),
     "prompt_completion": RowFormat(("prompt", "completion"), _from_prompt_completion),
     "alpaca": RowFormat(
-        ("instruction", "output"), _from_alpaca, also=("input", "history", *ABOUT_CHATS)
+        ("instruction", "output"),
+        _from_alpaca,
+        also=("input", "history", *SYSTEM, "chat_template_kwargs"),
     ),
     "text": RowFormat(("text",), lambda row: Document(text_of(row, "text")), also=()),
 }

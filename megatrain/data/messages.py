@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.fields import Row, RowError, is_given, label, numbered, one_of, text_of
+from megatrain.data.fields import Row, RowError, is_given, numbered, one_of, text_of
+from megatrain.data.tools import calls_of, parsed_calls
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system")}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"function": "tool"}  # its former name
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 # An empty system prompt is a choice, an empty question or answer a mistake.
 MAY_BE_EMPTY = ("system", "developer", "tool")
-TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
+CALLS = ("tool_calls", "function_call")
 # What trainers call the flag that makes a turn context only: OpenAI's, axolotl's two, ms-swift's.
 FLAGS = ("weight", "train", "training", "loss")
 # Fields of a turn that would change what is learnt, and are not read.
@@ -34,10 +37,6 @@ class Message:
     trained: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_template_input(self) -> dict[str, Any]:
-        """The dict that Hugging Face chat templates take."""
-        return {**self.extra, "role": self.role, "content": self.content}
-
 
 @dataclass(frozen=True)
 class Turns:
@@ -52,16 +51,20 @@ def openai_turns(turns: list[object], name: str) -> Turns:
     messages, unread = [], set()
     for place, turn in numbered(turns, name):
         _refuse(turn, place)
-        role = one_of(ROLES, turn, "role", place)
-        content = _content(turn, place, role in MAY_BE_EMPTY)
-        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS)}
+        role = ROLES[one_of(ROLES, turn, "role", place)]
+        calls = calls_of(turn, place)
+        if calls and role != "assistant":
+            raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
+        content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
         # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
-        extra = {
+        extra: dict[str, Any] = {
             key: text_of(turn, key, place, may_be_empty=True)
             for key, value in others.items()
             if isinstance(value, str)
         }
         unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
+        extra |= {"tool_calls": calls} if calls else {}
         messages.append(Message(role, content, _trained(turn, role, place), extra))
     return Turns(tuple(messages), frozenset(unread))
 
@@ -71,31 +74,29 @@ def sharegpt_turns(turns: list[object], name: str) -> Turns:
     messages, unread = [], set()
     for place, turn in numbered(turns, name):
         _refuse(turn, place)
-        role = SHAREGPT_ROLES[one_of(SHAREGPT_ROLES, turn, "from", place)]
+        theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
+        role = SHAREGPT_ROLES[theirs]
         content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+        extra: dict[str, Any] = {}
+        if theirs == "function_call":
+            content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
         others = (key for key in turn if key not in ("from", "value", *FLAGS))
         unread |= {f"{name}[].{key}" for key in others if is_given(turn[key])}
-        messages.append(Message(role, content, _trained(turn, role, place)))
+        messages.append(Message(role, content, _trained(turn, role, place), extra))
     return Turns(tuple(messages), frozenset(unread))
 
 
-def refuse_tools(row: Row, place: str = "") -> None:
-    """Raise RowError where a row or turn asks for tools."""
-    for name in TOOL_FIELDS:
-        if row.get(name):
-            raise RowError(f"{label(name, place)}: tool calling is not supported yet")
-
-
 def _refuse(turn: Row, place: str) -> None:
-    refuse_tools(turn, place)
     for name, reason in REFUSED.items():
         if is_given(turn.get(name)):
             raise RowError(f"{place}.{name}: {reason}")
 
 
-def _content(turn: Row, place: str, may_be_empty: bool) -> str:
-    """A string, or OpenAI's list of text parts."""
+def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
+    """A string, or OpenAI's list of text parts; empty where a turn has calls and no content."""
     parts = turn.get("content")
+    if calls and not is_given(parts):
+        return ""
     if not isinstance(parts, list):
         return text_of(turn, "content", place, may_be_empty)
     texts = []

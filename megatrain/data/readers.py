@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from megatrain.data.fields import without_nulls
 from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
@@ -166,7 +167,7 @@ def read_table(path: Path) -> Iterator[RawRow]:
             for start in range(0, len(batch), TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
-                    yield RawRow(f"{path} row {number}", str(path), row)
+                    yield RawRow(f"{path} row {number}", str(path), without_nulls(row))
     # flipped bytes also end in these
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]

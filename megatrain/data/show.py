@@ -41,9 +41,12 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
+        "split_texts": counts.split_texts,
+        "cut_answers": counts.cut_answers,
         "choices": list(counts.choices),
         "notes": dict(counts.notes),
         "unread_columns": list(counts.unread),
+        "warnings": warnings(rows),
     }
 
 
@@ -58,6 +61,7 @@ def describe(rows: Rows) -> list[str]:
         (found["remainder_tokens"], "tokens remain, which the last block holds"),
         (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
         (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
+        (counts.split_texts, "texts fill several rows each; method: pretrain packs texts"),
         (counts.without_target, "rows dropped, because no token to train on is left in them"),
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
@@ -69,8 +73,9 @@ def describe(rows: Rows) -> list[str]:
 
 
 def warnings(rows: Rows) -> list[str]:
-    """What happened to rows that a user may not want, each with its count."""
-    return [f"{count:,} {what}" for what, count in rows.counts.notes.items()]
+    """What happened to rows that a user may not want."""
+    counts = rows.counts
+    return [*counts.warned, *(f"{count:,} {what}" for what, count in counts.notes.items())]
 
 
 def histogram(rows: Rows) -> str:

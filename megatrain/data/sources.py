@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from megatrain.data.fields import without_nulls
 from megatrain.data.files import Named, files_in, is_saved, resolve
 from megatrain.data.readers import RawRow, numbered, read_file
 from megatrain.errors import DataError
@@ -200,7 +201,8 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
 
     def read() -> Iterator[RawRow]:
         with _in_one_sentence(f"{name}: broken data set"):
-            yield from numbered(itertools.chain.from_iterable(map(_as_python, chosen)), name)
+            rows = itertools.chain.from_iterable(map(_as_python, chosen))
+            yield from numbered(map(without_nulls, rows), name)
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,25 +16,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatrain.data.formats import Chat
+    from megatrain.data.messages import Message
+    from megatrain.data.tools import Tool
 
 Span = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 # What a template's own code may raise, besides errors of the template language.
 OF_ITS_CODE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# Fields of a turn that are the model's own words besides its content, as templates name them.
+WORDS = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a template is given: turns, and the row's own variables of the template."""
+    """What a template is given: turns, the row's own variables of the template, and tools."""
 
     turns: tuple[dict[str, Any], ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(chat: Chat) -> Scene:
-        turns = tuple(message.as_template_input() for message in chat.messages)
-        return Scene(turns, chat.variables)
+    tools: tuple[Tool, ...] = ()
 
     def beginning(self, count: int) -> Scene:
         return replace(self, turns=self.turns[:count])
@@ -46,6 +47,43 @@ class Scene:
 QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
 FOLLOWED = Scene((*ANSWERED.turns, QUESTION))
+KEY = "zq7key7qz"  # of the only argument of the call below
+PARAMETERS = {"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}}
+NAME = "zq7name7qz"
+FUNCTION = {"name": NAME, "description": "d", "parameters": PARAMETERS}
+TOOLS: tuple[Tool, ...] = ({"type": "function", "function": FUNCTION},)
+CALL = {"name": NAME, "arguments": {KEY: STAND_IN}}
+RESULT = {"role": "tool", "content": "result", "name": NAME, "tool_call_id": "abcdefghi"}
+CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    # some templates insist on ids of 9 characters
+    "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}],
+}
+
+
+def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
+    """Calls with their arguments as JSON text, or as they are."""
+    if not as_text:
+        return list(calls)
+    functions = (call["function"] for call in calls)
+    texts = (json.dumps(function["arguments"], ensure_ascii=False) for function in functions)
+    return [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(calls, texts, strict=True)
+    ]
+
+
+def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's turn with another text in place of what it says, and of the tools' names."""
+    said: dict[str, Any] = {name: STAND_IN for name in ("content", *WORDS) if turn.get(name)}
+    if "</think>" in (turn["content"] or ""):  # some templates take it apart there
+        said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
+    if calls := turn.get("tool_calls"):
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
+        ]
+    return {**turn, **said}
 
 
 class Template:
@@ -54,17 +92,20 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
             self._source: str = tokenizer.get_chat_template()
+            # a tokenizer may have another one for tools
+            self._with_tools: str = tokenizer.get_chat_template(tools=[dict(TOOLS[0])])
         except ValueError as error:  # several, and none of them the default
             raise DataError(f"{tokenizer.name_or_path}: no default chat template") from error
         self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token or ""
-        self.marks_answers = GENERATION.search(self._source) is not None
         tokens = tokenizer.added_tokens_decoder.values()
         self._special = {str(token) for token in tokens if token.special}
         # GPT-NeoX adds runs of spaces, which end no turn
         added = sorted(filter(str.strip, map(str, tokens)), key=len, reverse=True)
         any_of = "|".join(map(re.escape, added)) or "(?!)"
         self.next_token = re.compile(rf"\s*({any_of})")
+        # an ending may be of several tokens
+        self._ending = re.compile(rf"\s*(?:{any_of})*({any_of})")
         self._last_token = re.compile(rf"({any_of})\s*\Z")
 
     def render(self, scene: Scene, generation_prompt: bool = False) -> str:
@@ -73,7 +114,51 @@ class Template:
 
     def render_marked(self, scene: Scene) -> tuple[str, list[Span]]:
         """The text, and the spans of its `{% generation %}` blocks. Raises RowError."""
-        return self._run(scene, False, marks=self.marks_answers)
+        marks = GENERATION.search(self._with_tools if scene.tools else self._source)
+        return self._run(scene, False, marks=marks is not None)
+
+    def scene(self, chat: Chat) -> Scene:
+        """The conversation as this template wants it."""
+        return Scene(tuple(map(self.turn, chat.messages)), chat.variables, chat.tools)
+
+    def turn(self, message: Message) -> dict[str, Any]:
+        """The dict that Hugging Face chat templates take."""
+        turn = {**message.extra, "role": message.role, "content": message.content}
+        if calls := message.extra.get("tool_calls"):
+            content, as_text = self._form_of_calls
+            turn["content"] = message.content or content
+            turn["tool_calls"] = _with_arguments(calls, as_text)
+        return turn
+
+    @cached_property
+    def _form_of_calls(self) -> tuple[str | None, bool]:
+        """(content of a turn that only calls, whether arguments are JSON text) as it wants them.
+
+        Most take objects; templates that append arguments to a text take text, and some look for
+        calls only where the content is null.
+        """
+        for content, as_text in ((c, t) for c in ("", None) for t in (False, True)):
+            calls = _with_arguments(CALLING["tool_calls"], as_text)
+            calling = {**CALLING, "content": content, "tool_calls": calls}
+            try:
+                text = self.render(Scene((QUESTION, calling), tools=TOOLS))
+            except RowError:
+                continue
+            # an object as Python writes it, or a text quoted as JSON once more
+            garbled = f"'{KEY}'" in text or f'\\"{KEY}' in text
+            said_none = content is None and "None" in text
+            if NAME in text and STAND_IN in text and not garbled and not said_none:
+                return content, as_text
+        return "", False
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether it tells the model which tools there are."""
+        try:
+            text = self.render(Scene((QUESTION,), tools=TOOLS), generation_prompt=True)
+        except RowError:
+            return False
+        return NAME in text
 
     @cached_property
     def prompts(self) -> bool:
@@ -87,7 +172,10 @@ class Template:
     @cached_property
     def stop(self) -> str | None:
         """The token that ends an answer, else the one with which the next turn begins, if any."""
-        return self._after_answer(ANSWERED) or self._after_answer(FOLLOWED)
+        ending = self._ending.match(self._behind_answer(ANSWERED))
+        following = self.next_token.match(self._behind_answer(FOLLOWED))
+        found = ending or following
+        return found[1] if found else None
 
     def last_token(self, text: str) -> str | None:
         """The added token with which a text ends, but for white space."""
@@ -99,14 +187,12 @@ class Template:
         last = self.last_token(answer)
         return last is not None and (last == self.stop or last in self._special)
 
-    def _after_answer(self, scene: Scene) -> str | None:
-        """The token right after the content of an answer."""
+    def _behind_answer(self, scene: Scene) -> str:
+        """The text behind the content of an answer."""
         try:
-            tail = self.render(scene).partition(STAND_IN)[2]
+            return self.render(scene).partition(STAND_IN)[2]
         except RowError:  # a template for another kind of data
-            return None
-        token = self.next_token.match(tail)
-        return token[1] if token else None
+            return ""
 
     def _run(self, scene: Scene, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
         import jinja2
@@ -115,7 +201,8 @@ class Template:
         try:
             found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
                 conversations=[list(scene.turns)],
-                chat_template=self._source,
+                tools=[dict(tool) for tool in scene.tools] or None,
+                chat_template=self._with_tools if scene.tools else self._source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=generation_prompt,
                 **{**self._variables, **scene.variables},

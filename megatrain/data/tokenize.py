@@ -57,8 +57,8 @@ class Encoder:
     def _plain(self, chat: Chat) -> Marked:
         if chat.plain is None:
             raise RowError(
-                "the tokenizer has no chat template for conversations; use a chat model, or rows "
-                "of prompt and completion"
+                "the tokenizer has no chat template for conversations; name one "
+                "(data.chat_template: chatml), or use rows of prompt and completion"
             )
         prompt, completion = chat.plain
         text = prompt + completion

@@ -31,6 +31,7 @@ from megatrain.models.transforms.fp8 import fp8_supported
 from megatrain.optim import AdamW, Optimizer
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.settings import Settings
+from megatrain.storage.manifest import check_description
 
 logger = logging.getLogger("megatrain")
 
@@ -251,7 +252,9 @@ def read_config(config: Any, trust_remote_code: bool) -> Any:
     Raises ModelError and ConfigError.
     """
     if isinstance(config, (str, Path)):
-        return read_model_config(resolve_source(config, None, weights=False), trust_remote_code)
+        found = resolve_source(config, None, weights=False)
+        check_description(found.path)
+        return read_model_config(found, trust_remote_code)
     if not hasattr(config, "model_type"):
         raise ConfigError(
             f"config: {type(config).__name__} is neither a transformers configuration nor a folder "

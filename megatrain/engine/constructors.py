@@ -20,6 +20,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
+from megatrain.storage.manifest import check_description
 from megatrain.storage.weights import load_weights
 
 
@@ -76,10 +77,12 @@ class Constructors(ABC):
         Raises:
             ConfigError: an argument is out of range or cannot be had here.
             ModelError: the model is broken, or its family cannot be streamed.
+            StorageError: a file of it cannot be read, or fails the checksum that it has.
             PlanError: it does not fit.
             OutOfMemory: host or GPU memory does not suffice nevertheless.
         """
         found = resolve_source(source, revision)
+        check_description(found.path)
         prepared = prepare(
             read_model_config(found, trust_remote_code),
             optimizer=optimizer,

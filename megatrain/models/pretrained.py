@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatrain.data.named_templates import use_template
 from megatrain.errors import ModelError
 from megatrain.models.hub import download
 from megatrain.models.stops import end_of_turn
@@ -200,13 +201,18 @@ def _refuse_quantised(config: Any, file: Path) -> None:
             )
 
 
-def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: ModelSource, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a pad token: its own, or else its end-of-sequence token.
+
+    chat_template: a name or file of one to use instead of its own.
 
     A GGUF file's end-of-sequence token may be wrong: the one that ends a turn in its chat template
     goes before it.
 
-    Raises ModelError if it cannot be used, or needs code from the folder.
+    Raises ModelError if it cannot be used, or needs code from the folder, and DataError for a chat
+    template that cannot.
     """
     from transformers import AutoTokenizer
 
@@ -214,6 +220,8 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
         tokenizer: PreTrainedTokenizerBase = source.load(AutoTokenizer, trust_remote_code)
     except UNUSABLE as error:
         raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
+    if chat_template is not None:
+        use_template(tokenizer, chat_template)
     turn = end_of_turn(tokenizer)
     if source.kind == "gguf" and turn is not None:
         tokenizer.eos_token = turn
@@ -235,16 +243,16 @@ def load_generation_config(source: ModelSource) -> GenerationConfig | None:
 
 
 def load_config_and_tokenizer(
-    source: ModelSource, trust_remote_code: bool = False
+    source: ModelSource, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, GenerationConfig | None]:
     """Configuration, tokenizer and generation settings, which agree on special tokens.
 
-    `trust_remote_code` must come from the user, never from a file. Raises ModelError.
+    `trust_remote_code` must come from the user, never from a file. Raises as `load_tokenizer`.
     """
     from transformers import GenerationConfig
 
     config = read_model_config(source, trust_remote_code)
-    tokenizer = load_tokenizer(source, trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
     generation = load_generation_config(source)
     if source.kind == "gguf":
         ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id

@@ -5,19 +5,24 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.template import Template
+from megatrain.data.chat import ChatTemplate
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
+def ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens that end an assistant's turns in the chat template, the usual one first."""
+    try:
+        return ChatTemplate(tokenizer).stops if tokenizer.chat_template else ()
+    except DataError:  # none of several is the default
+        return ()
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token that ends an assistant's turn in the chat template, if there is one."""
-    try:
-        return Template(tokenizer).stop if tokenizer.chat_template else None
-    except DataError:  # none of several is the default
-        return None
+    return next(iter(ends_of_turns(tokenizer)), None)
 
 
 def stop_ids(settings: GenerationConfig | PretrainedConfig | None) -> list[int]:
@@ -38,7 +43,7 @@ def with_stops(
     from transformers import GenerationConfig
 
     known = stop_ids(generation or config)
-    tokens = dict.fromkeys(filter(None, (tokenizer.eos_token, end_of_turn(tokenizer))))
+    tokens = dict.fromkeys(filter(None, (tokenizer.eos_token, *ends_of_turns(tokenizer))))
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
     lacking = [token for token, number in ids.items() if number not in known]
     if not lacking:

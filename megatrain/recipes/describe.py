@@ -22,11 +22,12 @@ from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
-from megatrain.reporting.metrics import read_metrics
+from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.summary import Predicted, RunSummary
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
+from megatrain.storage.saves import find_checkpoint
 
 logger = logging.getLogger("megatrain")
 ENVIRONMENT_FILE = "env.json"
@@ -146,17 +147,18 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
 
     stop: the request that ended the run early; None if it came to its end.
     """
-    question, reply = None, None
+    question, reply, folder = None, None, run.config.output
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
-        run_dir=run.config.output,
+        run_dir=folder,
         steps=run.step - run.first_step,
         tokens=run.tokens - run.first_tokens,
         seconds=seconds,
-        **held_out_losses(run.config.output),
+        **held_out_losses(folder),
         best_step=run.best.get("step"),
-        final_dir=run.config.output / "final" if stop is None else None,
+        best_loss=run.best.get("loss"),
+        final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
         host=Predicted(plan.host_bytes, peak_host_bytes()),
@@ -184,12 +186,3 @@ def spent_economy(run: Run) -> Economy:
         counted.insert(0, "GPU measured" if measured else "GPU as given")
     tokens = run.tokens - run.first_tokens
     return Economy(tokens, run.spent_s, spent.total_j, prices_of(run.config), "; ".join(counted))
-
-
-def held_out_losses(run_dir: Path) -> dict[str, Any]:
-    """The first and the latest held-out loss of the whole run, by any of its processes."""
-    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
-    return {
-        "eval_loss_before": losses[0] if losses else None,
-        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
-    }

@@ -14,6 +14,7 @@ from megatrain.data.loader import held_out_batches
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
+from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import mean_loss
@@ -74,7 +75,9 @@ def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
     with reader(checkpoint, run_dir) as engine:
         size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
         limit = None if data else config.train.eval_rows
-        batches = held_out_batches(rows, size, model.pad_id, limit)
+        batches = held_out_batches(
+            rows, size, model.pad_id, limit, regimes=regimes_of(model.config)
+        )
         mean = mean_loss(engine, batches, SWEEP_MICRO_BATCHES * size, StopRequest())
     assert mean is not None, "nobody asked it to stop"
     loss, targets = mean

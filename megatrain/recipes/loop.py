@@ -17,14 +17,22 @@ from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batche
 from megatrain.engine.engine import Engine
 from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
+from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
+from megatrain.reporting.metrics import (
+    MetricsWriter,
+    SteadyTime,
+    StepMetrics,
+    StepTime,
+    held_out_losses,
+)
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -35,7 +43,7 @@ logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
 # Where a new run stands; a checkpoint keeps where it stands then.
-BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
+BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
 
 
 @dataclass
@@ -61,6 +69,7 @@ class Run:
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation
     non_finite: int  # steps in a row
+    waited: int  # evaluations since the best one
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
@@ -109,16 +118,29 @@ def fit(run: Run, stop: StopRequest) -> bool:
         request = StopRequest() if last else stop
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
-        # `best` needs each checkpoint's held-out loss; a run that is asked to stop saves at once
+        # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
-        if last or request.came():
+        saving = saving or better(run, loss)
+        enough = out_of_patience(run, loss)
+        if last or enough or request.came():
             save(run, loss)
         elif not saving or not try_to_save(run, loss):
             continue
+        if enough:
+            break
         if request.came():  # perhaps while the checkpoint was written
             return stopped(run)
-    write_final(run.config.output)
+    finish(run)
     return True
+
+
+def finish(run: Run) -> None:
+    """Write `final/`, as the config asks for it. Raises StorageError."""
+    if (wanted := run.config.checkpoint.final) != "none":
+        losses = held_out_losses(run.config.output)
+        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
+        card = model_card(run, held_out)
+        write_final(run.config.output, full=wanted == "full", card=card)
 
 
 def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
@@ -133,6 +155,23 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
+    """How many evaluations and saves follow step `step` of `total`, the last step's included.
+
+    evaluates: something is held out.
+    """
+
+    def multiples(*every: int | None) -> int:
+        return 0 if None in every else total // math.lcm(*every) - step // math.lcm(*every)  # type: ignore[arg-type]
+
+    save, look = config.checkpoint.every, config.train.eval_every
+    last = int(step < total)
+    saves = multiples(save) + last - int(last and due(save, total))
+    looks = multiples(save) + multiples(look) - multiples(save, look)
+    looks += last - int(last and (due(save, total) or due(look, total)))
+    return {"saving": saves, "evaluating": looks if evaluates else 0}
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -142,7 +181,8 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
-            result = run.engine.train_step(batch.micro_batches, next_token, rate)
+            with run.progress.doing("step", f"step {run.step + 1}"):
+                result = run.engine.train_step(batch.micro_batches, next_token, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
@@ -205,8 +245,11 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
         return None
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
-    batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
-    mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
+    batches = held_out_batches(
+        run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes
+    )
+    with run.progress.doing("evaluating"):
+        mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
     loss, targets = mean
@@ -214,6 +257,29 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     run.writer.write_eval(run.step, loss, targets, seconds)
     run.progress.evaluated(run.step, loss, seconds)
     return loss
+
+
+def better(run: Run, loss: float | None) -> bool:
+    """Whether a held-out loss is the best so far: then the step is saved, and `best` points to it.
+
+    That of the weights that a run begins with does not count: they lie elsewhere.
+    """
+    return loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
+
+
+def out_of_patience(run: Run, loss: float | None) -> bool:
+    """Count evaluations that were not better; say so when they are as many as may be."""
+    if loss is None:
+        return False
+    run.waited = 0 if better(run, loss) else run.waited + 1
+    patience = run.config.checkpoint.patience
+    if patience is None or run.waited < patience:
+        return False
+    logger.info(
+        f"step {run.step}: the last {run.waited} evaluations were not better than step "
+        f"{run.best.get('step')}; training ends (checkpoint.patience)"
+    )
+    return True
 
 
 def mean_loss(
@@ -254,23 +320,23 @@ def save(run: Run, loss: float | None) -> None:
     loss: held-out loss of this step, if it was computed.
     """
     model, before, started = run.model, run.best, time.perf_counter()
-    best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
-    if best:
+    if better(run, loss):
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
     try:
-        path = save_checkpoint(
-            run.config.output,
-            run.step,
-            run.engine,
-            model.tokenizer,
-            {**state, "position": run.loader.position(), **run.asked},
-            run.config.checkpoint.keep,
-            model.generation,
-            source=model.digests,
-            best=run.best.get("step"),
-            abandoned=run.abandoned,
-        )
+        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+            path = save_checkpoint(
+                run.config.output,
+                run.step,
+                run.engine,
+                model.tokenizer,
+                {**state, "position": run.loader.position(), **run.asked},
+                run.config.checkpoint.keep,
+                model.generation,
+                source=model.digests,
+                best=run.best.get("step"),
+                abandoned=run.abandoned,
+            )
     except StorageError:
         run.best = before
         raise

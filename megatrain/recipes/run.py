@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
+from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
+from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
@@ -27,11 +30,10 @@ from megatrain.recipes.describe import (
     decided,
     describe_run,
     facts_of,
-    held_out_losses,
     other_versions,
     summarize,
 )
-from megatrain.recipes.loop import BEGINNING, Run, fit
+from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
@@ -39,7 +41,7 @@ from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter, read_metrics
+from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.spikes import Spikes
@@ -56,8 +58,8 @@ from megatrain.storage.restore import (
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import checkpoint_name, checkpoints, run_lock
-from megatrain.storage.saves import newer_than
+from megatrain.storage.run_folder import checkpoint_name, checkpoints, folder_bytes, run_lock
+from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
 
@@ -122,11 +124,10 @@ def resume(
     check_installed(asked.track, asked.where("track"))
     with run_folder(run_dir) as console:
         going = where_to_go_on(run_dir, asked, checkpoint)
-        same = going.config == going.before and not going.found.named
-        if same and (run_dir / "final").is_dir():
+        if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
-            if going.config == going.before and not going.found.warnings:
+            if going.is_the_end(run_dir) and not going.found.warnings:
                 logger.info(
                     f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
                     "train.epochs or train.max_steps"
@@ -147,6 +148,12 @@ class GoingOn:
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+
+    def is_the_end(self, run_dir: Path) -> bool:
+        """Whether the run was finished, and nothing else is asked of it now."""
+        if self.found.path is None or self.found.named or self.config != self.before:
+            return False
+        return sequence_of(run_dir / "final", -1) >= sequence_of(self.found.path)
 
     def model(self) -> Model:
         """As the checkpoint describes it; what has changed where it came from is said.
@@ -218,6 +225,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         rows_per_step=train.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
+        regimes=regimes_of(parts.model.config),
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
@@ -243,27 +251,32 @@ def _run(
     exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
     watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
     with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
-        run = open_run(ready, console, stack, resuming)
+        progress = stack.enter_context(Progress(console, log_every=config.train.log_every))
+        run = open_run(ready, progress, stack, resuming)
         run.trace = profile
-        with run.progress, stop_requests() as stop:
+        with stop_requests() as stop:
             done = fit(run, stop)
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
-def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumable | None) -> Run:
+def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
-    can go on, and then `final/` is no longer its end.
+    can go on.
     """
     parts, plan, loader, config = ready.parts, ready.plan, ready.loader, ready.parts.config
     if resuming is None:
         describe_run(parts, plan)
-    engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
+    weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
+    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
+        engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state, source = dict(BEGINNING), None
     abandoned: list[Path] = []
     if resuming is not None:
-        source, state = load_resumable(config.output, engine, resuming)
+        size = folder_bytes(resuming.path) if resuming.path else None
+        with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+            source, state = load_resumable(config.output, engine, resuming)
         if source != resuming.path:  # which may have been saved under another config
             before, _ = resumed_configs(config.output, config, state)
             for change in check_changes(before, config):
@@ -277,6 +290,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
             state["best"] = {}  # another may be the best of what is there
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
+    progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     also = stack.enter_context(tracking(config.track, config.output, step, about))
@@ -290,9 +304,7 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         held_out=ready.held_out,
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
-        progress=Progress(
-            console, total_steps=total, first_step=step, log_every=config.train.log_every
-        ),
+        progress=progress,
         meter=meter,
         energy=EnergyMeter(meter),
         work=ModelFlops.of(parts.resolved.skeleton.anatomy, parts.model.config),

@@ -17,7 +17,7 @@ from megatrain.engine.build import check_positions, choose_device, choose_precis
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
-from megatrain.errors import ConfigError, ModelError, OutOfMemory
+from megatrain.errors import ConfigError, DataError, ModelError, OutOfMemory
 from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
 from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
@@ -32,6 +32,7 @@ from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
+from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
 
 if TYPE_CHECKING:
@@ -139,20 +140,30 @@ def prepare(
 
 
 def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model. Raises ModelError."""
-    model = config.model
-    return describe_model(model.source, model.revision, model.trust_remote_code)
+    """Configuration and tokenizer of the config's model. Raises ModelError and ConfigError."""
+    model, template = config.model, config.data.chat_template
+    try:
+        return describe_model(model.source, model.revision, model.trust_remote_code, template)
+    except DataError as error:
+        raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
 
 
 def describe_model(
-    source: str, revision: str | None = None, trust_remote_code: bool = False
+    source: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> Model:
     """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
 
-    Raises ModelError.
+    chat_template: as in `load_tokenizer`.
+
+    Raises ModelError, StorageError, and DataError for the template.
     """
     found = resolve_source(source, revision, weights=False)
-    return Model(*load_config_and_tokenizer(found, trust_remote_code), digests_of(found))
+    check_description(found.path)
+    read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
+    return Model(*read, digests_of(found))
 
 
 def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain.errors import UNEXPECTED
-from megatrain.machine.heartbeat import beats
+from megatrain.machine.heartbeat import total
 from megatrain.recipes.signals import STDERR
 from megatrain.reporting.words import human_seconds
 
@@ -36,9 +36,9 @@ def watchdog(timeout_s: float | None, step_s: float, log: Path) -> Iterator[None
     ended = threading.Event()
 
     def watch() -> None:
-        seen, idle = beats(), 0
+        seen, idle = total(), 0
         while not ended.wait(allowed / WAKES):
-            now = beats()
+            now = total()
             seen, idle = now, idle + 1 if now == seen else 0
             if idle >= WAKES:
                 _end(allowed, log)

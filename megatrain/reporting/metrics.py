@@ -164,13 +164,21 @@ class MetricsWriter:
         self._write(json_able({"step": step, **found}))
 
     def truncate_to(self, step: int) -> None:
-        """Drop everything after `step`, and a torn last line: a resumed run writes it again."""
-        kept = 0
-        for start, row, length in _lines(self.path):
-            if row is None or row["step"] > step:
-                break
-            kept = start + length
+        """Drop everything after `step`, and a torn last line: a resumed run writes it again.
+
+        The cut is behind the last line of `step` or before; a damaged line further up stays, with
+        a warning.
+        """
+        kept, damaged, lost = 0, [], []
+        for number, (start, row, length) in enumerate(_lines(self.path), 1):
+            if row is None:
+                damaged.append(number)
+            elif row["step"] <= step:
+                kept = start + length
+                lost = list(damaged)
         os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
+        for number in lost:
+            logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
 
     def _write(self, row: dict[str, Any]) -> None:
         self._also(row)
@@ -192,17 +200,21 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl` in order, up to the first broken one."""
-    rows = []
-    for _, row, _ in _lines(Path(run_dir) / METRICS_FILE):
-        if row is None:
-            break
-        rows.append(row)
-    return rows
+    """The lines of a run's `metrics.jsonl` in order, without broken ones."""
+    return [row for _, row, _ in _lines(Path(run_dir) / METRICS_FILE) if row is not None]
+
+
+def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
+    """The first and the latest held-out loss of the whole run, by any of its processes."""
+    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
+    return {
+        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
+    }
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
-    """(offset, object, length in bytes) of each line; the object is None if the line is torn."""
+    """(offset, object, length in bytes) of each line; the object is None if the line is broken."""
     offset = 0
     with path.open("rb") as file:
         for line in file:

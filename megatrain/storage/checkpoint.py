@@ -166,29 +166,46 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
     }
 
 
-def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Path:
-    """Make `final/` of a checkpoint (by default the last), as hard links.
+def write_final(
+    run_dir: Path | str,
+    checkpoint: Path | str | None = None,
+    *,
+    full: bool = False,
+    card: str | None = None,
+) -> Path:
+    """Make `final/` of a checkpoint (by default the last): its model, as hard links.
 
-    It costs no space while that checkpoint is kept.
+    They cost no space while that checkpoint is kept.
+
+    Args:
+        full: with the optimizer's state, so that a run may go on from it.
+        card: README.md.
 
     Raises:
         ConfigError: there is no such checkpoint.
-        StorageError: the disk fails.
+        StorageError: the disk fails, or the checkpoint has no intact manifest.
     """
     run_dir = Path(run_dir)
     which = "last" if checkpoint is None else Path(checkpoint).name
     source = saves.find_checkpoint(run_dir, which)
-    target = run_dir / run_folder.FINAL
+    manifest, target = read_manifest(source), run_dir / run_folder.FINAL
+    names = manifest.files if full else saves.model_files(manifest)
     with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
-        run_folder.link_tree(source, folder)
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            run_folder.link_or_copy(source / name, folder / name)
+        files = {name: manifest.files[name] for name in names}
+        if card is not None:
+            files["README.md"] = write_bytes(folder / "README.md", card.encode())
+        write_bytes(folder / MANIFEST, replace(manifest, files=files).encode())
     return target
 
 
 def reopen(run_dir: Path, source: Path) -> None:
-    """Remove `final/` of a run that goes on from `source`, unless it is of a later save.
+    """Remove a full `final/` of a run that goes on from `source`, unless it is of a later save.
 
-    If `source` is `final/` itself, as its checkpoint was lost, it becomes a checkpoint again.
-    Raises StorageError.
+    If `source` is `final/` itself, as its checkpoint was lost, it becomes a checkpoint again. One
+    that holds the model alone stays until the next takes its place. Raises StorageError.
     """
     final, saved = run_dir / run_folder.FINAL, saves.sequence_of(source)
     with system_errors(final, "move it"):
@@ -198,5 +215,5 @@ def reopen(run_dir: Path, source: Path) -> None:
         if source.resolve() == final.resolve():
             name = run_folder.checkpoint_name(read_manifest(final).step)
             run_folder.put_in_place(final, run_dir / name)
-        elif saves.sequence_of(final, unreadable=math.inf) <= saved:
+        elif saves.holds_state(final) and saves.sequence_of(final, math.inf) <= saved:
             run_folder.discard(final)

@@ -27,13 +27,12 @@ from megatrain.storage.manifest import stray_files, verify_checkpoint
 from megatrain.storage.run_folder import link_or_copy, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
 from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_bytes, write_model
-from megatrain.storage.saves import STATE, find_checkpoint
+from megatrain.storage.saves import find_checkpoint, model_files, with_state
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CHECKPOINT_ONLY = (STATE, "optimizer")  # not part of a model folder
 
 T = TypeVar("T")
 logger = logging.getLogger("megatrain")
@@ -208,6 +207,8 @@ def export(
         raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}")
     out = Path(out)
     source = find_checkpoint(Path(run_dir), checkpoint)
+    if dtype == "float32":
+        source = with_state(source)  # which has the other half of the master weights
     with _model_folder(out) as folder:
         manifest = verify_checkpoint(source)
         for name in stray_files(source, manifest):
@@ -215,10 +216,9 @@ def export(
         stored = open_shards(source)
         held = next(iter(stored.values())).dtype
         wanted = held if dtype is None else DTYPES[dtype]
-        for name in sorted(manifest.files):
+        for name in model_files(manifest):
             path, target = source / name, folder / name
-            stale = wanted != held and name.endswith((".safetensors", ".safetensors.index.json"))
-            if stale or Path(name).parts[0] in CHECKPOINT_ONLY:
+            if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
                 continue
             target.parent.mkdir(exist_ok=True)  # of several chat templates
             if path.suffix == ".safetensors":

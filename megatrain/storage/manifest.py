@@ -169,3 +169,29 @@ def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> N
 
 def damaged(path: Path) -> DamagedError:
     return DamagedError(f"{path}: does not match its checksum; {USE_ANOTHER}")
+
+
+def manifest_of_model(folder: Path) -> Manifest | None:
+    """The manifest of a folder that a model is read from, and that may be anyone's.
+
+    None: it has none, and nothing can be checked. Raises StorageError if the manifest is damaged.
+    """
+    return read_manifest(folder) if (folder / MANIFEST).is_file() else None
+
+
+def check_description(folder: Path) -> None:
+    """Check the small files of a model's folder, if it has a manifest, before they are read.
+
+    Raises DamagedError naming one that is missing or not as saved.
+    """
+    if manifest := manifest_of_model(folder):
+        check_model_files(folder, manifest, [n for n in manifest.files if not _is_tensors(n)])
+
+
+def check_model_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """As `check_files`, of a model that is read and not resumed: a user may have edited it."""
+    try:
+        check_files(folder, manifest, names)
+    except StorageError as error:
+        on_purpose = f"if it was changed on purpose, remove {folder / MANIFEST}"
+        raise DamagedError(f"{error}; {on_purpose}") from error

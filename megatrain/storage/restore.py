@@ -38,6 +38,7 @@ from megatrain.storage.manifest import (
     stray_files,
     verify_checkpoint,
 )
+from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
@@ -46,7 +47,7 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.safetensors_writer import WrittenFile
-from megatrain.storage.saves import STATE, find_checkpoint, holds_state, newest_first
+from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
 
 # A tensor in a file, and the array, block and tensor of the block that it is read into.
 _Transfer = tuple[StoredTensor, str, int, TensorSpec]
@@ -118,9 +119,12 @@ def load_resumable(
 
 
 def nothing_to_resume(run_dir: Path | str) -> StorageError:
+    run_dir = Path(run_dir)
+    config, final, anew = (run_dir / "config.yaml", run_dir / FINAL, f"output={run_dir}-2")
+    model = f", or from the trained model, with model={final}" if manifest_of(final) else ""
     return StorageError(
         f"{run_dir}: has no intact checkpoint to go on from; "
-        f"start again: megatrain train {Path(run_dir) / 'config.yaml'}"
+        f"start again: megatrain train {config} {anew}{model}"
     )
 
 

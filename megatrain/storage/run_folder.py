@@ -78,6 +78,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
 
 
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 if one cannot be read."""
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
 def bytes_of_checkpoints(run_dir: Path) -> int:
     """Disk space that the run's checkpoints take; a file with several names counts once."""
     folders = [*checkpoints(run_dir), *(path for path in [run_dir / FINAL] if path.is_dir())]
@@ -166,16 +174,6 @@ def point(run_dir: Path, name: str, target: Path) -> None:
     link.symlink_to(target.name)
     link.replace(run_dir / name)
     sync_folder(run_dir)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """Give every file below `source` a second name below `target`, as `link_or_copy` does."""
-    for path in sorted(source.rglob("*")):
-        other = target / path.relative_to(source)
-        if path.is_dir():
-            other.mkdir()
-        else:
-            link_or_copy(path, other)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.errors import ModelError, StorageError
+from megatrain.machine.heartbeat import BYTES_READ, beat
 from megatrain.storage.system_calls import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -316,6 +317,16 @@ class HashedReader:
             if piece is not part:
                 part.copy_(piece)
 
+    def chunks(
+        self, stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `read_chunks`, of a tensor behind all that was read before."""
+        self.skip_to(stored.offset)
+        for begin in range(0, stored.numel, chunk):
+            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+            self.read_into(piece)
+            yield begin, piece
+
     def skip_to(self, offset: int) -> None:
         """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
         assert offset >= self._done, (self.path, offset)
@@ -328,6 +339,7 @@ class HashedReader:
         os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
         _read_exactly(self._fd, view, begin, self.path)
         self._hash.update(view)
+        beat(BYTES_READ, len(view))
         os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop
 

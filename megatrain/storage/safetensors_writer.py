@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatrain.machine.heartbeat import BYTES_WRITTEN, beat
 from megatrain.storage.safetensors_reader import DTYPES, INDEX, bytes_of, in_parallel
 from megatrain.storage.system_calls import system_errors
 
@@ -90,6 +91,7 @@ class HashedFile:
             while done < len(piece):
                 with system_errors(self.path, "write it"):
                     done += os.write(self._fd, piece[done:])
+            beat(BYTES_WRITTEN, len(piece))
             self.nbytes += len(piece)
             self._unflushed += len(piece)
             if self._unflushed >= FLUSH_BYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from os.path import isfile  # false where Path's raises: in an unreadable folder
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage import run_folder
@@ -13,6 +13,7 @@ from megatrain.storage.run_folder import FINAL, LINKS, checkpoints
 from megatrain.storage.system_calls import system_errors
 
 STATE = "state.json"  # where the run is; a folder without it holds a model, and no run to resume
+RUN_ONLY = (STATE, "optimizer")  # of a checkpoint, what is no part of a model folder
 
 
 def manifest_of(folder: Path) -> Manifest | None:
@@ -33,6 +34,11 @@ def holds_state(folder: Path) -> bool:
     """True unless the folder is intact and holds no more than a model."""
     manifest = manifest_of(folder)
     return manifest is None or STATE in manifest.files
+
+
+def model_files(manifest: Manifest) -> list[str]:
+    """The names of the files that are the model's, and not the run's."""
+    return [name for name in sorted(manifest.files) if PurePath(name).parts[0] not in RUN_ONLY]
 
 
 def newest_first(run_dir: Path, unreadable: float = 0) -> list[Path]:
@@ -63,6 +69,14 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
         f"{run_dir}: has no checkpoint {which or 'to use'}; "
         f"there is {', '.join(there) or 'none at all'}"
     )
+
+
+def with_state(folder: Path) -> Path:
+    """The checkpoint that `final/` was made of, if it is still there; else the folder itself."""
+    if holds_state(folder):
+        return folder
+    of_the_same = (p for p in checkpoints(folder.parent) if sequence_of(p) == sequence_of(folder))
+    return next(of_the_same, folder)
 
 
 def newer_than(run_dir: Path, checkpoint: Path) -> list[Path]:

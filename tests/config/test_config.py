@@ -28,6 +28,7 @@ data:
   split: train
   text_field: body
   columns: {text: body}
+  chat_template: chatml
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
@@ -53,6 +54,8 @@ train:
 checkpoint:
   every: 10
   keep: 3
+  patience: 5
+  final: full
 optimizer:
   name: adamw
   moments: float32
@@ -112,7 +115,7 @@ def keys_of(text: str) -> list[tuple[int, str]]:
     return keys
 
 
-FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field")}
+FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
 FREE_TEXT |= {"memory.nvme"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]

@@ -92,7 +92,9 @@ def test_what_does_not_arrive_is_refused_or_counted(make_tokenizer, source, kind
 def test_what_is_left_out_of_an_answer_that_is_context_is_counted(make_tokenizer):
     thought = Message("assistant", "3", trained=False, extra={"reasoning_content": "hm"})
     marked = Encoder(make_tokenizer(CHATML)).mark(Chat((ASK, thought, ASK, SAY)))
-    assert marked.notes == ("reasoning_content texts are left out by the chat template",)
+    assert marked.notes == (
+        "fields 'reasoning_content' of messages are left out by the chat template",
+    )
 
 
 def test_an_answer_that_only_stands_in_the_question_did_not_arrive(make_tokenizer):

@@ -21,7 +21,8 @@ from tests.commands import environment
 from tests.files import names
 
 OPTIONS = DataOptions(seq_len=64)
-FILES = {"ids.bin", "mask.bin", "offsets.npy", "targets.npy", "hashes.npy", "counts.json"}
+FILES = {"ids.bin", "mask.bin", "offsets.npy", "targets.npy", "hashes.npy", "contexts.npy"}
+FILES |= {"counts.json"}
 CORRUPTIONS = 300
 Start = Callable[[], TokenRows]
 
@@ -35,7 +36,7 @@ def start(write_jsonl, make_tokenizer, cache) -> Start:
 
 
 def contents(rows: TokenRows) -> list[object]:
-    arrays = (rows.ids, rows.mask, rows.offsets, rows.targets, rows.hashes)
+    arrays = (rows.ids, rows.mask, rows.offsets, rows.targets, rows.hashes, rows.contexts)
     return [rows.counts, rows.digest, *(np.asarray(array).tolist() for array in arrays)]
 
 

@@ -174,6 +174,15 @@ def test_a_token_in_the_answer_s_own_text_does_not_end_it(make_tokenizer):
     assert targets(tokenizer, chat(turns)) == ["\nb</tool_call><|im_start|>"]
 
 
+def test_an_ending_of_two_tokens_is_whole_also_where_turns_are_rewritten(make_tokenizer):
+    two = FORGETS_THINKING.replace("'<|im_end|>\n'", "'<|endoftext|><|im_end|>\n'")
+    tokenizer = make_tokenizer(two)
+    thinking = "<think>\n\n</think>\n\n"
+    ends = "<|endoftext|><|im_end|>"
+    assert targets(tokenizer, chat(SHORT)) == [f"b{ends}", f"{thinking}d{ends}"]
+    assert Template(tokenizer).stop == "<|im_end|>"
+
+
 def test_everything_ends_too_where_all_is_trained_on(make_tokenizer):
     encoder = Encoder(make_tokenizer(HEADED), "all")
     for turns, ended in ((SHORT, True), (SHORT[:3], False)):

@@ -86,7 +86,7 @@ def test_weight_zero_is_context():
 def test_text_parts_are_joined_and_strings_reach_the_template():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     row = {"messages": [said(parts, name="eve", id=3)]}
-    assert read(row).messages[0].as_template_input() == said("ab", name="eve")
+    assert read(row).messages[0] == Message("user", "ab", extra={"name": "eve"})
 
 
 def test_alpaca_input_follows_the_instruction():
@@ -107,7 +107,8 @@ SAYS = {  # each column of MATTERS with something that it could say
     "chosen": "yes", "rejected": "no", "label": False, "kto_tag": True, "score": 0.0, "margin": 2,
     "weight": 0, "images": ["a.png"], "videos": ["a.mp4"], "audios": ["a.wav"], "system": "be kind",
     "system_prompt": "be kind", "history": [["a", "b"]],
-    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template_kwargs": {"enable_thinking": False}, "tools": [{"name": "f"}],
+    "functions": [{"name": "f"}], "tool_calls": [{"name": "f"}], "function_call": {"name": "f"},
 }  # fmt: skip
 READ = {
     (name, column)
@@ -115,6 +116,11 @@ READ = {
     for column in ("system", "system_prompt", "chat_template_kwargs")
     if name != "text"
 } | {("alpaca", "history")}
+READ |= {
+    (name, column)
+    for name in ("messages", "sharegpt", "prompt_completion")
+    for column in ("tools", "functions")
+}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -218,8 +224,9 @@ BAD = [
     ({"messages": [said("\ud800")]}, "surrogate"),
     ({"messages": [said("hi", weight=0.5)]}, "only 0 and 1"),
     ({"messages": [said([{"type": "image"}])]}, "only text parts"),
-    ({"messages": [said("x", "assistant", tool_calls=[{}])]}, "tool calling is not supported"),
-    ({"text": "hi", "tools": [{}]}, "tool calling is not supported"),
+    ({"messages": [said("x", tool_calls=[{"name": "f"}])]}, "only the assistant's turns have c"),
+    ({"text": "hi", "tools": [{"name": "f"}]}, "field 'tools': a row of this format has no place"),
+    ({"instruction": "a", "output": "b", "tools": [{"name": "f"}]}, "field 'tools': a row of this"),
     ({"conversations": [{"from": "alien", "value": "hi"}]}, "unknown role 'alien'"),
     ({"conversations": [{"from": "human"}]}, "value is missing"),
     ({"prompt": "", "completion": "x"}, "'prompt' is empty"),

@@ -20,7 +20,9 @@ from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import loop
 from megatrain.storage.manifest import read_manifest
+from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import run_lock
+from megatrain.storage.saves import find_checkpoint
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
 from tests.files import flip, forge
 from tests.recipes.same_run import same_run
@@ -75,13 +77,10 @@ def test_a_finished_run_is_left_as_it_is(megatrain, copied):
     assert files_of(copied) == before
 
 
-@pytest.mark.parametrize("lost", [(), ("checkpoint-5", "checkpoint-10")], ids=["none", "all"])
 @pytest.mark.parametrize("how", ["stopped at step 12", "killed before its first step"])
 def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
-    megatrain, copied, stop_after, how, lost
+    megatrain, copied, stop_after, how
 ):
-    for name in lost:
-        shutil.rmtree(copied / name)
     if how == "stopped at step 12":
         stop_after(12)
         megatrain("resume run train.max_steps=14", code=75)
@@ -89,10 +88,29 @@ def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatrain.recipes.run.fit", Mock(side_effect=MegaTrainError("killed")))
             assert "killed" in megatrain("resume run train.max_steps=14", code=1).err
-    assert not (copied / "final").exists()
+    assert read_manifest(copied / "final").step == 10, "the model of the first end stays"
+    assert find_checkpoint(copied) == copied / ("checkpoint-12" if "12" in how else "final")
     megatrain("resume run")
     assert [row["step"] for row in steps_of(copied)] == list(range(1, 15))
     assert read_manifest(copied / "final").step == 14
+
+
+def test_a_full_final_is_resumed_from_when_nothing_else_is_left(megatrain, project):
+    megatrain("train cfg.yaml checkpoint.final=full")
+    for name in ("checkpoint-5", "checkpoint-10"):
+        shutil.rmtree(project / "run" / name)
+    done = megatrain("resume run train.max_steps=12")
+    assert "resuming from run/final" in done.err
+    assert read_manifest(project / "run" / "final").step == 12
+    assert find_resumable(project / "run").path == project / "run" / "checkpoint-12"
+
+
+def test_a_final_with_the_model_alone_is_a_new_beginning(megatrain, copied):
+    for name in ("checkpoint-5", "checkpoint-10"):
+        shutil.rmtree(copied / name)
+    done = megatrain("resume run train.max_steps=12", code=7)
+    assert "output=run-2, or from the trained model, with model=run/final" in done.err
+    megatrain("train run/config.yaml output=run-2 model=run/final train.max_steps=1")
 
 
 @pytest.mark.parametrize("override", ["data.eval=9", "data.train=others.jsonl", "train.seq_len=27"])
@@ -283,7 +301,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, copied, monkeypa
 FREE = {
     "hang_timeout",
     "track",
-    *(f"checkpoint.{key}" for key in ("every", "keep")),
+    *(f"checkpoint.{key}" for key in ("every", "keep", "final", "patience")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
     *(
         f"memory.{key}"

@@ -378,3 +378,19 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(megatrain, project, 
     refused = megatrain("train cfg.yaml track=wandb", code=2)
     assert "track: wandb is not installed; pip install 'megatrain[wandb]'" in refused.err
     assert not (project / "run").exists()
+
+
+@pytest.mark.parametrize("save", [None, 1, 4, 5, 20])
+@pytest.mark.parametrize("look", [None, 1, 3, 6])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_what_is_still_to_come_is_counted_as_the_loop_does_it(save, look, evaluates):
+    config = mt.load_config(
+        {"model": "m", "data": {"train": "x"}},
+        {"checkpoint.every": save, "train.eval_every": look, "train.max_steps": 12},
+    )
+    for step in range(13):
+        later = range(step + 1, 13)
+        saves = {n for n in later if n == 12 or loop.due(save, n)}
+        looks = saves | {n for n in later if loop.due(look, n)}
+        expected = {"saving": len(saves), "evaluating": len(looks) if evaluates else 0}
+        assert loop.still_to_come(config, evaluates, 12, step) == expected

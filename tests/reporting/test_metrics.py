@@ -115,6 +115,29 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
         assert json.loads(lines[-1])["step"] == 5
 
 
+@pytest.mark.parametrize("damage", ["{", "\xff", "0", "\n"])
+def test_a_damaged_line_costs_no_other(tmp_path, caplog, damage):
+    write(tmp_path, 6)
+    path = tmp_path / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(n for n, line in enumerate(lines) if json.loads(line)["step"] <= 4)
+    for number, line in enumerate(lines):
+        damaged = line[:3] + damage.encode("latin1") + line[4:]
+        path.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
+        caplog.clear()
+        with MetricsWriter(tmp_path) as writer:
+            writer.truncate_to(4)
+        kept = [*lines[: last + 1]]
+        if number < last:
+            kept[number] = damaged
+            assert f"{METRICS_FILE}:{number + 1}: is damaged" in caplog.messages[0]
+        elif number == last:
+            kept.pop()
+        assert path.read_bytes() == b"".join(kept)
+        steps = {row["step"] for row in read_metrics(tmp_path)}
+        assert steps >= {json.loads(line)["step"] for n, line in enumerate(kept) if n != number}
+
+
 def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
     words = r"nowhere.metrics\.jsonl: cannot be written \(No such file"
     with pytest.raises(StorageError, match=words):

@@ -72,7 +72,7 @@ def reopened(run_dir: Path) -> None:
 
 def finished(run_dir: Path, engine: Any) -> None:
     saved(run_dir, engine, 1, 2)
-    write_final(run_dir)
+    write_final(run_dir, full=True)
 
 
 def lost_newest(run_dir: Path, engine: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
 
 def test_a_final_newer_than_what_is_resumed_from_stays(run_dir, engine, save):
     save(1, 2)
-    write_final(run_dir)
+    write_final(run_dir, full=True)
     reopen(run_dir, run_dir / "checkpoint-1")
     assert load_checkpoint(run_dir / "final", engine) == {"step": 2}
     reopen(run_dir, run_dir / "checkpoint-2")

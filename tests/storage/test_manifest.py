@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning(run_dir
 
 def test_final_is_resumed_from_when_nothing_else_is_left(run_dir, engine, save):
     path = save(1)
-    write_final(run_dir)
+    write_final(run_dir, full=True)
     shutil.rmtree(path)
     assert find_resumable(run_dir).path == run_dir / "final"
 

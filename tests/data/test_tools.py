@@ -1,0 +1,227 @@
+"""Tools, calls of them and their results: as rows have them, as templates take them, and what of
+them is trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.fields import RowError
+from megatrain.data.formats import Chat, convert_row, detect_format
+from megatrain.data.tokenize import Encoder
+from megatrain.models.stops import ends_of_turns
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "get_weather", "description": "Look outside.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
+ARGUMENTS = {"city": 'Paris, "Tx"\né', "days": 2}
+
+
+def call(arguments: Any = ARGUMENTS, **more: Any) -> dict[str, Any]:
+    return {**more, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+
+
+ASK = {"role": "user", "content": "Weather?"}
+RESULT = {"role": "tool", "content": "sunny"}
+TELL = {"role": "assistant", "content": "It is sunny."}
+
+
+def turns(*calls: dict[str, Any], content: str | None = None) -> list[dict[str, Any]]:
+    return [ASK, {"role": "assistant", "content": content, "tool_calls": [*calls]}, RESULT, TELL]
+
+
+def read(row: dict[str, Any]) -> Chat:
+    form = detect_format(row)
+    assert form is not None
+    chat = convert_row(form, row)
+    assert isinstance(chat, Chat)
+    return chat
+
+
+PLAIN = read({"messages": turns(call()), "tools": TOOLS})
+CALL_TEXT = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
+SHAREGPT = [("human", "Weather?"), ("function_call", CALL_TEXT), ("observation", "sunny")]
+SHAREGPT += [("gpt", "It is sunny.")]
+CONVERSATIONS = [{"from": role, "value": text} for role, text in SHAREGPT]
+OLD = [ASK, {"role": "assistant", "function_call": json.loads(CALL_TEXT)}]
+OLD += [{"role": "function", "content": "sunny"}, TELL]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": turns(call(json.dumps(ARGUMENTS))), "tools": json.dumps(TOOLS)},
+        {"messages": turns({"name": "get_weather", "arguments": ARGUMENTS}), "tools": TOOLS},
+        {"conversations": CONVERSATIONS, "tools": json.dumps([WEATHER])},
+        {"conversations": turns(call()), "tools": TOOLS},
+        {"messages": OLD, "functions": [WEATHER]},
+    ],
+)
+def test_every_form_says_the_same(row):
+    assert read(row) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": turns(call("{"))}, r"tool_calls\[0\].arguments: not JSON"),
+        ({"messages": turns(call("3"))}, "expected an object or JSON text of one, found a number"),
+        ({"messages": turns({"function": "f"})}, r"\[0\].function: expected an object, found text"),
+        ({"messages": turns({"arguments": {}})}, r"\[0\].name is missing"),
+        ({"messages": [ASK, {**TELL, "tool_calls": 3}]}, "expected a list of objects, found a num"),
+        ({"messages": [ASK, TELL], "tools": "nothing"}, "field 'tools': not JSON"),
+        ({"messages": [ASK, TELL], "tools": [{"type": "function"}]}, r"tools\[0\].name is missing"),
+        ({"messages": [ASK, TELL], "tools": TOOLS, "functions": [WEATHER]}, "keep one"),
+        ({"messages": [ASK, {"role": "assistant", "content": ""}]}, r"messages\[1\].content is em"),
+    ],
+)
+def test_what_cannot_be_read_is_named(row, words):
+    with pytest.raises(RowError, match=words):
+        read(row)
+
+
+# like Qwen2.5: an object, between words that are no special tokens
+LIKE_QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content if m.content else '' }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# like Mistral: no generation prompt and no header
+LIKE_MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last %}[TOOLS]"
+    "{{ tools | tojson }}[/TOOLS]{% endif %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}[RESULTS] {{ m.content | tojson }} [/RESULTS]"
+    "{% elif m.tool_calls %}[CALLS] {% for c in m.tool_calls %}{{ c.function | tojson }}"
+    "{% endfor %}{{ eos_token }}{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# like DeepSeek's: text of arguments, and calls only where there is no content
+LIKE_DEEPSEEK = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "<|im_start|>{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'assistant' %}<|im_start|>{{ m.content + eos_token }}"
+    "{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
+)
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+FUNCTION = '{"name": "get_weather", "arguments": ' + JSON + "}"
+QWEN_TARGETS = [f"<tool_call>{FUNCTION}</tool_call><|im_end|>", "It is sunny.<|im_end|>"]
+
+
+def spans(tokenizer: Any, chat: Chat) -> list[str]:
+    marked = Encoder(tokenizer).mark(chat)
+    assert marked.spans is not None
+    return [marked.text[start:stop] for start, stop in marked.spans]
+
+
+def test_calls_are_targets_and_results_are_not(make_tokenizer):
+    assert spans(make_tokenizer(LIKE_QWEN), PLAIN) == QWEN_TARGETS
+
+
+# like GLM-4.5: a call ends where its result begins, and an answer where the next question does
+LIKE_GLM = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{{ {'user': '<|im_start|>', 'tool': '<|endoftext|>'}.get(m.role, '') + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
+)
+
+
+def test_what_ends_a_call_is_a_stop_too(make_tokenizer):
+    tokenizer = make_tokenizer(LIKE_GLM, eos="<|im_end|>")
+    tokenizer.add_tokens(["</tool_call>"])
+    ends = [one[one.rindex("<") :] for one in spans(tokenizer, PLAIN)]
+    assert ends == ["<|endoftext|>", "<|im_start|>"]
+    assert ends_of_turns(tokenizer) == ("<|im_start|>", "<|endoftext|>")
+    assert Encoder(tokenizer).mark(PLAIN).notes == ()
+
+
+def test_without_a_generation_prompt(make_tokenizer):
+    found = spans(make_tokenizer(LIKE_MISTRAL), replace(PLAIN, tools=()))
+    call_of = json.dumps({"name": "get_weather", "arguments": ARGUMENTS}, ensure_ascii=False)
+    assert [one.strip() for one in found] == [
+        f"[CALLS] {call_of}<|endoftext|>",
+        "It is sunny.<|endoftext|>",
+    ]
+
+
+def test_the_template_decides_on_the_form_of_arguments(make_tokenizer):
+    found = spans(make_tokenizer(LIKE_DEEPSEEK), PLAIN)
+    assert found[0].endswith(f"get_weather\n{JSON}<|endoftext|>")
+
+
+def test_reasoning_and_content_beside_calls_are_targets(make_tokenizer):
+    said = turns(call(), call({}), content="Let me look.")
+    said[1]["reasoning_content"] = "hm"
+    (first, _) = spans(make_tokenizer(LIKE_QWEN), read({"messages": said, "tools": TOOLS}))
+    assert first.startswith("<think>hm</think>Let me look.<tool_call>")
+    assert first.endswith('"arguments": {}}</tool_call><|im_end|>')
+
+
+@pytest.mark.parametrize("template", [LIKE_QWEN, LIKE_MISTRAL])
+def test_the_text_is_that_of_transformers(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    messages = [ASK] if template is LIKE_MISTRAL else turns(call(), content="")
+    chat = read({"messages": [*messages, TELL], "tools": TOOLS})
+    theirs = tokenizer.apply_chat_template([*messages, TELL], tools=TOOLS, tokenize=False)
+    if template is LIKE_MISTRAL:  # which shows tools only before the last question
+        with pytest.raises(RowError, match="field 'tools': the chat template leaves them out"):
+            Encoder(tokenizer).mark(chat)
+    else:
+        assert Encoder(tokenizer).mark(chat).text == theirs
+
+
+def test_masks_are_those_of_generation_blocks(make_tokenizer):
+    blocks = LIKE_QWEN.replace(
+        "{% if m.reasoning", "{% if m.role == 'assistant' %}{% generation %}{% if m.reasoning"
+    ).replace(
+        "<|im_end|>\n{% endfor %}",
+        "<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+        "{% endfor %}",
+    )
+    tokenizer = make_tokenizer(blocks, trim_offsets=False)
+    theirs = tokenizer.apply_chat_template(
+        turns(call(), content=""), tools=TOOLS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    for template in (blocks, LIKE_QWEN):
+        encoder = Encoder(make_tokenizer(template, trim_offsets=False))
+        ((ids, mask),) = encoder.encode([encoder.mark(PLAIN)])
+        assert ids.tolist() == theirs["input_ids"]
+        assert mask.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_a_template_without_tools_or_calls_refuses(make_tokenizer):
+    encoder = Encoder(make_tokenizer())
+    with pytest.raises(RowError, match="field 'tools': the chat template leaves them out"):
+        encoder.mark(PLAIN)
+    with pytest.raises(RowError, match=r"messages\[1\]: the chat template leaves "):
+        encoder.mark(replace(PLAIN, tools=()))
+
+
+def test_a_tokenizer_s_own_template_for_tools_is_used(make_tokenizer):
+    plain = LIKE_QWEN.replace("{% if tools %}", "{% if false %}")
+    both = make_tokenizer({"default": plain, "tool_use": LIKE_QWEN})
+    assert spans(both, PLAIN) == QWEN_TARGETS
+    assert "Look outside" in Encoder(both).mark(PLAIN).text
+    with pytest.raises(RowError, match="leaves them out"):
+        spans(make_tokenizer(plain), PLAIN)
+
+
+def test_arrow_s_nulls_are_no_fields(make_tokenizer, cache):
+    """A column's objects have the fields of all of them."""
+    other = turns({"name": "get_weather", "arguments": {"town": "Oslo"}})
+    rows = [{"messages": turns(call({"city": "Rome"})), "tools": TOOLS}]
+    rows += [{"messages": other, "tools": TOOLS}]
+    tokenizer = make_tokenizer(LIKE_QWEN)
+    data = encode_source(Dataset.from_list(rows), tokenizer, DataOptions(seq_len=None), cache)
+    first = tokenizer.decode(data.row(0)[0])
+    assert '"arguments": {"city": "Rome"}' in first
+    assert "null" not in first

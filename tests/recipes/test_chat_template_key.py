@@ -1,0 +1,64 @@
+"""A chat template that the config names is used, saved, and kept by later commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatrain.data.named_templates import find_template
+from megatrain.models.pretrained import load_tokenizer, resolve_source
+
+TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
+TWO_STEPS = "train.max_steps=2 data.eval=null"
+
+
+@pytest.fixture
+def base(tmp_path: Path, model_dir: Path) -> Path:
+    """The model without a chat template."""
+    copy = shutil.copytree(model_dir, tmp_path / "base")
+    (copy / "chat_template.jinja").unlink()
+    return copy
+
+
+def test_a_base_model_is_trained_with_a_named_template(megatrain, project, base):
+    words = "no chat template for conversations; name one (data.chat_template: chatml)"
+    assert words in megatrain(f"data cfg.yaml model={base}", code=3).err
+    megatrain(f"train cfg.yaml model={base} data.chat_template=chatml {TWO_STEPS}")
+    for name in ("checkpoint-2", "final"):
+        saved: Any = AutoTokenizer.from_pretrained(project / "run" / name)
+        assert saved.chat_template == find_template("chatml")
+        text = saved.apply_chat_template(TURNS, tokenize=False)
+        assert text.endswith("<|im_start|>assistant\n1 2 3<|im_end|>\n")
+    assert megatrain("eval run --data rows.jsonl --json").json["eval_target_tokens"] > 0
+
+
+def test_a_file_that_changes_makes_other_rows_than_the_checkpoint_s(megatrain, project, base):
+    file = project / "mine.jinja"
+    file.write_text(find_template("chatml"))
+    run = f"train cfg.yaml model={base} chat_template=mine.jinja {TWO_STEPS} checkpoint.every=1"
+    megatrain(run)
+    shutil.rmtree(project / "run" / "final")
+    more = "resume run train.max_steps=3"
+    file.write_text(find_template("mistral"))
+    assert "not those of the checkpoint" in megatrain(more, code=3).err
+    file.write_text(find_template("chatml"))
+    megatrain(more)
+
+
+def test_what_cannot_be_used_is_named_with_its_line(megatrain, project):
+    (project / "cfg.yaml").write_text(
+        "model: model\ndata:\n  train: rows.jsonl\n  chat_template: gemma\n"
+    )
+    error = megatrain("data cfg.yaml", code=2).err
+    words = "cfg.yaml:4: data.chat_template: gemma: the tokenizer has no token <start_of_turn>"
+    assert error.startswith(f"error: {words}")
+
+
+def test_a_gguf_file_takes_one_too(smollm2_gguf):
+    tokenizer: Any = load_tokenizer(resolve_source(smollm2_gguf), chat_template="alpaca")
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert text.endswith(f"### Response:\n1 2 3{tokenizer.eos_token}\n\n")
