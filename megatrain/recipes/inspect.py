@@ -20,7 +20,13 @@ from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import mean_loss
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
-from megatrain.recipes.setup import Model, describe_model, quiet_libraries, read_model
+from megatrain.recipes.setup import (
+    Model,
+    check_weights,
+    describe_model,
+    quiet_libraries,
+    read_model,
+)
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
@@ -61,6 +67,7 @@ def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
         neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
         raise ConfigError(f"{named}: {neither}; name rows with --data")
     model = describe_model(str(checkpoint))
+    check_weights(str(checkpoint))
     rows_of = {"data.train": data, "data.eval": None} if data else {}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE, rows_of)

@@ -87,6 +87,8 @@ def plan(
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
+    if shape_alone or config.model.init == "pretrained":
+        setup.check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
@@ -198,6 +200,8 @@ def get_ready(config: Config, model: Model | None = None) -> Ready:
 
     model: another than the config's.
     """
+    if model is None and config.model.init == "pretrained":
+        setup.check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
