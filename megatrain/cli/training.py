@@ -15,6 +15,8 @@ from megatrain.cli.app import (
     RunDir,
     Timeline,
     app,
+    find_model,
+    find_shape,
     finish,
     need_folder,
     print_json,
@@ -35,6 +37,7 @@ def train(
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import run
 
     finish(run.train(settings, profile), as_json)
@@ -87,11 +90,13 @@ def plan(
     target, given = _target_of(arguments, "plan")
     shape_alone = not names_config(target)
     if shape_alone:
+        find_shape(target)
         from megatrain.recipes.shapes import bench_config
 
         settings = bench_config(target, given)
     else:
         settings = load_config(target, given)
+        find_model(settings.model.source, settings.model.revision)
     from megatrain.planner.explain import render
     from megatrain.recipes import run
     from megatrain.reporting.progress import logging_on
@@ -129,6 +134,10 @@ def bench(
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
+    from megatrain.config import names_config
+
+    if not names_config(target):
+        find_shape(target)
     from megatrain.recipes.shapes import bench_config
 
     settings = bench_config(target, [*shorts, *given])

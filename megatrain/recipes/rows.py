@@ -12,6 +12,7 @@ from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.recipes.setup import Model, day_of
 
@@ -49,6 +50,14 @@ def read_rows(
         on_progress=rows_logger(),
         expected=expected,
     )
+
+
+def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
+    """Log how many rows and tokens there are, and what was lost or looks wrong."""
+    for line in describe(rows):
+        logger.info(line)
+    for line in warnings(rows, held_out):
+        logger.warning(line)
 
 
 def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:

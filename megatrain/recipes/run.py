@@ -18,7 +18,6 @@ from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
-from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
@@ -35,7 +34,7 @@ from megatrain.recipes.describe import (
     summarize,
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
-from megatrain.recipes.rows import read_rows
+from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
@@ -94,6 +93,8 @@ def plan(
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
+    if shape_alone or config.model.init == "pretrained":
+        setup.check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
@@ -218,14 +219,13 @@ def get_ready(config: Config, model: Model | None = None, expected: str | None =
     model: another than the config's.
     expected: the digest of the rows of a run that goes on.
     """
+    if model is None and config.model.init == "pretrained":
+        setup.check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
-    for line in describe(rows):
-        logger.info(line)
-    for line in warnings(rows, held_out):
-        logger.warning(line)
+    say_rows(rows, held_out)
     for line in filter(None, [parts.model.about_stops]):
         logger.info(line)
     if held_out is not None:

@@ -37,6 +37,7 @@ from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
 from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
+from megatrain.storage.safetensors_reader import check_shards
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -187,6 +188,18 @@ def digest_of_template(name: str | None) -> dict[str, str]:
     """SHA-256 of `data.chat_template`, if it is set. Raises DataError if it cannot be read."""
     text = None if name is None else find_template(name)
     return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
+
+
+def check_weights(source: str, *, needed: bool = True) -> None:
+    """Look whether a local folder holds the weights that it says, before anything takes long.
+
+    needed: false allows a folder without any. Raises ModelError and StorageError.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir() or resolve_source(folder).kind == "gguf":
+        return
+    if needed or any(folder.glob("*.safetensors")):
+        check_shards(folder)
 
 
 def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:

@@ -96,6 +96,12 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`precision: auto` is float32, as on a processor that is not fast at bf16."""
+    monkeypatch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
+
+
 @pytest.fixture(scope="session")
 def finished_project(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path
