@@ -88,8 +88,13 @@ def takes(one: Schema) -> str:
         return f"`{one['const']}`"
     kind = one["type"]
     if kind == "array":
-        fixed = one.get("prefixItems")
-        return f"{len(fixed)} numbers" if fixed else "a folder or a list of them"
+        if "prefixItems" in one:
+            return f"{len(one['prefixItems'])} numbers"
+        if "enum" in one["items"]:
+            return f"{takes(one['items'])} or a list of them"
+        return "a list of these" if "anyOf" in one["items"] else "a folder or a list of them"
+    if kind == "object":
+        return f"{{{', '.join(one['properties'])}}}" if "properties" in one else "mapping"
     if kind in ("integer", "number"):
         return _number(one)
     words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text", "object": "mapping"}

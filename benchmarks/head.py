@@ -46,8 +46,15 @@ class Problem:
         )
 
     def project(self, x: Tensor) -> Tensor:
-        norm, weight = self.parameters
-        return functional.linear(functional.rms_norm(x, norm.shape, norm, 1e-6), weight)
+        return functional.linear(self.normed(x), self.parameters[1])
+
+    def project_by_autograd(self, x: Tensor) -> Tensor:
+        """The same, with the weight's gradient from autograd, to be added to the sum."""
+        return self.normed(x) @ self.parameters[1].T
+
+    def normed(self, x: Tensor) -> Tensor:
+        norm = self.parameters[0]
+        return functional.rms_norm(x, norm.shape, norm, 1e-6)
 
     def add(self, grads: list[Tensor | None]) -> None:
         for total, grad in zip(self.sums, grads, strict=True):
@@ -57,17 +64,17 @@ class Problem:
     def open_sums(self) -> list[Sum]:
         return [Sum(total, empty=False) for total in self.sums]
 
-    def run(self, chunk: int, **options: Any) -> None:
+    def run(self, project: Callable[[Tensor], Tensor], chunk: int, *, fused: bool = False) -> None:
         head.loss_and_gradients(
-            self.project,
+            project,
             self.hidden,
             self.targets,
             next_token,
             1 / len(self.hidden),
             chunk,
             self.parameters,
-            self.add,
-            **options,
+            self.open_sums(),
+            fused,
         )
 
 
@@ -127,10 +134,10 @@ def before(problem: Problem, chunk: int) -> None:
 VARIANTS: dict[str, Callable[[Problem, int], None]] = {
     "products": products,
     "before": before,
-    "eager": lambda problem, chunk: problem.run(chunk),
-    "eager, sums": lambda problem, chunk: problem.run(chunk, sums=problem.open_sums()),
-    "fused": lambda problem, chunk: problem.run(chunk, fused=True),
-    "fused, sums": lambda problem, chunk: problem.run(chunk, sums=problem.open_sums(), fused=True),
+    "eager": lambda problem, chunk: problem.run(problem.project_by_autograd, chunk),
+    "eager, sums": lambda problem, chunk: problem.run(problem.project, chunk),
+    "fused": lambda problem, chunk: problem.run(problem.project_by_autograd, chunk, fused=True),
+    "fused, sums": lambda problem, chunk: problem.run(problem.project, chunk, fused=True),
 }
 
 

@@ -158,7 +158,7 @@ def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     from megatrain.data.loader import counted
     from megatrain.planner.job import StepTokens
 
-    steps = [row_lengths(case, number) for number in range(STEPS_LOOKED_AT)]
+    steps = [[row_lengths(case, number)] for number in range(STEPS_LOOKED_AT)]
     return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
 
 

@@ -27,8 +27,8 @@ import transformers
 
 import megatrain
 from megatrain.config import Config, load_config
-from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
+from megatrain.data.loader import Loader, held_out_batches
 from megatrain.engine.activations.codecs import CODECS, GroupScaled
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import update_threads

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import errno
+import re
 
 UNEXPECTED = 1
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
+
+# What steers a terminal, or the direction of its text; and what cannot be encoded.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelt out, as \\x1b: what files say must not steer a
+    terminal. Line ends and tabs stay."""
+    return CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 class MegaTrainError(Exception):

@@ -44,7 +44,7 @@ class Option:
 
 OPTIONS = (
     Option("micro_batch_tokens", "train.micro_batch_tokens", "cutting", "micro-batch", 1, REORDERS,
-           "Padded tokens computed at once; changes memory and speed, not the result."),
+           "Padded tokens computed at once; changes memory, speed and rounding."),
     Option("groups", "train.groups", "cutting", "groups", 1, REORDERS,
            "Accumulation groups of a step; each streams all weights once forward and once "
            "backward, and holds only its own micro-batches' activations."),

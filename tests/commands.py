@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,13 @@ def evaluations_of(run_dir: Path) -> list[Row]:
     return [row for row in metrics_of(run_dir) if "eval_loss" in row]
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
 def files_of(run_dir: Path) -> dict[Path, int]:
     """When each file of a run was written last, but for its lock and its log."""
     files = (path for path in run_dir.rglob("*") if path.name not in (".lock", "train.log"))
@@ -107,21 +115,42 @@ def environment() -> dict[str, str]:
 
 
 FORKER = """
-import json, os, sys
+import json, os, subprocess, sys
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import inspect, run
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 AdamW().compile()
+def opened(kind):
+    if kind == "log":
+        return os.open("forked.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if kind == "full":
+        return os.open("/dev/full", os.O_WRONLY)
+    if kind == "broken":
+        reader, writer = os.pipe()
+        os.close(reader)
+        return writer
+    command = kind.split()
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=opened("log")).stdin.fileno()
+def put(stream, kind):
+    number = {"stdin": 0, "stdout": 1, "stderr": 2}[stream]
+    if kind == "closed":
+        os.close(number)
+        setattr(sys, stream, None)
+    else:
+        os.dup2(opened(kind), number)
 for line in sys.stdin:
-    folder, arguments = json.loads(line)
+    folder, arguments, first, streams = json.loads(line)
     child = os.fork()
     if child == 0:
+        os.setsid()
         os.chdir(folder)
-        log = os.open("forked.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for stream, kind in streams.items():
+            put(stream, kind)
+        if streams["stdout"] == streams["stderr"] != "closed":
+            os.dup2(2, 1)
+        exec(first)
         os._exit(cli.main(arguments))
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -141,11 +170,17 @@ class Forker:
             env={**environment(), "MEGATRAIN_CACHE": str(token_cache)},
         )
 
-    def start(self, *arguments: str) -> int:
-        """Start a command in the current folder, its output going to forked.log there; returns its
-        process id."""
+    def start(self, *arguments: str, first: str = "", **streams: str) -> int:
+        """Start a command in the current folder, in a process group of its own; returns its id.
+
+        first: Python code that the process runs before.
+        streams: where stdin, stdout and stderr go: "log" (forked.log in that folder), "closed",
+            "full", "broken" (a pipe that nobody reads), or a command that reads it, such as
+            "head -1", in the same group.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([str(Path.cwd()), arguments]) + "\n")
+        given = {"stdout": "log", "stderr": "log", **streams}
+        self.process.stdin.write(json.dumps([str(Path.cwd()), arguments, first, given]) + "\n")
         self.process.stdin.flush()
         return self._answer()
 

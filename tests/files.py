@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import resource
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
 import transformers
+
+from megatrain.storage.hashed_file import WrittenFile
+from megatrain.storage.manifest import read_manifest
 
 
 def names(folder: Path) -> set[str]:
@@ -24,6 +32,17 @@ def flip(path: Path, position: int = -1) -> None:
     path.write_bytes(data)
 
 
+def forge(folder: Path, **changes: Any) -> None:
+    """Write a manifest that agrees with the files as they are now."""
+    old = read_manifest(folder)
+    data = {name: (folder / name).read_bytes() for name in old.files}
+    files = {
+        name: WrittenFile(name, len(read), hashlib.sha256(read).hexdigest())
+        for name, read in data.items()
+    }
+    (folder / "MANIFEST.json").write_bytes(replace(old, **{"files": files, **changes}).encode())
+
+
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
     """A disk that is full after `nbytes` of any one file."""
@@ -33,6 +52,21 @@ def largest_file(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def as_an_ordinary_user() -> Iterator[None]:
+    """Without the right to read what its modes forbid (CAP_DAC_OVERRIDE and _READ_SEARCH)."""
+    libc = ctypes.CDLL(None)
+    header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this thread and those it starts
+    before = ctypes.create_string_buffer(24)
+    assert libc.capget(header, before) == 0
+    effective, *others = struct.unpack("=6I", before.raw)
+    assert libc.capset(header, struct.pack("=6I", effective & ~0b110, *others)) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before.raw) == 0
 
 
 def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ QWEN_SIZES = {
 
 # Qwen2.5's layers, sequence 1024, bf16, on CUDA.
 QWEN_7B = ModelShape(
-    family="qwen2",
     parameters=7_615_616_512,
     block_numel=(544_997_376, *[233_058_304] * 28, 545_001_472),
     tied=False,
@@ -85,7 +84,6 @@ QWEN_7B = ModelShape(
 )
 # The 1.5B model's layers with an embedding and a head that are not tied.
 QWEN_1B8 = ModelShape(
-    family="qwen2",
     parameters=1_777_088_000,
     block_numel=(233_373_696, *[46_797_824] * 28, 233_375_744),
     tied=False,
@@ -127,7 +125,6 @@ TINY_LAYER = BlockCost(
     PassCost(5000, 100, 400, 200, 30, 10), PassCost(10_000, 200, 800, 400, 60, 20)
 )
 TINY = ModelShape(
-    family="tiny",
     parameters=9_900,
     block_numel=(1000, 2000, 3000, 4000),
     tied=False,

@@ -115,7 +115,7 @@ def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Copies of the last `forward_backward`'s gradients, by tensor name, once they have landed."""
-    finished = engine.parts.sink.finished()
+    finished = engine.parts.sink.finished
     assert finished, "call forward_backward first"
     named: dict[str, Tensor] = {}
     for gradient in finished:

@@ -92,7 +92,9 @@ def recipes(monkeypatch, tmp_path):
     monkeypatch.setattr("megatrain.planner.explain.render", lambda plan, out: plan.render(out))
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
+    Path("rows.jsonl").touch()
     Path("run").mkdir()
+    Path("some/folder").mkdir(parents=True)
     return recorder
 
 
@@ -117,7 +119,9 @@ def test_a_run_ends_with_the_code_of_its_summary(recipes, capsys, command, code)
 
 def test_resume_hands_over_the_folder_and_overrides(recipes):
     assert cli.main(["resume", "run", "train.max_steps=9"]) == 0
-    assert recipes.calls == [("resume", Path("run"), ["train.max_steps=9"])]
+    assert cli.main(["resume", "run", "--checkpoint", "9"]) == 0
+    expected = [(["train.max_steps=9"], None), ([], "9")]
+    assert recipes.calls == [("resume", Path("run"), *given) for given in expected]
 
 
 def test_plan_prints_and_fits(recipes, capsys):
@@ -163,7 +167,7 @@ def test_eval_prints_the_loss(recipes, capsys):
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
-    assert recipes.calls == [("evaluate", Path("run"), data) for data in ("held.jsonl", None)]
+    assert recipes.calls == [("evaluate", "run", data) for data in ("held.jsonl", None)]
 
 
 def test_export_prints_the_folder(recipes, capsys):
@@ -175,7 +179,8 @@ def test_export_prints_the_folder(recipes, capsys):
 def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
-    assert recipes.calls == [("generate", Path("run"), "Capital of France?", 7)]
+    greedy = {"temperature": 0.0, "top_p": None, "seed": None}
+    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None)]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +196,37 @@ def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, t
 
     monkeypatch.setattr(sys, "stdin", Stdin())
     assert cli.main(["generate", "run", "--json"]) == code
-    assert recipes.calls == ([("generate", Path("run"), "Hi?", 128)] if code == 0 else [])
+    assert [call[:4] for call in recipes.calls] == (
+        [("generate", "run", "Hi?", 128)] if code == 0 else []
+    )
 
 
-@pytest.mark.parametrize("command", [["resume"], ["eval"], ["export", "out"], ["generate", "Hi?"]])
+@pytest.mark.parametrize("command", [["resume"], ["export", "out"]])
 def test_a_missing_folder_is_named(recipes, capsys, command):
     assert cli.main([command[0], "nowhere", *command[1:]]) == 2
     assert capsys.readouterr().err.startswith("error: nowhere: no such folder; ")
+    assert recipes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("eval some/model --data rows.jsonl", "some/model: is no local folder"),
+        ("generate some/model hi", "some/model: is no local folder"),
+        ("plan some/model", "some/model: is no local folder"),
+        ("bench some/model", "some/model: is no local folder"),
+        ("train cfg.yaml model=some/model", "some/model: is no local folder"),
+        ("data cfg.yaml model=some/model", "some/model: is no local folder"),
+        (
+            "plan qwen2.5-8b",
+            "qwen2.5-8b: is no local folder or file; known shapes are qwen2.5-0.5b",
+        ),
+        ("bench mine", "mine: is no local folder or file; known shapes are qwen2.5-0.5b"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
     assert recipes.calls == []
 
 
@@ -319,6 +348,8 @@ def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
         f"{MAIN}(['train', '--help'])",
         f"{MAIN}(['schema'])",
         f"{MAIN}(['train', 'nowhere.yaml'])",
+        f"{MAIN}(['generate', 'some/model', 'hi'])",
+        f"{MAIN}(['plan', 'qwen2.5-8b'])",
     ],
 )
 def test_help_and_config_import_nothing_heavy(statement):

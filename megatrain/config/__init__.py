@@ -2,6 +2,6 @@
 
 from megatrain.config.example import config_schema, example_config
 from megatrain.config.fields import Config
-from megatrain.config.load import load_config, names_config
+from megatrain.config.load import load_config, load_run, names_config
 
-__all__ = ["Config", "config_schema", "example_config", "load_config", "names_config"]
+__all__ = ["Config", "config_schema", "example_config", "load_config", "load_run", "names_config"]

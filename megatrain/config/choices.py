@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from megatrain.config.names import INSTEAD_OF_ADAFACTOR
-from megatrain.config.values import Choice
+from megatrain.config.values import Choice, as_texts, wanted
 
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
@@ -28,6 +28,7 @@ Format = Annotated[
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
+Final = Annotated[Literal["model", "full", "none"], Choice()]
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
 OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]
 Moments = Annotated[Literal["auto", "float32", "bfloat16", "int8"], Choice()]
@@ -39,4 +40,8 @@ Attention = Annotated[
 ]
 Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
 NvmeArrays = Annotated[Literal["auto", "state", "gradients", "all"], Choice()]
+Trackers = Annotated[
+    tuple[Literal["wandb", "tensorboard", "trackio"], ...],
+    wanted("wandb, tensorboard, trackio or a list of them", as_texts),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Choice()]

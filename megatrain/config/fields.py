@@ -8,27 +8,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.values import refuse
+from megatrain.config.sources import HeldOut, Sources
+from megatrain.config.values import Options, key, refuse
 from megatrain.settings import OPTION, OPTIONS, contradiction
 
 DEFAULT_TOKENS_PER_STEP = 65536
 DEFAULT_DECAY_SHARE = 0.2  # of all steps, the last stretch of `wsd`
-
-
-class Options(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def key(default: object, words: str) -> Any:
-    """A key with its default and its meaning, as the schema gives it."""
-    return Field(default=default, description=words)
 
 
 def option(field: str) -> Any:
@@ -87,12 +77,13 @@ class ModelOptions(Options):
 class DataOptions(Options):
     """Rows to train on, and rows to hold out."""
 
-    train: v.Source = Field(
-        description="File (json, jsonl, txt, csv, parquet, arrow), folder of such files, "
-        "folder of save_to_disk, or hub id; a split may follow a colon."
+    train: Sources = Field(
+        description="File (json, jsonl, txt, md, csv, tsv, parquet, arrow; also .gz), folder of "
+        "such files, folder of save_to_disk, glob, or hub id, with a split after a colon; or a "
+        "list of these or of {path, weight, split, format}, which is read as one."
     )
-    eval: v.HeldOut = key(
-        0.02, "Share of the rows, number of rows, or a source of its own; null holds nothing out."
+    eval: HeldOut = key(
+        0.02, "Share of the rows, number of rows, or sources of its own; null holds nothing out."
     )
     format: c.Format = key("auto", "Row format; auto finds it from the columns.")
     train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
@@ -107,7 +98,14 @@ class DataOptions(Options):
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
-    split: v.TextOrNull = key(None, "Split of a data set or folder, such as train.")
+    split: v.TextOrNull = key(
+        None,
+        "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
+        "only one.",
+    )
+    date: v.DayOrAuto = key(
+        "auto", "Date that chat templates are told; auto: of the run's first start."
+    )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
     chat_template: v.TextOrNull = key(
         None,
@@ -133,7 +131,9 @@ class TrainOptions(Options):
     layer_chunk_tokens: v.CountAutoOrNull = option("layer_chunk_tokens")
     retained: v.NumberOrAuto = option("retained")
     cheap_retention: v.FlagOrAuto = option("cheap_retention")
-    seq_len: v.SequenceLength = key(4096, "Longest row in tokens; longer ones are cut and counted.")
+    seq_len: v.SequenceLength = key(
+        4096, "Longest row in tokens; longer texts are split, other rows cut."
+    )
     epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
     max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
     learning_rate: v.Positive = key(1e-5, "Peak learning rate.")
@@ -195,7 +195,17 @@ class CheckpointOptions(Options):
     every: v.CountOrNull = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
-    keep: v.Count = key(2, "Newest checkpoints that stay on disk, besides the best.")
+    keep: v.Count = key(
+        2,
+        "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
+    )
+    patience: v.CountOrNull = key(
+        None, "Evaluations without a better held-out loss that end the run; null: it goes on."
+    )
+    final: c.Final = key(
+        "model",
+        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
+    )
 
 
 class OptimizerOptions(Options):
@@ -306,6 +316,15 @@ class Config(Options):
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    track: c.Trackers = key(
+        (),
+        "Experiment trackers that get every line of metrics.jsonl, the config and the plan.",
+    )
+    hang_timeout: v.CountOrNull = key(
+        600,
+        "Seconds, at least three planned steps, in which nothing moves before a run shows every "
+        "thread's stack and ends with exit code 1; null: never.",
+    )
     output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
     sample_prompt: v.TextOrNull = key(
         None, "Prompt that the summary at the end answers; null takes a held-out row."
@@ -333,6 +352,8 @@ class Config(Options):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
+        if self.checkpoint.patience is not None and self.data.eval is None:
+            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"
             refuse("data.train_on", reason)
@@ -357,12 +378,12 @@ class Config(Options):
     def with_values(self, values: Mapping[str, object]) -> Config:
         """A validated copy with dotted keys replaced: `{"train.micro_batch_tokens": 8192}`."""
         tree = self.model_dump(mode="json")
-        for key, value in values.items():
-            *sections, name = key.split(".")
+        for dotted, value in values.items():
+            *sections, name = dotted.split(".")
             target = tree
             for section in sections:
                 target = target[section]
-            assert name in target, key
+            assert name in target, dotted
             target[name] = value
         return Config.model_validate(tree).with_places(self._places.by_key)
 

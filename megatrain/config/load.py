@@ -21,9 +21,11 @@ from megatrain.config.document import (
 )
 from megatrain.config.fields import Config
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
+from megatrain.config.sources import check_sources
 from megatrain.config.values import nearest, shown
 from megatrain.errors import ConfigError
 
+MOST_PROBLEMS = 10  # that are shown at once
 TOP = ""  # the section of top-level keys
 _ALIAS_SECTIONS = (TOP, "train")
 BETAS: Key = ("optimizer", "betas")
@@ -97,6 +99,15 @@ def load_config(
     return _validate(leaves, name)
 
 
+def load_run(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """`load_config`, and a look whether the data is there. Raises ConfigError and DataError."""
+    config = load_config(source, overrides)
+    check_sources(config)
+    return config
+
+
 def _nested(names: Sequence[str], tree: Located) -> dict[str, Located]:
     """The mapping {train: {seq_len: tree}} of the names train and seq_len."""
     for name in reversed(names):
@@ -112,6 +123,8 @@ def _parse_override(override: str) -> dict[str, Located]:
     if not equals or not all(name.strip() for name in names):
         expected = "key=value, such as train.learning_rate=1e-5"
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not {expected}")
+    if text.startswith("*"):  # a glob: to YAML it would be an alias, of which there are none here
+        return _nested(names, Located(text, COMMAND_LINE))
     try:
         tree = read_yaml(text, COMMAND_LINE)
     except ConfigError as error:
@@ -131,7 +144,9 @@ class _Collector:
         """The leaves gathered so far; starts anew. Raises ConfigError with all faults."""
         self._refuse_rivals()
         if self.problems:
-            raise ConfigError("\n".join(self.problems))
+            more = len(self.problems) - MOST_PROBLEMS
+            rest = [f"and {more:,} more"] if more > 0 else []
+            raise ConfigError("\n".join([*self.problems[:MOST_PROBLEMS], *rest]))
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -150,7 +165,8 @@ class _Collector:
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))
             else:
-                self.problems.append(leaf.problem(_unknown(section, name)))
+                told = len(self.problems) < MOST_PROBLEMS  # a hint takes milliseconds
+                self.problems.append(leaf.problem(_unknown(section, name) if told else "unknown"))
 
     def _section(self, name: str, entry: Located, leaf: Leaf) -> None:
         if isinstance(entry.value, dict):

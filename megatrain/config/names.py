@@ -129,6 +129,7 @@ ALIASES: dict[str, Alias] = {
     "max_eval_samples": Alias(("train", "eval_rows")),
     "save_steps": Alias(("checkpoint", "every")),
     "save_total_limit": Alias(("checkpoint", "keep")),
+    "early_stopping_patience": Alias(("checkpoint", "patience")),
     "output_dir": Alias(("output",)),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "weight_decay": Alias(("optimizer", "weight_decay")),
@@ -149,6 +150,7 @@ ALIASES: dict[str, Alias] = {
     "torch_compile": Alias(("compile",)),
     **_all("packing sample_packing", Alias(("data", "packing"))),
     **_all("use_cpu no_cuda", _on_cpu),
+    "report_to": Alias(("track",), lambda value: [] if value in ("none", ["none"]) else value),
 }
 
 # Keys of which one excludes the others: each inner tuple is one way to say the same thing.
@@ -178,10 +180,8 @@ _BY_STEPS = "only counting steps is offered"
 _NO_EVALUATION = Refusal(
     f"{_BY_STEPS} (train.eval_every), or no evaluation (data.eval: null)", ("steps", None)
 )
-_TRACKER = Refusal(
-    "experiment trackers are not built yet; metrics.jsonl in the run folder has every step",
-    (None, "none", [], ["none"]),
-)
+_TRACKER = Refusal("not offered; `track` takes wandb, tensorboard and trackio", (None, False))
+_WANDB = Refusal("set in the environment, as WANDB_PROJECT; `track: wandb` turns it on", (None,))
 _HUB = Refusal("nothing is uploaded; use `megatrain export` and upload the folder")
 _COMPILE = _drop("`compile: true` compiles the layers, and nothing of how is left to choose")
 # Every earlier run folder has these keys, whatever its optimizer, so `auto` is harmless.
@@ -227,7 +227,6 @@ REFUSED: dict[str, Refusal] = {
     "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay, train.warmup", (None, {})),
     "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
     **_all("beta2_decay clip_threshold", _ADAFACTOR_KEY),
-    "report_to": _TRACKER,
     "push_to_hub": _HUB,
     "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
     "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
@@ -248,7 +247,8 @@ REFUSED_PREFIXES: dict[str, Refusal] = {
     **_all("lora_ qlora_ peft_", _ADAPTER),
     "bnb_": _QUANTISED,
     **_all("deepspeed_ fsdp_", _SHARDING),
-    **_all("wandb_ mlflow_ comet_", _TRACKER),
+    "wandb_": _WANDB,
+    **_all("mlflow_ comet_", _TRACKER),
     "hub_": _HUB,
     "torch_compile_": _COMPILE,
     "ddp_": _drop("one GPU is used; data-parallel training is not built yet"),

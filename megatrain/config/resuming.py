@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import glob
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.document import COMMAND_LINE
+from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
 from megatrain.errors import ConfigError
@@ -33,7 +35,7 @@ REFUSED = {
     "output": "a run stays in its folder, which may be moved as a whole",
 }
 FLAGGED = {
-    "model": "configuration and tokenizer are read from there; the weights are the checkpoint's",
+    "model": "configuration, tokenizer and weights are the checkpoint's all the same",
     "data.packing": "rows are summed in another order from here on",
     "data": "the rows are read anew, and must be those of the checkpoint",
     "optimizer": "the update differs from here on",
@@ -55,13 +57,23 @@ FLAGGED = {
     **KEPT_OPTIONS,
 }
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
-KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "precision", "optimizer.moments", "compile")
+KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
+KEPT_CHOICES += ("compile",)
 
 
-def resumed_configs(
-    run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]
-) -> tuple[Config, Config]:
-    """(the run's config, the config to go on with), both asking for what the run chose at first.
+PATHS = (
+    "model.path",
+    "model.config",
+    "data.train",
+    "data.eval",
+    "data.chat_template",
+    "memory.nvme",
+    "output",
+)
+
+
+def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
+    """What the run's config.yaml asks for now, with keys set over it.
 
     Raises ConfigError for a folder that holds no run, and for wrong overrides.
     """
@@ -71,21 +83,68 @@ def resumed_configs(
             f"{run_dir}: is not a run folder (no {CONFIG_FILE}); name the folder that a run wrote "
             "(`output` in its config)"
         )
-    asked = load_config(path, overrides)
-    kept: dict[str, Any] = {"output": str(run_dir)}  # the folder may have been moved
-    if (run_dir / RESOLVED_FILE).is_file():
-        decided = flatten(load_config(run_dir / RESOLVED_FILE).model_dump(mode="json"))
-        kept |= {key: decided[key] for key in KEPT_CHOICES}
-    given = flatten(asked.model_dump(mode="json"))
+    return with_absolute_paths(load_config(path, overrides), but=("output",))
+
+
+def for_state(config: Config, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint keeps of the config: as asked for, and what was chosen for it."""
+    asked = with_absolute_paths(config).model_dump(mode="json", exclude={"output"})
+    chosen = flatten(config.with_values(decided).model_dump(mode="json"))
+    return {"config": asked, "chosen": {key: chosen[key] for key in KEPT_CHOICES}}
+
+
+def resumed_configs(
+    run_dir: Path, asked: Config, saved: Mapping[str, Any]
+) -> tuple[Config, Config]:
+    """(the config that `saved` is of, the config to go on with), both with the run's choices.
+
+    A choice is kept unless its key was changed since: on the command line or in config.yaml.
+
+    Args:
+        asked: as `asked_again`.
+        saved: of a checkpoint, as `for_state`.
+
+    Raises ConfigError for a checkpoint that has no config.
+    """
+    if "config" not in saved:
+        raise ConfigError(
+            f"{run_dir}: was saved by a release that kept no config in its checkpoints; resume it "
+            "with that release"
+        )
+    then = load_config(saved["config"])
+    kept = {"output": str(run_dir), **saved["chosen"]}  # the folder may have been moved
+    now, before = (flatten(config.model_dump(mode="json")) for config in (asked, then))
     for rule in EXCLUSIONS:  # an option that is set now gives up a choice that it excludes
         key, other = KEYS[rule.field], KEYS[rule.other]
-        if given[key] not in ("auto", 0, False) and other in kept:
+        if now[key] not in ("auto", 0, False) and other in kept:
             kept[other] = rule.needs
-        elif given[other] is False and key in kept:
+        elif now[other] is False and key in kept:
             kept[key] = type(kept[key])()  # 0 or false
-    not_set = [key for key in kept if not asked.where(key).startswith(COMMAND_LINE)]
-    after = asked.with_values({key: kept[key] for key in not_set})
-    return load_config(path).with_values(kept), after
+    typed = {key for key in kept if asked.where(key).startswith((COMMAND_LINE, IN_PYTHON))}
+    edited = {key for key in saved["chosen"] if now[key] != before[key]}
+    after = asked.with_values({key: kept[key] for key in kept if key not in typed | edited})
+    return then.with_values(kept), after
+
+
+def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:
+    """The same with what names files here told from the root: a resume may be started elsewhere."""
+    given = flatten(config.model_dump(mode="json"))
+    keys = [key for key in PATHS if key not in but]
+    always = {"memory.nvme", "output"}
+    return config.with_values({key: _absolute(given[key], key in always) for key in keys})
+
+
+def _absolute(value: Any, always: bool) -> Any:
+    if isinstance(value, list):
+        return [_absolute(one, always) for one in value]
+    if isinstance(value, dict):  # a source with a weight or a split
+        return {**value, "path": _absolute(value["path"], always)}
+    if not isinstance(value, str):
+        return value
+    folder, colon, split = value.partition(":")
+    if always or os.path.exists(value) or glob.glob(value, recursive=True):
+        return os.path.abspath(value)
+    return os.path.abspath(folder) + colon + split if colon and os.path.exists(folder) else value
 
 
 def check_changes(before: Config, after: Config) -> list[str]:

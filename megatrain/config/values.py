@@ -6,18 +6,40 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from megatrain.machine.sizes import parse_size
 
 Auto = Literal["auto"]
 
+LARGEST = 2**53  # the last whole number up to which floats count
+LONGEST_NAME = 255  # bytes of a file's or folder's name on the usual file systems
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
+
+
+class Options(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def key(default: object, words: str) -> Any:
+    """A key with its default and its meaning, as the schema gives it."""
+    return Field(default=default, description=words)
 
 
 def wrong(reason: str, key: str = "") -> PydanticCustomError:
@@ -53,22 +75,50 @@ def _whole(value: object) -> object:  # 1e6 tokens is a whole number
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _counted(value: object) -> object:
+    """`_whole`, but nothing with which arithmetic would overflow."""
+    whole = _whole(value)
+    if isinstance(whole, int) and abs(whole) > LARGEST:
+        raise wrong(f"is too large a number: {shown(value)}")
+    return whole
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _expanded(value: object) -> object:  # YAML has no shell before it to do so
-    return os.path.expanduser(value) if isinstance(value, str) else value
+def _expanded(value: object) -> object:
+    """A path as a shell would expand it: YAML has none before it. Others as they are."""
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(value)
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        raise wrong(f"cannot be written as UTF-8: {shown(value)}") from None
+    if b"\0" in encoded or max(map(len, encoded.split(b"/"))) > LONGEST_NAME:
+        raise wrong(f"cannot be the name of a file: {shown(value)}")
+    if path.startswith("~"):
+        raise wrong(f"there is no user of the name {path.split('/')[0][1:]}")
+    return path
 
 
 def _as_path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) and value.strip() else value
+    return Path(str(_expanded(value))) if isinstance(value, str) and value.strip() else value
 
 
 def _as_folders(value: object) -> object:
     """One folder or a list of them, as a tuple."""
     many = [value] if isinstance(value, str | Path) else value
     return tuple(_as_path(folder) for folder in many) if isinstance(many, list | tuple) else many
+
+
+def as_texts(value: object) -> object:
+    """One text or a list of them, as a tuple without repetitions; null is none."""
+    many = [] if value is None else [value] if isinstance(value, str) else value
+    if isinstance(many, list | tuple) and all(isinstance(text, str) for text in many):
+        return tuple(dict.fromkeys(many))
+    return value
 
 
 def wanted(
@@ -105,14 +155,22 @@ class Choice:
 
 
 _Count = Annotated[int, Field(ge=1)]
-_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES)]
+_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES, le=LARGEST)]
 _Positive = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(gt=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Text = Annotated[str, Field(pattern=r"\S")]
 
+
+def _is_day(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
+
+Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_is_day)]
 Flag = Annotated[bool, wanted("true or false")]
 FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
+DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
@@ -122,17 +180,17 @@ FoldersOrNull = Annotated[
     Annotated[tuple[Path, ...], Field(min_length=1)] | None,
     wanted("a folder, a list of folders, or null", _as_folders),
 ]
-Count = Annotated[_Count, wanted("a whole number of at least 1", _whole)]
-CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _whole)]
-CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _whole)]
+Count = Annotated[_Count, wanted("a whole number of at least 1", _counted)]
+CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _counted)]
+CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _counted)]
 CountAutoOrNull = Annotated[
-    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _whole)
+    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _counted)
 ]
 NumberOrAuto = Annotated[
-    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto")
+    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto", _counted)
 ]
 SequenceLength = Annotated[
-    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _whole)
+    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _counted)
 ]
 Seed = Annotated[
     Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)
@@ -154,14 +212,7 @@ BetasOrAuto = Annotated[
 SizeOrAuto = Annotated[
     _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
 ]
+ShareOrCount = Annotated[_Share | _Count | None, wanted("a share, a number of rows, or null")]
 ColumnsOrNull = Annotated[
     dict[str, _Text] | None, wanted("a mapping of our names to columns, or null")
-]
-HeldOut = Annotated[
-    _Share | _Count | _Text | None,
-    wanted(
-        "a share of the rows above 0 and below 1, a number of rows, a file, folder or hub id, or "
-        "null",
-        _expanded,
-    ),
 ]

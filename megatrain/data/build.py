@@ -5,22 +5,29 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data import dataset, formats
+from megatrain.data import cuts, dataset, formats, show
 from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
 from megatrain.data.fields import RowError
+from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
-from megatrain.data.hashing import mix64
+from megatrain.data.holdout import hold_out, look_for_copies
+from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
-from megatrain.data.sources import Source, open_source
+from megatrain.data.sources import Part, Source, open_source
+from megatrain.data.template import CLOCK
 from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 2  # raise it when the same input gives other tokens
+CACHE_VERSION = 4  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -45,6 +52,7 @@ class DataOptions:
         columns: columns that go by another name, ours first.
         prompts: as in `Encoder`.
         vocab_size: token ids from here on are refused; None allows all.
+        day: told to chat templates that ask for the time; None: today's.
     """
 
     seq_len: int | None
@@ -56,6 +64,7 @@ class DataOptions:
     prompts: str = "text"
     split: str | None = None
     vocab_size: int | None = None
+    day: date | None = None
 
     def __post_init__(self) -> None:
         for key, known in {"format": ("auto", *FORMATS), "on_bad_row": ON_BAD_ROW}.items():
@@ -74,27 +83,46 @@ def load_data(
     pack_to: int | None = None,
     cache: Path | None = None,
     on_progress: Callable[[int], None] | None = None,
+    expected: str | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows.
 
     Args:
-        train: a file, folder or hub id, a `datasets.Dataset` or a list of dicts: see `open_source`.
+        train: a file, folder or hub id, a `datasets.Dataset`, a list of dicts or a list of `Part`:
+            see `open_source`. Weights choose how often rows occur once some are held out.
         held_out: a share below 1, a number of rows, another source, or None.
         pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
             out are whole documents.
         on_progress: called with the number of rows read so far.
+        expected: the digest of the training rows of a run that goes on; where the source has
+            changed or is gone, they are taken from the cache, if they are there.
 
     Raises as `encode_source`.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
-    rows = encode_source(train, tokenizer, options, cache, on_progress)
-    held: TokenRows | None = None
-    if isinstance(held_out, int | float):
-        if held_out:
+
+    def chosen(rows: TokenRows) -> tuple[TokenRows, TokenRows | None]:
+        held = None
+        if isinstance(held_out, int | float) and held_out:
             rows, held = hold_out(rows, held_out, seed)
-    elif held_out is not None:
+        if isinstance(train, list | tuple):
+            rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
+        return rows, held
+
+    def as_expected(rows: TokenRows) -> bool:
+        found = chosen(rows)[0]
+        return (found if pack_to is None else pack(found, pack_to)).digest == expected
+
+    before = None
+    if expected is not None:
+        before = _of_a_changed_source(train, tokenizer, options, cache, as_expected)
+    rows, held = chosen(before or encode_source(train, tokenizer, options, cache, on_progress))
+    if not isinstance(held_out, int | float | None):
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
+        look_for_copies(rows, held)
+        rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
+        rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
     if pack_to is None:
         return rows, held
     return pack(rows, pack_to), None if held is None else pack(held, pack_to)
@@ -115,51 +143,31 @@ def encode_source(
         StorageError: the cache cannot be written.
     """
     source = open_source(given, options.split)
-    encoder = Encoder(tokenizer, options.train_on, options.prompts)
+    encoder = Encoder(tokenizer, options.train_on, options.prompts, options.day)
     folder = cache or dataset.default_cache()
-    key = _fingerprint(source, tokenizer, options)
-    rows = dataset.load_cached_set(folder, key)
+    asked = _asked(given, tokenizer, options)
+    key = _key(asked, source)
+    rows = dataset.cached_set(folder, key)
     if rows is None:
         with dataset.new_cached_set(folder, key) as writer:
             counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
-            writer.finish(counts)
-        rows = dataset.load_cached_set(folder, key)
+            writer.finish(counts, asked)
+        rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
+    return _ready(rows, source.notes, tokenizer, options)
+
+
+def _ready(
+    rows: TokenRows,
+    notes: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+) -> TokenRows:
+    """Rows from the cache with what is to be said of them. Raises DataError."""
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    return rows
-
-
-def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
-    """(train, held out): an int holds out that number of rows, a float below 1 that share of them.
-
-    The choice follows from the rows' content and the seed alone, whatever their order. Equal rows
-    stay on one side: a copy of a held-out row is never trained on. Where copies make the number
-    impossible, fewer are held out. Raises DataError if no row would be left on either side.
-    """
-    total = len(rows)
-    wanted = share if isinstance(share, int) else max(1, round(share * total))
-    if share <= 0 or wanted >= total:
-        raise DataError(
-            f"data.eval: {share} holds out {wanted} of {total} rows; at least one has to be left "
-            "to train on"
-        )
-    hashes = rows.hashes[rows.chosen]
-    values, group, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
-    taken, held = 0, np.zeros(len(values), np.bool_)
-    for index in np.argsort(mix64(values, seed), kind="stable"):
-        if taken + sizes[index] <= wanted:
-            held[index] = True
-            taken += int(sizes[index])
-        if taken == wanted:
-            break
-    if not taken:
-        raise DataError(
-            f"data.eval: no {wanted} of the {total} rows can be held out, because all are copies; "
-            "name another source"
-        )
-    chosen = held[group]
-    return rows.choose(np.flatnonzero(~chosen)), rows.choose(np.flatnonzero(chosen))
+    warned = cuts.warnings(rows.counts, options.seq_len)
+    return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
 
 
 def _write(
@@ -169,46 +177,48 @@ def _write(
     writer: RowWriter,
     on_progress: Callable[[int], None],
 ) -> Counts:
-    counts = Counts()
+    counts, lengths = Counts(parts=[0] * max(1, len(source.parts))), array("q")
     marked = _marked(source, encoder, options, counts)
     while batch := list(itertools.islice(marked, BATCH_ROWS)):
         on_progress(counts.read)
         if counts.bad and options.on_bad_row == "refuse":
             continue  # only count on: nothing of this will be used
-        encoded = encoder.encode([text for _, text in batch])
-        for (ids, mask), (where, text) in zip(encoded, batch, strict=True):
+        encoded = encoder.encode([text for _, _, text in batch])
+        for (ids, mask), (raw, is_text, text) in zip(encoded, batch, strict=True):
             if len(ids) and int(ids.max()) > counts.max_token_id:
-                counts.max_token_id, counts.max_token_where = int(ids.max()), where
-            if options.seq_len is not None and len(ids) > options.seq_len:
-                counts.truncated += 1
-                counts.truncated_tokens += len(ids) - options.seq_len
-                ids, mask = ids[: options.seq_len], mask[: options.seq_len]
+                counts.max_token_id, counts.max_token_where = int(ids.max()), raw.where
+            lengths.append(len(ids))
             counts.rewritten_turns += text.rewritten
             counts.add_notes(text.notes)
             if text.wrapping:
                 counts.wrapped[text.wrapping] = counts.wrapped.get(text.wrapping, 0) + 1
-            if mask.any():
-                writer.add(ids, mask)
-            else:
-                counts.without_target += 1
+            fit = cuts.split if is_text else cuts.cut
+            for row in fit(ids, mask, options.seq_len, counts):
+                if row[1].any():
+                    writer.add(*row)
+                    counts.parts[raw.part] += 1
+                else:
+                    counts.without_target += 1
+    cuts.measure(counts, np.asarray(lengths))
     return counts
 
 
 def _marked(
     source: Source, encoder: Encoder, options: DataOptions, counts: Counts
-) -> Iterator[tuple[str, Marked]]:
-    """(place, marked text) of every good row; bad ones are counted."""
-    forms: dict[str, RowFormat] = {}  # by file
+) -> Iterator[tuple[RawRow, bool, Marked]]:
+    """(row, whether it is plain text, marked text) of every good row; bad ones are counted."""
+    forms: dict[tuple[int, str], RowFormat] = {}  # by source and file
     for raw in source.read():
         counts.read += 1
         try:
-            yield raw.where, encoder.mark(_sample(raw, forms, options, counts))
+            sample = _sample(raw, forms, options, counts)
+            yield raw, isinstance(sample, Document), encoder.mark(sample)
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
 
 
 def _sample(
-    raw: RawRow, forms: dict[str, RowFormat], options: DataOptions, counts: Counts
+    raw: RawRow, forms: dict[tuple[int, str], RowFormat], options: DataOptions, counts: Counts
 ) -> Sample:
     """The row as a conversation or text. Raises RowError.
 
@@ -216,18 +226,18 @@ def _sample(
     """
     if raw.problem is not None:
         raise RowError(raw.problem)
-    value = formats.renamed(raw.value, options.columns or {})
-    name = "text" if options.text_field else options.format
-    form = FORMATS.get(name) or forms.get(raw.file) or formats.detect_format(value)
+    value, file = formats.renamed(raw.value, options.columns or {}), (raw.part, raw.file)
+    column = options.text_field if raw.format in ("auto", "text") else None
+    name = "text" if column else options.format if raw.format == "auto" else raw.format
+    form = FORMATS.get(name) or forms.get(file) or formats.detect_format(value)
     if form is None:
         raise formats.unknown_format(value)
-    forms[raw.file] = form
-    read = (options.text_field,) if options.text_field else form.reads
-    counts.add_unread(formats.unread_columns(value, read))
-    if options.text_field and isinstance(value, Mapping):
-        if options.text_field not in value:
-            raise RowError(f"field {options.text_field!r} is missing")
-        value = {"text": value[options.text_field]}
+    forms[file] = form
+    counts.add_unread(formats.unread_columns(value, (column,) if column else form.reads))
+    if column and isinstance(value, Mapping):
+        if column not in value:
+            raise RowError(f"field {column!r} is missing")
+        value = {"text": value[column]}
     sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
     if isinstance(sample, Document):
         return replace(sample, begins=raw.begins, ends=raw.ends)
@@ -265,13 +275,62 @@ def _check_vocabulary(
         )
 
 
-def _fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+def _of_a_changed_source(
+    given: Given,
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    cache: Path | None,
+    wanted: Callable[[TokenRows], bool],
+) -> TokenRows | None:
+    """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
+    folder, asked, current = cache or dataset.default_cache(), _asked(given, tokenizer, options), ""
+    with suppress(DataError):
+        current = _key(asked, open_source(given, options.split))
+    for key in sorted(dataset.sets_asked(folder, asked), key=lambda key: key != current):
+        rows = dataset.load_cached_set(folder, key, check=False)
+        with suppress(DataError):
+            if rows is None or not wanted(rows):
+                continue
+            if key == current:
+                return None
+            if (rows := dataset.cached_set(folder, key)) is not None:
+                note = "the data has changed or is gone since the run began; its rows come from"
+                return _ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
+    return None
+
+
+def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+    """A name of everything that tokenised rows follow from, but for what the source holds."""
+    template = tokenizer.chat_template
     state = {
         "version": CACHE_VERSION,
-        "source": source.identity,
-        "template": tokenizer.chat_template,
+        "source": _spelt(given),
+        "split": options.split,
+        "template": template,
+        "day": str(options.day) if CLOCK in str(template) else None,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "options": [getattr(options, name) for name in CACHED_BY],
     }
-    text = json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str()
+    return _hash(json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str())
+
+
+def _spelt(given: Given) -> object:
+    """How a source was named; paths from the root, as a run's folder has them."""
+    if isinstance(given, str | Path):
+        with suppress(DataError):
+            named = resolve(str(given))
+            if named.paths:
+                return os.path.abspath(named.name) + named.spec[len(named.name) :]
+        return str(given)
+    if isinstance(given, list | tuple):
+        parts = [asdict(part) for part in given if isinstance(part, Part)]
+        return [{**part, "path": _spelt(part["path"])} for part in parts]
+    return type(given).__name__
+
+
+def _key(asked: str, source: Source) -> str:
+    return _hash(asked + source.identity)
+
+
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

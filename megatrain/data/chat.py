@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,8 @@ def shared_length(one: str, other: str) -> int:
 class ChatTemplate:
     """A tokenizer's chat template. Raises RowError for conversations that it refuses or garbles."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._template = Template(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
+        self._template = Template(tokenizer, day)
 
     def whole(self, chat: Chat) -> Marked:
         """The conversation with all of it to train on, through the end of its last answer."""

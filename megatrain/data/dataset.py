@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -23,8 +25,15 @@ from megatrain.errors import StorageError
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
+HashArray = npt.NDArray[np.uint64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy")  # beside ids.bin and mask.bin
+ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+# what is left of a damaged file may be anything
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
 UNREAD_KEPT = 50  # names of columns
+
+logger = logging.getLogger("megatrain")
 
 
 @dataclass
@@ -40,9 +49,17 @@ class Counts:
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
+    parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
+    choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
     wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
+    split_texts: int = 0  # texts that are more than one row each
+    tokens: int = 0  # before anything was cut
+    cut_answers: int = 0  # rows that lost target tokens, and with them an answer's end
+    longest: int = 0  # before it was cut
+    enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
+    warned: list[str] = field(default_factory=list)
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Count what happened to a row."""
@@ -94,7 +111,8 @@ class TokenRows:
     mask: MaskArray
     offsets: IndexArray
     targets: IndexArray
-    hashes: npt.NDArray[np.uint64]  # of each row's ids and mask; equal rows have equal ones
+    hashes: HashArray  # of each row's ids and mask; equal rows have equal ones
+    contexts: HashArray  # of what precedes each row's first target; the row's where nothing does
     chosen: IndexArray
     counts: Counts
 
@@ -131,14 +149,14 @@ def default_cache() -> Path:
 
 
 class RowWriter:
-    """Appends rows to the files of one cached set."""
+    """Appends rows to the files of one cached set, which only their owner may read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ids = (folder / "ids.bin").open("wb")
-        self._mask = (folder / "mask.bin").open("wb")
+        self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
         # 8 bytes a row each, where a list of ints takes 40
-        self._lengths, self._targets, self._hashes = array("q"), array("q"), array("Q")
+        self._lengths, self._targets = array("q"), array("q")
+        self._hashes, self._contexts = array("Q"), array("Q")
 
     def add(self, ids: IdArray, mask: MaskArray) -> None:
         """Append a row: ids int32 [tokens], mask bool [tokens]."""
@@ -147,24 +165,67 @@ class RowWriter:
         self._mask.write(flags)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
-        digest = hashlib.blake2b(data + flags, digest_size=8).digest()
-        self._hashes.append(int.from_bytes(digest, "little"))
+        self._hashes.append(_hash64(data + flags))
+        first = int(mask.argmax())  # a row's first token is never a target
+        self._contexts.append(_hash64(ids[:first].tobytes()) if first > 1 else self._hashes[-1])
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def finish(self, counts: Counts) -> None:
-        """Write the index and, last, the counts: their file marks the set as complete."""
+    def finish(self, counts: Counts, asked: str = "") -> None:
+        """Write the index and, last, the counts and every file's hash: theirs is the last file.
+
+        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
+        """
+        offsets = np.concatenate([[0], np.cumsum(self._lengths)])
+        index = (offsets, *map(np.asarray, (self._targets, self._hashes, self._contexts)))
+        files = {"ids.bin": self._ids, "mask.bin": self._mask}
+        for name, values in zip(INDEX, index, strict=True):
+            files[name] = HashedFile(self._folder / name)
+            with closing(files[name]) as file:
+                np.save(file, values)
         self.close()
-        np.save(self._folder / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths)]))
-        np.save(self._folder / "targets.npy", self._targets)
-        np.save(self._folder / "hashes.npy", self._hashes)
-        (self._folder / "counts.json").write_text(json.dumps(asdict(counts)))
+        about = {
+            "asked": asked,
+            "counts": asdict(counts),
+            "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
+        }
+        with closing(HashedFile(self._folder / ABOUT)) as file:
+            file.write(json.dumps({**about, "own": _hash_of(about)}).encode())
+        sync(self._folder)
 
     def close(self) -> None:
         """Close the files; what was written stays."""
         self._ids.close()
         self._mask.close()
+
+
+class HashedFile:
+    """A new file for its owner alone, hashed while it is written and on the disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(fd, "wb")
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return self._file.write(data)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def sync(folder: Path) -> None:
+    """Make a folder's entries survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -175,13 +236,15 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     """
     folder = cache / f"{key}.tmp-{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
         with closing(RowWriter(folder)) as writer:
             yield writer
         # else another process was quicker, and wrote the same
         if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
+            sync(cache)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
@@ -192,18 +255,63 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_cached_set(cache: Path, key: str) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk; None if it is missing or not whole."""
+def sets_asked(cache: Path, asked: str) -> Iterator[str]:
+    """The keys of all sets that were finished as `asked`."""
+    for path in sorted(cache.glob(f"*/{ABOUT}")):
+        try:
+            found = json.loads(path.read_bytes()).get("asked")
+        except UNREADABLE:
+            continue
+        if found == asked and "." not in path.parent.name:
+            yield path.parent.name
+
+
+def cached_set(cache: Path, key: str) -> TokenRows | None:
+    """`load_cached_set`, with a warning where it gives None for a damaged set."""
+    rows = load_cached_set(cache, key)
+    if rows is None and (cache / key).exists():
+        logger.warning(f"{cache / key}: the tokenised rows are damaged; they are made anew")
+    return rows
+
+
+def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | None:
+    """The set under `cache/key`, mapped from disk; None if it is missing or not as it was written.
+
+    With `check` every byte is read, at about 1 GB/s and core.
+    """
     folder = cache / key
     try:
-        counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        files = (folder / f"{name}.npy" for name in ("offsets", "targets", "hashes"))
-        offsets, targets, hashes = map(np.load, files)
+        about = json.loads((folder / ABOUT).read_bytes())
+        own = about.pop("own")
+        written = about["blake2b"]
+        if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
+            return None
+        offsets, targets, hashes, contexts = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
-    except (OSError, ValueError, TypeError, EOFError):
+        counts = Counts(**about["counts"])
+    except UNREADABLE:
         return None
-    rows = len(targets)
-    if not len(ids) == len(mask) == offsets[-1] or not len(offsets) - 1 == len(hashes) == rows:
-        return None
-    return TokenRows(ids, mask, offsets, targets, hashes, np.arange(rows), counts)
+    chosen = np.arange(len(targets))
+    return TokenRows(ids, mask, offsets, targets, hashes, contexts, chosen, counts)
+
+
+def _hash64(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _hash_of(about: Mapping[str, object]) -> str:
+    text = json.dumps(about, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The hash of each file by name, several files at a time."""
+
+    def hash_of(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            return found.hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(hash_of, names), strict=True))

@@ -21,6 +21,7 @@ import torch
 from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.hashing import permutation
 from megatrain.data.packing import best_fit
+from megatrain.data.regimes import Regimes, alike
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
 
@@ -62,7 +63,7 @@ class Loader:
     epoch's last step is as small as what is left; no step mixes epochs. `epochs` may be a fraction;
     None repeats until `max_steps`. Within a step rows are sorted by length, longest first, and cut
     into right-padded micro-batches of rows x longest <= `micro_batch_tokens`, or packed into
-    sequences of `pack_to` tokens.
+    sequences of `pack_to` tokens. Rows that are not alike by `regimes` are never together.
 
     `position()` is a JSON-able dict of where the run stands after the last batch handed out;
     `restore` continues from it bit-identically and reads no row that was consumed.
@@ -80,6 +81,7 @@ class Loader:
     rows_per_step: int | None = None
     epochs: float | None = 1
     max_steps: int | None = None
+    regimes: Regimes = ()
 
     def __post_init__(self) -> None:
         sizes = (self.tokens_per_step, self.rows_per_step)
@@ -140,9 +142,10 @@ class Loader:
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
         """`counted` for micro-batches of every size, over the run's first STEPS_LOOKED_AT steps."""
         steps, full = self._first_steps()
-        if self.pack_to is not None:
-            steps = [[self.pack_to] * len(best_fit(lengths, self.pack_to)) for lengths in steps]
-        return [counted(steps, full, size) for size in sizes]
+        runs = [[lengths[run] for run in alike(lengths, self.regimes)] for lengths in steps]
+        if (width := self.pack_to) is not None:
+            runs = [[[width] * len(best_fit(run, width)) for run in step] for step in runs]
+        return [counted(runs, full, size) for size in sizes]
 
     def _first_steps(self) -> tuple[list[list[int]], list[bool]]:
         """Lengths of the rows of each, longest first, and whether it is full, not an epoch's last.
@@ -164,7 +167,9 @@ class Loader:
     def _build(self, position: Position) -> StepBatch:
         stop = next(self._step_ends(position))
         chosen = self._order(position.epoch)[0][position.index : stop]
-        parts = micro_batches(self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to)
+        parts = micro_batches(
+            self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes
+        )
         return StepBatch(
             micro_batches=list(parts),
             lengths=tuple(self.rows.lengths[chosen].tolist()),
@@ -213,6 +218,7 @@ def held_out_batches(
     pad_id: int,
     limit: int | None = None,
     pack_to: int | None = None,
+    regimes: Regimes = (),
 ) -> Iterator[MicroBatch]:
     """Micro-batches over all rows once, or over the first `limit`, always in the same order.
 
@@ -220,7 +226,7 @@ def held_out_batches(
     """
     check_longest(rows, micro_batch_tokens)
     chosen = np.arange(len(rows) if limit is None else min(limit, len(rows)))
-    return micro_batches(rows, chosen, micro_batch_tokens, pad_id, pack_to)
+    return micro_batches(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes)
 
 
 def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
@@ -234,16 +240,24 @@ def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
 
 
 def micro_batches(
-    rows: Rows, chosen: IndexArray, micro_batch_tokens: int, pad_id: int, pack_to: int | None = None
+    rows: Rows,
+    chosen: IndexArray,
+    micro_batch_tokens: int,
+    pad_id: int,
+    pack_to: int | None = None,
+    regimes: Regimes = (),
 ) -> Iterator[MicroBatch]:
     """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`."""
     by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
-    lengths, sequences = rows.lengths[by_length].tolist(), by_length[:, None].tolist()
-    if pack_to is not None:
-        sequences = [by_length[members].tolist() for members in best_fit(lengths, pack_to)]
-        lengths = [pack_to] * len(sequences)
-    for start, stop in cuts(lengths, micro_batch_tokens):
-        yield collate(rows, sequences[start:stop], pad_id, pack_to)
+    shortest_limit = min((regime.limit for regime in regimes), default=None)
+    for run in alike(rows.lengths[by_length].tolist(), regimes):
+        members = by_length[run]
+        lengths, sequences = rows.lengths[members].tolist(), members[:, None].tolist()
+        if pack_to is not None:
+            sequences = [members[packed].tolist() for packed in best_fit(lengths, pack_to)]
+            lengths = [pack_to] * len(sequences)
+        for start, stop in cuts(lengths, micro_batch_tokens):
+            yield collate(rows, sequences[start:stop], pad_id, pack_to, shortest_limit)
 
 
 def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
@@ -256,16 +270,21 @@ def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int,
 
 
 def counted(
-    steps: Iterable[Sequence[int]], full: Iterable[bool], micro_batch_tokens: int
+    steps: Iterable[Sequence[Sequence[int]]], full: Iterable[bool], micro_batch_tokens: int
 ) -> tuple[int, int, float, int, float]:
-    """Padded tokens and micro-batches of steps whose sequences have these lengths, longest first.
+    """Padded tokens and micro-batches of steps whose sequences have these lengths, longest first,
+    in runs that never share a micro-batch.
 
     Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
     and its number of micro-batches, at most and on average.
     """
     found = []
-    for lengths in steps:
-        parts = [(stop - i) * lengths[i] for i, stop in cuts(lengths, micro_batch_tokens)]
+    for step in steps:
+        parts = [
+            (stop - start) * lengths[start]
+            for lengths in step
+            for start, stop in cuts(lengths, micro_batch_tokens)
+        ]
         found.append((sum(parts), len(parts)))
     whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
     tokens, parts_most = map(max, zip(*found, strict=True))
@@ -274,14 +293,19 @@ def counted(
 
 
 def collate(
-    rows: Rows, sequences: Sequence[Sequence[int]], pad_id: int, pack_to: int | None = None
+    rows: Rows,
+    sequences: Sequence[Sequence[int]],
+    pad_id: int,
+    pack_to: int | None = None,
+    limit: int | None = None,
 ) -> MicroBatch:
     """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
 
     Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
-    are position_ids, which begin anew with every row and with the padding behind the last one:
-    models tell the rows of a sequence apart by it. Without it each sequence is one row, whose
-    tokens models count themselves, and there is an attention_mask where there is padding.
+    are position_ids, which begin anew with every row, with the padding behind the last one, and in
+    it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
+    sequence is one row, whose tokens models count themselves, and there is an attention_mask where
+    there is padding.
     """
     filled = np.array([sum(int(rows.lengths[row]) for row in members) for members in sequences])
     width = pack_to or int(filled.max())
@@ -297,7 +321,7 @@ def collate(
             labels[number, start] = IGNORE  # the row before would predict it
             positions[number, start:stop] = np.arange(len(ids))
             start = stop
-        positions[number, start:] = np.arange(width - start)
+        positions[number, start:] = np.arange(width - start) % (limit or width)
     arrays = {"input_ids": input_ids, "labels": labels}
     if pack_to is not None:
         arrays["position_ids"] = positions

@@ -1,19 +1,26 @@
-"""Readers of data files, one for each type; each row has its place for error messages."""
+"""Readers of data files, one for each type; each row has its place for error messages.
+
+Files that end in .gz as well are unpacked while they are read.
+"""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from megatrain.data.fields import without_nulls
 from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
+PACKED = ".gz"
 TABLE_ROWS = 1024  # rows in memory at a time
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
 UNREADABLE_JSON = (ValueError, RecursionError)
@@ -23,7 +30,8 @@ UNREADABLE_JSON = (ValueError, RecursionError)
 class RawRow:
     """One row as read. `where` is `file:line` or `file row n`; rows of one `file` share a format.
 
-    `problem` says why it could not be read.
+    `problem` says why it could not be read. `part` is the number of its source among several, and
+    `format` the one named for that source.
     """
 
     where: str
@@ -32,6 +40,31 @@ class RawRow:
     problem: str | None = None
     begins: bool = True
     ends: bool = True  # False: the next row is the next piece of the same document
+    part: int = 0
+    format: str = "auto"
+
+
+def type_of(path: Path) -> str:
+    """The suffix of a data file, without that of its packing: `.jsonl` of `rows.jsonl.gz`."""
+    name = path.name.lower()
+    return Path(name.removesuffix(PACKED)).suffix
+
+
+def read_file(path: Path) -> Iterator[RawRow]:
+    """The rows of a file of a known type. Raises DataError if it cannot be read."""
+    try:
+        yield from READERS[type_of(path)](path)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{path}: broken gzip file: {error}") from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).splitlines()[0]
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix.lower() == PACKED:
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
 
 
 def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
@@ -42,7 +75,7 @@ def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
 
 def read_jsonl(path: Path) -> Iterator[RawRow]:
     """One JSON value a line; blank lines are no rows. Only newlines end a line."""
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -67,7 +100,8 @@ def _problem_of(error: ValueError | RecursionError) -> str:
 def read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        with _open(path) as file:
+            value = json.loads(file.read().decode("utf-8-sig"))
     except UNREADABLE_JSON as error:
         line = ""
         if isinstance(error, json.JSONDecodeError):
@@ -88,7 +122,7 @@ def read_text(path: Path) -> Iterator[RawRow]:
     """A text file is one document in pieces cut at line ends; each says if it begins or ends it."""
     piece: list[str] = []
     size, first, file = 0, 1, str(path)
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if size >= TEXT_PIECE_BYTES and line.strip():  # so that no piece is blank
                 row = {"text": "".join(piece)}
@@ -105,11 +139,12 @@ def read_text(path: Path) -> Iterator[RawRow]:
 
 
 def read_csv(path: Path) -> Iterator[RawRow]:
-    """Comma-separated rows of texts under a header line."""
+    """Rows of texts under a header line, separated by commas, or by tabs in a .tsv."""
+    delimiter = "\t" if type_of(path) == ".tsv" else ","
     csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
     try:
-        with path.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines, strict=True)
+        with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
             for row in reader:
                 problem = "more fields than the header has" if None in row else None
                 # CSV cannot tell an empty text from none
@@ -118,7 +153,7 @@ def read_csv(path: Path) -> Iterator[RawRow]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8: {error.reason}") from error
     except csv.Error as error:
-        raise DataError(f"{path}: broken CSV: {error}") from error
+        raise DataError(f"{path}: broken {type_of(path)[1:].upper()}: {error}") from error
 
 
 def read_table(path: Path) -> Iterator[RawRow]:
@@ -128,24 +163,34 @@ def read_table(path: Path) -> Iterator[RawRow]:
     number = 0
     try:
         for batch in _batches(path):
+            batch.validate(full=True)  # offsets that lie outside would be read all the same
             for start in range(0, len(batch), TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
                     yield RawRow(f"{path} row {number}", str(path), without_nulls(row))
-    except pyarrow.ArrowException as error:
-        kind, reason = path.suffix[1:].capitalize(), str(error).splitlines()[0]
+    # flipped bytes also end in these
+    except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
+        kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
 
 
-def _batches(path: Path) -> Iterator[Any]:
+def _open_table(path: Path) -> Any:
+    """A file that can be read from anywhere; what is packed is unpacked into memory."""
     import pyarrow
+
+    if path.suffix.lower() != PACKED:
+        return pyarrow.OSFile(str(path))
+    with _open(path) as file:
+        return pyarrow.BufferReader(file.read())
+
+
+def _batches(path: Path) -> Iterator[Any]:
     from pyarrow import ipc, parquet
 
-    if path.suffix.lower() == ".parquet":
-        with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(TABLE_ROWS)
-        return
-    with pyarrow.OSFile(str(path)) as stream:
+    with _open_table(path) as stream:
+        if type_of(path) == ".parquet":
+            yield from parquet.ParquetFile(stream).iter_batches(TABLE_ROWS)
+            return
         if stream.read(6) == b"ARROW1":
             file = ipc.open_file(stream)
             yield from map(file.get_batch, range(file.num_record_batches))
@@ -159,7 +204,9 @@ READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".txt": read_text,
+    ".md": read_text,
     ".csv": read_csv,
+    ".tsv": read_csv,
     ".parquet": read_table,
     ".arrow": read_table,
 }

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatrain.data.dataset import IdArray, MaskArray, Rows
 from megatrain.data.packing import PackedRows
+from megatrain.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,9 +41,13 @@ def summary(rows: Rows) -> dict[str, Any]:
         "truncated_tokens": counts.truncated_tokens,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
+        "split_texts": counts.split_texts,
+        "cut_answers": counts.cut_answers,
+        "choices": list(counts.choices),
         "wrapped": dict(counts.wrapped),
         "notes": dict(counts.notes),
         "unread_columns": list(counts.unread),
+        "warnings": warnings(rows),
     }
 
 
@@ -57,6 +62,7 @@ def describe(rows: Rows) -> list[str]:
         (found["remainder_tokens"], "tokens remain, which the last block holds"),
         (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
         (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
+        (counts.split_texts, "texts fill several rows each; method: pretrain packs texts"),
         (counts.without_target, "rows dropped, because no token to train on is left in them"),
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
@@ -66,15 +72,15 @@ def describe(rows: Rows) -> list[str]:
     if ways:
         more.insert(0, f"rows became text: {'; '.join(ways)}")
     if counts.unread:
-        unread = _printable(", ".join(counts.unread))
-        more.append(f"columns that are not read: {unread}")
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *more]
+        more.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *more, *counts.choices]
 
 
 def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:
-    """What happened to rows that a user may not want, each with its count."""
-    lines = [f"{count:,} {_printable(what)}" for what, count in rows.counts.notes.items()]
-    if held_out is not None and held_out.counts is not rows.counts:  # of a source of their own
+    """What happened to rows that a user may not want."""
+    counts = rows.counts
+    lines = [*counts.warned, *(f"{count:,} {what}" for what, count in counts.notes.items())]
+    if held_out is not None and held_out.counts is not counts:  # of a source of their own
         lines += [f"data.eval: {line}" for line in warnings(held_out)]
     return lines
 
@@ -123,12 +129,6 @@ def painted(
         tokens = [token for _, token in run]
         for is_special, piece in groupby(tokens, key=special.__contains__):
             shown = tokenizer.decode([*piece], clean_up_tokenization_spaces=False)
-            text.append(_printable(str(shown)), style=f"{style} bold" if is_special else style)
+            text.append(printable(str(shown)), style=f"{style} bold" if is_special else style)
         text.append(after)
     return text
-
-
-def _printable(piece: str) -> str:
-    """Control characters spelt out: data must not steer the terminal."""
-    spelt = (c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in piece)
-    return "".join(spelt)

@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from megatrain.data.fields import without_nulls
-from megatrain.data.readers import READERS, RawRow, numbered
+from megatrain.data.files import Named, files_in, is_saved, resolve
+from megatrain.data.readers import RawRow, numbered, read_file
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
 
     DataSet: TypeAlias = datasets.Dataset | datasets.DatasetDict
-    Given: TypeAlias = str | Path | Sequence[Mapping[str, object]] | DataSet
+    Rows: TypeAlias = Sequence[Mapping[str, object]]
+    Given: TypeAlias = str | Path | Rows | DataSet | Sequence["Part"]
 
-SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
-SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+# Words in the names of files that make a folder one with splits, as `datasets` reads them.
+SPLITS = {"train", "training", "test", "testing", "eval", "evaluation"}
+SPLITS |= {"validation", "valid", "val", "dev"}
+CARD = "README.md"  # may say in its head which files are which split
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several sources: with all of them, a share of an epoch's rows that is proportional to
+    its `weight`; without, its rows as it has them."""
+
+    path: str
+    weight: float | None = None
+    split: str | None = None
+    format: str = "auto"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be read again and again. `identity` changes when the rows may have changed."""
+    """Rows that can be read again and again. `identity` changes when the rows may have changed.
+
+    `notes` say what was chosen of what the name stands for. `parts` are the names of its sources.
+    """
 
     name: str
     identity: str
     read: Callable[[], Iterator[RawRow]]
+    notes: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def open_source(given: Given, split: str | None = None) -> Source:
     """Rows that are named or given.
 
-    Named: a file, a folder of files, a folder that `save_to_disk` wrote, or a data set of the hub;
-    all but a file also as `name:split`, the hub's as `name:config:split`. Given: a `Dataset` or
-    `DatasetDict` of the library, or a list of dicts. The split of a data set is the only one or
-    `train` unless named, and may be a slice such as `train[:1%]`. Without a split all files of a
-    folder are read, else those that have it in their names.
+    Named: a file, a glob of files, a folder of files, a folder that `save_to_disk` wrote, or a data
+    set of the hub; folders and saved data sets also as `name:split`, the hub's as
+    `name:config:split`. Given: a `Dataset` or `DatasetDict` of the library, or a list of dicts.
+    A list of `Part` is its sources one after the other. The split of a data set is the only one or
+    `train` unless named, and may be a slice such as `train[:1%]`. A folder whose files or README
+    name splits is such a data set, without slices; of another, all files are read.
 
     Raises DataError when it does not exist, has no known type or cannot be reached. Broken rows are
     no errors here: they are yielded with their problem, since to skip them is the caller's policy.
     """
     if isinstance(given, str | Path):
-        return _named(str(given), split)
+        return _named(resolve(str(given)), split)
     if isinstance(given, list | tuple):
+        parts = [part for part in given if isinstance(part, Part)]
+        if parts and len(parts) == len(given):
+            return _several(parts, split)
         if split not in (None, "train"):
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
         contents = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
@@ -63,74 +87,101 @@ def open_source(given: Given, split: str | None = None) -> Source:
     raise DataError(f"expected {kinds}, not {type(given).__name__}")
 
 
-def _named(spec: str, split: str | None) -> Source:
-    path = Path(spec).expanduser()
-    if path.is_file() or path.is_dir():
-        return _local(spec, path, split)
-    name, config, chosen = parse_hub_spec(spec)
+def _several(parts: Sequence[Part], split: str | None) -> Source:
+    opened = [open_source(part.path, part.split or split) for part in parts]
+
+    def read() -> Iterator[RawRow]:
+        for number, (part, source) in enumerate(zip(parts, opened, strict=True)):
+            for row in source.read():
+                yield replace(row, part=number, format=part.format)
+
+    if len(parts) == 1:
+        name = opened[0].name
+    else:
+        name = f"{opened[0].name} and {len(parts) - 1} more"
+    formats = [part.format for part in parts]
+    identity = json.dumps([[source.identity for source in opened], formats])
+    notes = tuple(itertools.chain.from_iterable(source.notes for source in opened))
+    return Source(name, identity, read, notes, tuple(source.name for source in opened))
+
+
+def _named(named: Named, split: str | None) -> Source:
+    spec, chosen = named.spec, named.split
     if split is not None and chosen is not None and split != chosen:
         raise DataError(f"{spec}: data.split says {split!r}; name the split once")
-    folder = Path(name).expanduser()
-    if config is None and folder.is_dir():
-        return _local(spec, folder, chosen or split)
-    if path.suffix.lower() in READERS or spec.startswith((".", "/", "~")):
-        raise DataError(f"{path}: no such file{_nearest(path)}")
+    split = chosen or split
     import datasets
 
+    if folder := named.folder:
+        if not is_saved(folder):
+            return _folder(spec, named, split)
+        if named.config is not None:
+            raise DataError(f"{spec}: a folder of save_to_disk has splits only, no configurations")
+        with _in_one_sentence(f"{folder}: broken folder of save_to_disk"):
+            saved = datasets.load_from_disk(str(folder))
+        return _data_set(spec, saved, split)
+    if named.paths:
+        if split not in (None, "train"):
+            raise DataError(
+                f"{spec}: a file has no split {split!r}; name a folder with splits, or remove "
+                "data.split"
+            )
+        return _files(spec, list(named.paths))
     with _in_one_sentence(f"{spec}: neither a local file nor a data set that can be loaded"):
-        found = datasets.load_dataset(name, config, split=chosen or split or "train")
-    return _data_set(spec, found)
+        found = datasets.load_dataset(named.name, named.config, split=split or "train")
+    return replace(_data_set(spec, found), notes=() if split else (f"{spec}: split 'train'",))
 
 
-def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
-    """(name, config, split) of `name`, `name:split` or `name:config:split`; slices are splits."""
-    parts = re.split(r":(?![^\[]*\])", spec)  # not the colon inside brackets
-    if len(parts) > 3 or not all(parts):
-        forms = "a file, a folder, or a data set as name, name:split or name:config:split"
-        raise DataError(f"{spec}: expected {forms}")
-    config = parts[1] if len(parts) == 3 else None
-    return parts[0], config, parts[-1] if len(parts) > 1 else None
+def _folder(name: str, named: Named, split: str | None) -> Source:
+    """The files of a folder; of one with splits, those of the split, `train` unless named."""
+    folder = named.paths[0]
+    files, others = files_in(folder)
+    notes = []
+    if others:
+        some = ", ".join(_inside(folder, file) for file in others[:3])
+        notes.append(f"{name}: {len(others)} files that hold no rows are not read: {some}")
+    if splits := _splits_of(folder, files, named.config):
+        known = ", ".join(splits)
+        if split is None:
+            (first, of_first), *_ = splits.items()
+            split = first if len(of_first) == len(files) else "train"
+        if split not in splits:
+            ways = f"its splits are {known}; name one in data.split, or the files themselves"
+            raise DataError(f"{folder}: no file of split {split!r}; {ways}")
+        chosen = [file for file in files if _inside(folder, file) in splits[split]]
+        notes.append(f"{name}: split {split!r} of {known}, {len(chosen)} of {len(files)} files")
+        files = chosen
+    elif split not in (None, "train"):
+        raise DataError(f"{folder}: has no splits, so no {split!r}; remove data.split")
+    return replace(_files(name, files), notes=tuple(notes))
 
 
-def _local(name: str, path: Path, split: str | None) -> Source:
-    files, folder, known = [path], path.parent, ", ".join(READERS)
-    if path.is_dir():
-        if any(marks <= {found.name for found in path.iterdir()} for marks in SAVED):
-            import datasets
+def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[str, set[str]]:
+    """The splits that the folder's README declares or its files name; none if they do not.
 
-            with _in_one_sentence(f"{path}: broken folder of save_to_disk"):
-                saved = datasets.load_from_disk(str(path))
-            return _data_set(name, saved, split)
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS)
-        hidden = re.compile(r"(^|/)\.")
-        files = [file for file in found if not hidden.search(file.relative_to(path).as_posix())]
-        folder = path
-        if not files:
-            raise DataError(f"{path}: no data files in this folder; known types are {known}")
-    elif path.suffix.lower() not in READERS:
-        raise DataError(f"{path}: unknown type of data file; known are {known}")
-    return _files(name, files if split is None else _of_split(folder, files, split))
+    `datasets` finds which files they are; the files are read here, which keeps their lines' places.
+    """
+    words = {word for file in files for word in re.split(r"[-._ /0-9]+", _inside(folder, file))}
+    declares = (folder / CARD).is_file() and b"data_files" in (folder / CARD).read_bytes()
+    if config is None and not declares and not SPLITS & words:
+        return {}
+    import datasets
+
+    problem = f"{folder}: its splits cannot be found"
+    with _in_one_sentence(problem), tempfile.TemporaryDirectory() as scratch:
+        builder = datasets.load_dataset_builder(str(folder), config, cache_dir=scratch)
+        found = builder.config.data_files or {}
+    base = folder.resolve()
+    return {str(split): {_inside(base, Path(file)) for file in found[split]} for split in found}
 
 
-def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """The files that have the split's name in theirs. Where none names a split, all are `train`."""
-    names = {file: file.relative_to(folder).as_posix() for file in files}
-    words = {file: set(re.split(r"[-._ /0-9]+", name)) for file, name in names.items()}
-    if split == "train" and not any(SPLITS & found for found in words.values()):
-        return files
-    chosen = [file for file in files if split in words[file]]
-    if not chosen:
-        raise DataError(f"{folder}: no file of split {split!r} among {', '.join(names.values())}")
-    return chosen
+def _inside(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
 
 
 def _files(name: str, files: list[Path]) -> Source:
     def read() -> Iterator[RawRow]:
-        for path in files:
-            try:
-                yield from READERS[path.suffix.lower()](path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        return itertools.chain.from_iterable(map(read_file, files))
 
     stats = [(str(path.resolve()), path.stat()) for path in files]
     identity = json.dumps([(place, stat.st_size, stat.st_mtime_ns) for place, stat in stats])
@@ -141,6 +192,7 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
     import datasets
 
     splits = dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
+    told, known = split is not None, ", ".join(splits)
     split = split or (next(iter(splits)) if len(splits) == 1 else "train")
     with _in_one_sentence(f"{name}: split {split!r}"):
         sizes = {key: len(rows) for key, rows in splits.items()}
@@ -153,7 +205,9 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
             yield from numbered(map(without_nulls, rows), name)
 
     # the only name that `datasets` has for "these very rows"
-    return Source(name, json.dumps([name, *(rows._fingerprint for rows in chosen)]), read)
+    identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])
+    notes = () if told or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
+    return Source(name, identity, read, notes)
 
 
 def _as_python(rows: datasets.Dataset) -> datasets.Dataset:
@@ -169,11 +223,3 @@ def _in_one_sentence(problem: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{problem}: {reason[0]}") from error
-
-
-def _nearest(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f", and no folder {path.parent}"
-    names = [found.name for found in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""

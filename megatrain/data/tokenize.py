@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ class Encoder:
     `prompt completion eos` with the loss on completion and eos, unless `prompts` is "chat", which
     makes turns of them; so does an Alpaca row without a template, its prompt in the Stanford
     words. Documents are `text eos` with the loss on all of it. The first token of a row is never a
-    target, since nothing predicts it.
+    target, since nothing predicts it. Templates that ask for the time are told `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
@@ -41,6 +42,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         train_on: str = "assistant",
         prompts: str = "text",
+        day: date | None = None,
     ) -> None:
         if train_on not in TRAIN_ON:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
@@ -55,7 +57,7 @@ class Encoder:
         self.train_on = train_on
         self.prompts = prompts
         self.bos = tokenizer.bos_token
-        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
     def mark(self, sample: Sample) -> Marked:
         """Text and target characters of a sample. Raises RowError if it cannot be rendered."""

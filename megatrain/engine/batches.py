@@ -113,6 +113,7 @@ def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
         del inputs["attention_mask"]
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+    # found on the CPU: the host would have to wait for a GPU to learn how many there are
     return MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from megatrain.models.transforms.fp8 import fp8_supported
 from megatrain.optim import AdamW, Optimizer
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.settings import Settings
+from megatrain.storage.manifest import check_description
 
 logger = logging.getLogger("megatrain")
 
@@ -129,13 +130,17 @@ def prepare(
     optimizer = optimizer or AdamW()
     if settings == "auto" and tokens_per_step is not None and seq_len is not None:
         for name, value in (("tokens_per_step", tokens_per_step), ("seq_len", seq_len)):
-            _check_positive(name, value)
+            if type(value) is not int or value < 1:
+                wanted = "give a whole number of at least 1"
+                raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
         gpu_limit, host_limit, nvme_folders = _tiers(memory)
         keep_heap_small()
         check_positions(skeleton, seq_len, "seq_len")
+        hardware = read_hardware(".", where.type)
+        profile, assumed = with_drives(known_or_typical(hardware), nvme_folders, hardware)
         resolved = resolve(
             skeleton,
-            this_machine(where, chosen, nvme_folders),
+            Machine(where, chosen, hardware, profile, drives_assumed=assumed),
             optimizer=optimizer,
             max_grad_norm=max_grad_norm,
             seq_len=seq_len,
@@ -170,7 +175,7 @@ def _plan(resolved: Resolved, tokens_per_step: int, host_limit: int | None) -> P
     """The plan of steps of full rows, without checkpoints."""
     machine = resolved.machine
     plan = make_plan(
-        make_job(resolved, {}, tokens_per_step=tokens_per_step, checkpoints_written=0),
+        make_job(resolved, tokens_per_step=tokens_per_step, checkpoints_written=0),
         resolved.shape,
         machine.hardware,
         machine.profile,
@@ -221,15 +226,6 @@ def prepare_planned(plan: Plan) -> Prepared:
     )
 
 
-def this_machine(
-    device: torch.device, precision: str, nvme_folders: Sequence[Path] = ()
-) -> Machine:
-    """This machine, with the rates of its cached profile or of data sheets."""
-    hardware = read_hardware(".", device.type)
-    profile, assumed = with_drives(known_or_typical(hardware), nvme_folders, hardware)
-    return Machine(device, precision, hardware, profile, drives_assumed=assumed)
-
-
 def check_positions(skeleton: Skeleton, seq_len: int, name: str) -> None:
     """Raise ConfigError if sequences are longer than the model can read. `name`: of the option."""
     longest = skeleton.anatomy.max_positions
@@ -244,6 +240,7 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     """Let PyTorch take no more than `gpu_limit` bytes of the GPU; None: all of it."""
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
+        # the user's limit counts the CUDA context, PyTorch does not
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - hardware.context_bytes
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)
@@ -255,7 +252,9 @@ def read_config(config: Any, trust_remote_code: bool) -> Any:
     Raises ModelError and ConfigError.
     """
     if isinstance(config, (str, Path)):
-        return read_model_config(resolve_source(config, None, weights=False), trust_remote_code)
+        found = resolve_source(config, None, weights=False)
+        check_description(found.path)
+        return read_model_config(found, trust_remote_code)
     if not hasattr(config, "model_type"):
         raise ConfigError(
             f"config: {type(config).__name__} is neither a transformers configuration nor a folder "
@@ -281,11 +280,6 @@ def _tiers(memory: Mapping[str, Any] | None) -> tuple[int | None, int | None, tu
             raise ConfigError(f"memory: {name} must be a size such as '80GiB', not {value!r}")
         sizes[name] = size
     return sizes["gpu"], sizes["host"], tuple(Path(folder).expanduser() for folder in folders)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name}: {value!r} is out of range; give a whole number of at least 1")
 
 
 def _check_types(optimizer: object, settings: object, seed: object, max_grad_norm: object) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 
 from megatrain.engine.build import Prepared, prepare, prepare_planned, read_config
-from megatrain.engine.masters import draw_weights
+from megatrain.engine.masters import write_master
 from megatrain.engine.resolved import Weights
 from megatrain.memory.store import Store
+from megatrain.models.initialize import initialize
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
+from megatrain.storage.manifest import check_description
 from megatrain.storage.weights import load_weights
 
 
@@ -74,10 +77,12 @@ class Constructors(ABC):
         Raises:
             ConfigError: an argument is out of range or cannot be had here.
             ModelError: the model is broken, or its family cannot be streamed.
+            StorageError: a file of it cannot be read, or fails the checksum that it has.
             PlanError: it does not fit.
             OutOfMemory: host or GPU memory does not suffice nevertheless.
         """
         found = resolve_source(source, revision)
+        check_description(found.path)
         prepared = prepare(
             read_model_config(found, trust_remote_code),
             optimizer=optimizer,
@@ -152,7 +157,7 @@ class Constructors(ABC):
 
     def draw_weights(self) -> None:
         """Draw all weights at random by the family's own rule, from the engine's seed."""
-        draw_weights(self.skeleton, self.store, self.seed, self.device)
+        initialize(self.skeleton, self.seed, self.device, partial(write_master, self.store))
         self.weights_changed()
 
     @classmethod

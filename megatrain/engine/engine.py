@@ -89,6 +89,7 @@ class Engine(Constructors):
         if settings.compile:
             skeleton.compile_layers(settings.cheap_retention, lengths_vary=settings.lengths_vary)
         optimizer.compile()
+        # only now: what cannot be compiled is refused before any memory is taken
         with ExitStack() as resources:
             self.parts = open_parts(
                 skeleton,
@@ -142,12 +143,12 @@ class Engine(Constructors):
         if denominator == 0:
             self._computed = True
             return StepResult(0.0, 0)
-        parts.passes.step = self.updates + self.skipped
+        parts.passes.step = self.updates + self.skipped  # a skipped step's dropout is not repeated
         with self._computing("a step's activations"):
             scale = 1.0 / denominator
             total = parts.passes.forward_backward(micro_batches, loss, scale, check_loss=check_loss)
         result = StepResult(
-            float(total.loss) / denominator,
+            float(total.loss) / denominator,  # first: waits for the GPU, as `take_stalls` needs
             self._targets,
             stalls_s=parts.compute.take_stalls(),
             metrics={name: float(value) for name, value in total.metrics.items()},
@@ -176,7 +177,7 @@ class Engine(Constructors):
             raise MegaTrainError("step was called without forward_backward")
         self._computed = False
         parts = self.parts
-        finished = parts.sink.finished()
+        finished = parts.sink.finished
         computed = finished or parts.passes.waiting
         norm = parts.gradients.norm(finished) if computed else 0.0
         if not computed or not math.isfinite(norm):
@@ -231,7 +232,7 @@ class Engine(Constructors):
             stalls_s = self.parts.compute.take_stalls()
             return StepResult(math.nan, self._targets, math.nan, True, stalls_s)
         finally:
-            self._computed = False
+            self._computed = False  # the update was part of it: no `step` may follow
         if norm is None:
             self.skipped += 1
             return StepResult(0.0, 0, 0.0, True)
@@ -253,12 +254,12 @@ class Engine(Constructors):
         sink.begin_step()
         submit, step = parts.updater.submit, self.updates + 1
         sink.apply = partial(submit, lr=lr, step=step, grad_scale=grad_scale, check_finite=True)
-        begun = sink.finished()  # grows while `backward` runs
+        begun = sink.finished  # grows while `backward` runs
         with parts.updater.all_or_nothing(begun):
             result = backward()
             if not begun:
                 return result, None
-            parts.streamer.invalidate()
+            parts.streamer.invalidate()  # backward uploaded weights from before their updates
             self.updates += 1
             norm = parts.gradients.norm(begun)
         if not math.isfinite(norm):
@@ -307,16 +308,20 @@ class Engine(Constructors):
         return logits
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        choose: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> list[int]:
-        """Greedy continuation of input_ids [1, tokens].
+        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
 
         Every token streams the whole model once: for a look, not for serving.
         """
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(int(self.logits(context, slice(-1, None))[0, 0].argmax()))
+            tokens.append(choose(self.logits(context, slice(-1, None))[0, 0]))
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

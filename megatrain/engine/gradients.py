@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.engine.products import Sum
+from megatrain.engine.products import Sum, add_gradients
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
 from megatrain.schedule import GRADIENT_STAGES, sum_buffers
@@ -60,11 +60,11 @@ class GradientSink(ABC):
     """Receives the finished gradients of a step: gives each its landing place, and lists them."""
 
     def __init__(self) -> None:
-        self._finished: list[Gradient] = []
+        self.finished: list[Gradient] = []  # in the order in which backward finished them
 
     def begin_step(self) -> None:
         """Forget the gradients of the previous step."""
-        self._finished.clear()
+        self.finished.clear()
 
     @abstractmethod
     def place(self, block: int) -> torch.Tensor | None:
@@ -77,10 +77,6 @@ class GradientSink(ABC):
     @abstractmethod
     def take(self, gradient: Gradient) -> None:
         """Receive a gradient that is computed, and whose download is queued."""
-
-    def finished(self) -> Sequence[Gradient]:
-        """The gradients of the step so far, in the order in which backward finished them."""
-        return self._finished
 
 
 class Gradients:
@@ -142,7 +138,7 @@ class Gradients:
         self._only_measured = only_measured
         self._started.clear()
         self._sums_landed.clear()
-        self._open.clear()
+        self._open.clear()  # of a step that was abandoned
 
     def open(self, block: int) -> None:
         """Make the block's sum ready to be added to: empty in the step's first group, else what the
@@ -159,6 +155,7 @@ class Gradients:
         opened = self._open[block] = OpenSum(buffer, sums)
         if fresh:
             self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
+            # the padding: sums write tensors alone, and another block's values may lie between
             for start, stop in layout.gaps():
                 flat[start:stop].zero_()
         elif block not in self._own:
@@ -179,9 +176,7 @@ class Gradients:
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
         sums = self.sums(block)
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                sums[name].add(gradient)
+        add_gradients([sums[name] for name in gradients], gradients.values())
 
     def sums(self, block: int) -> dict[str, Sum]:
         """The open sums of a block's tensors by name, to be added to by what is computed next."""

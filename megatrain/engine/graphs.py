@@ -75,6 +75,7 @@ def run_for_graph(
     Raises ModelError for a layer that writes over its input, which another graph may have saved.
     Of a leaf PyTorch itself would refuse that.
     """
+    # the anchor requires gradients, as detached hidden states do not
     with torch.enable_grad(), saved.caught() if saved else nullcontext():
         given: Tensor = Beginning.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
         version = given._version
@@ -125,7 +126,7 @@ class SavedTensors:
 
     def leave(self, tokens: int) -> None:
         """The graph is complete: send what it saved. `tokens`: of its micro-batch."""
-        self._numbers.clear()
+        self._numbers.clear()  # other memory may get these addresses from now on
         self.parked = self._keeper.park_all(self._memory, tokens)
         self._memory = []
 
@@ -133,7 +134,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         address, device = storage.data_ptr(), self._keeper.compute.device
         if tensor.device != device or address in self._stays or storage.nbytes() == 0:
-            return tensor.detach()
+            return tensor.detach()  # an output that its own graph held would never be freed
         number = self._numbers.setdefault(address, len(self._memory))
         if number == len(self._memory):
             self._memory.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))

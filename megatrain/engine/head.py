@@ -8,7 +8,6 @@ runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.products import Sum, SummingInto
+from megatrain.engine.products import Sum, SummingInto, add_gradients
 from megatrain.losses import Loss, Targets
 
 # The fp32 copy of the rows that an unfused softmax takes at a time: an L2 cache's worth.
@@ -152,8 +151,7 @@ def loss_and_gradients(
     scale: float,
     chunk: int,
     parameters: Sequence[Tensor],
-    add: Callable[[list[Tensor | None]], None],
-    sums: Sequence[Sum] | None = None,
+    sums: Sequence[Sum],
     fused: bool = False,
 ) -> tuple[LossSum, Tensor]:
     """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
@@ -162,9 +160,8 @@ def loss_and_gradients(
         hidden: output of the last layer, [tokens, hidden].
         chunk: number of targets whose logits exist at a time.
         parameters: of the head, a tied embedding's included.
-        add: called with each chunk's gradients of the parameters.
-        sums: accumulators of the parameters. Linear layers then add their weights' gradients to
-            them directly, and `add` gets None for those.
+        sums: accumulators of the parameters' gradients; linear layers add their weights' to them
+            directly.
         fused: compile the passes over the logits.
     """
     total = LossSum.zero(hidden.device)
@@ -172,13 +169,13 @@ def loss_and_gradients(
     for part in targets.chunks(chunk):
         rows = hidden.index_select(0, part.index).requires_grad_()
         with torch.enable_grad():
-            with nullcontext() if sums is None else SummingInto(parameters, sums):
+            with SummingInto(parameters, sums):
                 logits = project(rows)
             value, metrics = loss(token_logprobs(logits, part.labels, fused), part)
             del logits  # or they would live until the next chunk's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total.add(value, metrics)
         grad_hidden.index_copy_(0, part.index, grads[0])
-        add(list(grads[1:]))
+        add_gradients(sums, grads[1:])
         del grads  # as large as the weights, if they were not summed directly
     return total, grad_hidden

@@ -69,7 +69,7 @@ class StoredGradients(GradientSink):
             landed = gradient.landed
             self._lane.submit(lambda _: release_after(landed, lease, self.store))
             gradient = replace(gradient, values=torch.empty(0), stored=True)
-        self._finished.append(gradient)
+        self.finished.append(gradient)
 
     def close(self) -> None:
         if self._lane is not None:
@@ -135,5 +135,5 @@ class AppliedGradients(GradientSink):
 
     def take(self, gradient: Gradient) -> None:
         assert self.apply is not None
-        self._finished.append(gradient)  # first: an update that was begun must be known of
+        self.finished.append(gradient)  # first: an update that was begun must be known of
         self.apply(gradient)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from megatrain.memory.store import Store
-from megatrain.models.initialize import initialize
-from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import CHUNK, split_master
-
-
-def draw_weights(skeleton: Skeleton, store: Store, seed: int, device: torch.device) -> None:
-    """Draw every block's weights by the family's own rule, on `device`."""
-    initialize(skeleton, seed, device, partial(write_master, store))
 
 
 def write_master(store: Store, block: int, master: torch.Tensor) -> None:

@@ -79,9 +79,9 @@ def open_parts(
     if settings.offload_activations:
         row_bytes = kept_row_bytes(settings.activations, anatomy.hidden_size, dtype.itemsize)
         boundaries = Offload(row_bytes, compute, download, fetch, boundaries.codec)
-    resources.callback(boundaries.close)
+    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    for lane in filter(None, (release, download, upload, fetch)):
+    for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release)
@@ -119,7 +119,7 @@ def _updates(
         ring = GradientRing(largest, store.arrays["weight"].dtype, pinned=compute.is_cuda)
         resources.callback(ring.close)  # after the updates that read it
     updater = Updater(store, optimizer, settings.update_threads, compute)
-    resources.callback(updater.close)
+    resources.callback(updater.close)  # after the lanes, opened later: uploads wait for updates
     with naming_the_gpu("the update's workspace"):
         updater.take_libraries()
     if ring is not None:

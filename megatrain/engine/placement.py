@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.memory.layout import ArraySpec, FlatLayout
-from megatrain.memory.store import OnNvme, Store
+from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
 from megatrain.schedule import blocks_on_nvme, holds, summed_blocks
 from megatrain.settings import Settings
@@ -39,7 +39,7 @@ def open_store(
     resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
     kept = [ArraySpec("weight", dtype, transferred=True)]
     if dtype == torch.bfloat16:
-        kept.append(ArraySpec("remainder", torch.int16))
+        kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
     grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
     # between groups the other blocks' accumulators wait in host RAM
@@ -54,7 +54,8 @@ def open_store(
         resident=resident,
         # with several groups a resident block's gradient stays in its accumulator
         resident_arrays=kept if several else [*kept, *grad],
-        on_nvme=OnNvme(dict.fromkeys(names, far), settings.nvme_folders),
+        on_nvme=dict.fromkeys(names, far),
+        nvme_folders=settings.nvme_folders,
         device=device,
         threads=settings.update_threads,
     )

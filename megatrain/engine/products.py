@@ -8,7 +8,7 @@ the accumulator moves 8, most of them while it computes; an embedding touches on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Sum:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add a @ b. On CUDA the product of bf16 matrices is neither rounded nor stored in between;
         on the CPU it is."""
-        total, beta = self.total, 0 if self.empty else 1
+        total, beta = self.total, 0 if self.empty else 1  # 0: nothing is read, not even a NaN
         if a.dtype == total.dtype:
             torch.addmm(total, a, b, beta=beta, out=total)
         elif total.is_cuda:
@@ -65,6 +65,13 @@ class Sum:
         if self.empty:
             self.total.zero_()
         self.empty = False
+
+
+def add_gradients(sums: Iterable[Sum], gradients: Iterable[Tensor | None]) -> None:
+    """Add each parameter's gradient to its sum; None is zero, or was summed directly."""
+    for into, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            into.add(gradient)
 
 
 ADD_SOURCE = r"""
@@ -92,7 +99,7 @@ def added_as_vectors(total: Tensor, gradient: Tensor) -> bool:
     """
     if not total.is_cuda or (total.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
         return False
-    count = cuda.vectors([total, gradient], 8)
+    count = cuda.vectors([total, gradient], 8)  # a thread's: 16 bytes of bf16 in one load
     if count is None:
         return False
     cuda.launch(ADD_SOURCE, "add_bfloat16", count, [total, gradient], [count])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +22,8 @@ from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
 from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
-from megatrain.planner.job import Job, StepTokens, WholeUpdate
+from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.schedule import UNCHANGED
 
 # Attention computes what the mask hides, and the mask takes a byte an entry: packing short examples
 # into longer sequences would cost more than their padding.
@@ -118,7 +117,7 @@ def resolve(
     lengths_vary = packing is not None and not packed
     if compile == "auto":
         compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
-        compile = compile and not skeleton.has_dropout
+        compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens)
     shape = shape_of(
         skeleton,
@@ -149,30 +148,17 @@ def resolve(
     )
 
 
-def make_job(
-    resolved: Resolved,
-    asked: Mapping[str, Any],
-    *,
-    tokens_per_step: int,
-    rows_per_step: int | None = None,
-    step_tokens: tuple[StepTokens, ...] = (),
-    activations: str = UNCHANGED,
-    checkpoints_kept: int = 2,
-    keeps_best: bool = True,
-    checkpoints_written: int | None = None,
-) -> Job:
+def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
     """The planner's question.
 
-    Args:
-        asked: options that the user sets, by the fields of `planner.job.Asked`.
-        tokens_per_step, ...: as in `planner.job.Job`.
+    given: options that the user sets, and further fields of `planner.job.Job` that follow neither
+        from the model nor from the machine.
     """
     optimizer, skeleton = resolved.optimizer, resolved.skeleton
     return Job(
         precision=resolved.machine.precision,
-        tokens_per_step=max(tokens_per_step, resolved.seq_len),
+        tokens_per_step=max(tokens_per_step, resolved.seq_len),  # a row at least
         seq_len=resolved.seq_len,
-        rows_per_step=rows_per_step,
         clipping=resolved.max_grad_norm is not None,
         state_bytes=state_bytes(optimizer, skeleton),
         whole_update=whole_update(optimizer, skeleton),
@@ -183,15 +169,10 @@ def make_job(
         ),
         fp8_share=Fp8Policy().share(skeleton.layers),
         compiled=resolved.compile,
-        step_tokens=step_tokens,
-        activations=activations,
         draws_weights=resolved.weights.source is None,
         lengths_vary=resolved.lengths_vary,
         nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
-        checkpoints_kept=checkpoints_kept,
-        keeps_best=keeps_best,
-        checkpoints_written=checkpoints_written,
-        **asked,
+        **given,
     )
 
 
@@ -207,6 +188,7 @@ def room_on_drives(
     if not folders:
         return None
     on_drive = Counter(drive_of(folder) for folder in folders)
+    # shares are equal: the fullest drive decides
     room = len(folders) * min(free(folder) // on_drive[drive_of(folder)] for folder in folders)
     return max(0, room if limit is None else min(room, limit))
 

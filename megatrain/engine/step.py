@@ -87,6 +87,7 @@ class Passes:
             groups = max(groups, -(-len(wanted) // self.settings.group_size))
         grouped = cut(wanted, groups)
         total = LossSum.zero(self.device)
+        # one sweep over all groups: the next one's first uploads run beside this one's backward
         route = block_order(self.head + 1) * len(grouped)
         with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
@@ -99,6 +100,7 @@ class Passes:
                 self._forward(group, visits)
                 of_group = self._turn(group, loss, scale, visits)
                 total.add(of_group.loss, of_group.metrics)
+                # not later: a gradient that is complete may be applied at once
                 if last and check_loss and not math.isfinite(float(total.loss)):
                     raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
@@ -211,20 +213,15 @@ class Passes:
         layer's output."""
         assert next(visits) == self.head
         layers = reversed(range(len(self.graphs_of)))
+        # what backward needs first starts on its way back while the head computes
         self.boundaries.expect(mb.kept[i] for i in layers for mb in group if i in mb.kept)
         parameters, sums = self._of_head()
-
-        def add(grads: list[torch.Tensor | None]) -> None:
-            for into, grad in zip(sums, grads, strict=True):
-                if grad is not None:
-                    into.add(grad)
-
         total = LossSum.zero(self.device)
         for mb in group:
             self._seed_dropout(self.head, mb)
             hidden = mb.hidden
             assert hidden is not None
-            if not self._repeats:
+            if not self._repeats:  # else the second backward starts from it again
                 mb.hidden = None
             found, grad = loss_and_gradients(
                 self.skeleton.head,
@@ -234,7 +231,6 @@ class Passes:
                 scale,
                 self.settings.head_chunk_tokens,
                 parameters,
-                add,
                 sums,
                 fused=self.settings.compile,
             )
@@ -285,7 +281,7 @@ class Passes:
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
         if self.graphs_of[index] != "nowhere":
-            mb.kept.pop(index, None)
+            mb.kept.pop(index, None)  # its graph takes and releases what it saved
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         kept = mb.kept[index] if self._repeats else mb.kept.pop(index)
@@ -294,7 +290,7 @@ class Passes:
             self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index]
         )[0]  # not the output: backward needs the room
         self._differentiate(block, mb, graph)
-        self.boundaries.release(kept)
+        self.boundaries.release(kept)  # not before: the graph may have saved it where it arrived
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from megatrain.engine.streams import Compute, Event, Lane, release_after
+from megatrain.machine.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.schedule import slot_sizes, slots_of_blocks, uploads
@@ -76,18 +77,15 @@ class Streamer:
         for slot in self.slots:
             slot.free = compute.record()  # the zeros are there
         # a resident block is read where it lives
-        self._slot_of = [
+        self.slot_of = [
             Slot(store.array("weight", block), block) if number is None else self.slots[number]
             for block, number in enumerate(self._slot_numbers)
         ]
-        self._also_reads = {anatomy.head.index: self.slot_of(0)} if tied else {}
-
-    def slot_of(self, block: int) -> Slot:
-        return self._slot_of[block]
+        self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""
-        return self.slot_of(block).flat[: self.store.layouts[block].numel]
+        return self.slot_of[block].flat[: self.store.layouts[block].numel]
 
     def sweep(self, visits: Sequence[int]) -> Generator[int, None, None]:
         """Yield the blocks of `visits` in order, each with its weights in its slot, while the
@@ -98,8 +96,8 @@ class Streamer:
         asked = uploads(tuple(visits), self._slot_numbers)
         for block, coming in zip(visits, asked, strict=True):
             for wanted in coming:
-                self._fetch(wanted, self.slot_of(wanted))
-            slot = self.slot_of(block)
+                self._fetch(wanted, self.slot_of[wanted])
+            slot = self.slot_of[block]
             self.compute.wait(slot.landed, "upload")
             try:
                 yield block
@@ -108,6 +106,7 @@ class Streamer:
                 slot.free = read = self.compute.record()
                 if block in self._also_reads:
                     self._also_reads[block].free = read
+                beat()
 
     def _fetch(self, block: int, slot: Slot) -> None:
         """Queue the upload of a block into its slot, unless it is there already."""

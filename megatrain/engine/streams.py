@@ -12,11 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from megatrain.machine.heartbeat import beat
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 
@@ -143,21 +144,18 @@ class Lane:
                 except BaseException as error:  # noqa: BLE001  carried to the thread that waits
                     self._error = error
             event.finish(self._error)
+            beat()
             # or an idle lane would keep alive what its last job used, such as a store
             del item, job, event
 
     def _perform(self, job: Job, event: Event) -> None:
-        if self.stream is None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.delay is not None:
                 self.delay()
             job(event)
-            return
-        with torch.cuda.stream(self.stream):
-            if self.delay is not None:
-                self.delay()
-            job(event)
-            event.cuda = _cuda_event()
-            event.cuda.record(self.stream)
+            if self.stream is not None:
+                event.cuda = _cuda_event()
+                event.cuda.record(self.stream)
 
 
 def release_after(landed: Event, lease: Lease, store: Store) -> None:

@@ -21,7 +21,7 @@ from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
-from megatrain.memory.layout import FlatLayout, part, round_up
+from megatrain.memory.layout import FlatLayout, Segment, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer, WholeTensors
@@ -33,15 +33,13 @@ CHUNK_ELEMENTS = 1 << 20
 CHUNK_MINIMUM = 1 << 16
 CHUNKS_PER_THREAD = 4
 
-Chunk = tuple[int, int, bool]  # start, stop, whether weights decay
 
-
-def chunks(layout: FlatLayout, threads: int) -> list[Chunk]:
+def chunks(layout: FlatLayout, threads: int) -> list[Segment]:
     """Pieces of a block, each inside one segment, enough to keep every thread busy to the end."""
     even = round_up(-(-layout.numel // (CHUNKS_PER_THREAD * threads)), 1024)
     size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, even))
     return [
-        (start, min(start + size, segment.stop), segment.decay)
+        Segment(start, min(start + size, segment.stop), segment.decay)
         for segment in layout.segments()
         for start in range(segment.start, segment.stop, size)
     ]
@@ -50,9 +48,8 @@ def chunks(layout: FlatLayout, threads: int) -> list[Chunk]:
 def diverged(what: str) -> DivergedError:
     """The error for a gradient that is not finite, found too late to skip the step."""
     return DivergedError(
-        f"{what} is not finite and earlier blocks were already updated in this step; resume from "
-        "the last checkpoint, with a lower learning rate or with max_grad_norm set (then such a "
-        "step is skipped)"
+        f"{what} is not finite and earlier blocks were already updated in this step: the weights "
+        "are lost; with max_grad_norm set such a step is skipped"
     )
 
 
@@ -127,7 +124,11 @@ class Updater:
             before the norm is known. A resident block's is not known that early: `give_up` then.
         """
         # leased now: what is on NVMe is read as early as staging buffers allow
-        update = Update(gradient, options, self._leases(gradient))
+        names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
+        leases = [self.store.lease(gradient.block, names, changes=True)]
+        if gradient.stored:
+            leases.append(self.store.lease(gradient.block, ["grad"]))
+        update = Update(gradient, options, leases)
         if self.store.is_resident(gradient.block):
             self._update_on_device(update)
             self._done[gradient.block] = self.compute.record()
@@ -149,13 +150,6 @@ class Updater:
 
         self.lane.submit(job)
         self._done[gradient.block] = update.done
-
-    def _leases(self, gradient: Gradient) -> list[Lease]:
-        names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
-        leases = [self.store.lease(gradient.block, names, changes=True)]
-        if gradient.stored:
-            leases.append(self.store.lease(gradient.block, ["grad"]))
-        return leases
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -223,9 +217,9 @@ class Updater:
             return
         optimizer, block, arrays = self._by_range, update.gradient.block, update.arrays()
         layout = self.store.layouts[block]
-        ranges = [(segment.start, segment.stop, segment.decay) for segment in layout.segments()]
+        ranges = layout.segments()
         if optimizer.weight_decay == 0:  # each range is a launch: one is enough
-            ranges = [(0, layout.numel, False)]
+            ranges = [Segment(0, layout.numel, False)]
         for start, stop, decay in ranges:
             optimizer.update(
                 {
@@ -292,7 +286,7 @@ class Updater:
             raise error
 
     def close(self) -> None:
-        self.lane.close()
+        self.lane.close()  # first: its jobs hand blocks out to the pool
         self._pool.shutdown()
         if self._workspace is not None:
             self._workspace.close()

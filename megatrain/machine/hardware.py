@@ -49,6 +49,10 @@ PINNED_SHARE = 16 / 4096
 KERNEL_SPARE_BYTES = 512 * MIB  # of RAM, for growth: the kernel's own caches grew by 110 MiB
 KERNEL_SPARE_SHARE = 1 / 32  # and of a small machine's RAM no more than that
 
+# Of a limit on address space (`ulimit -v`): threads' stacks and heaps, and libraries' mappings that
+# are never filled. Two cores, a run of 1.6 GiB: 430 MiB.
+ADDRESS_SPARE_BYTES = 512 * MIB
+
 # glibc maps large blocks and returns them when they are freed, but raises the size from which it
 # does so up to 32 MiB as it goes. Smaller activations then leave holes in heaps that are never
 # returned: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time. A fixed size costs page
@@ -111,6 +115,9 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     held = own.rss - getattr(own, "shared", 0)
     spare = min(KERNEL_SPARE_BYTES, int(memory.total * KERNEL_SPARE_SHARE))
     most = held + memory.available - spare
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        most = min(most, own.rss + address_space - own.vms - ADDRESS_SPARE_BYTES)
     return Hardware(
         gpu=gpu,
         host_total_bytes=memory.total if limit is None else min(memory.total, limit),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 # Bare K, M, G and T are binary, as docker, systemd and slurm read them.
@@ -16,4 +17,5 @@ def parse_size(value: object) -> object:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].upper() not in _UNIT_BYTES:
         return value
-    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
+    size = float(match[1]) * _UNIT_BYTES[match[2].upper()]
+    return int(size) if math.isfinite(size) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements [start, stop) of a block's flat arrays that share all hyper-parameters."""
 
     start: int
@@ -82,14 +81,13 @@ class FlatLayout:
         cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], *, layer: bool = False
     ) -> FlatLayout:
         """Lay out (name, shape, decay) triples in this order. `layer`: of a decoder layer."""
-        specs = []
-        offset = 0
+        specs, offset = [], 0
         for name, shape, decay in tensors:
             # a matrix of one row or column counts as a vector
             hidden = layer and decay and len(shape) in (2, 3) and min(shape[-2:]) > 1
-            spec = TensorSpec(name, tuple(shape), offset, decay, hidden)
-            specs.append(spec)
-            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)  # padding: the next is aligned
+            specs.append(TensorSpec(name, tuple(shape), offset, decay, hidden))
+            # padding: the next is aligned
+            offset = round_up(offset + specs[-1].numel, TENSOR_ALIGNMENT)
         # at least one row: a block without tensors has an array, too
         return cls(tuple(specs), round_up(max(offset, 1), BLOCK_ALIGNMENT))
 
@@ -137,7 +135,7 @@ class FlatLayout:
         segments: list[Segment] = []
         for tensor, end in self._ends():
             if segments and segments[-1].decay == tensor.decay:  # one run: fewer kernel calls
-                segments[-1] = Segment(segments[-1].start, end, tensor.decay)
+                segments[-1] = segments[-1]._replace(stop=end)
             else:
                 segments.append(Segment(tensor.offset, end, tensor.decay))
         return segments

@@ -152,17 +152,15 @@ class NvmeStore:
         try:
             for name, spec in self._specs.items():
                 count, pin = stages(name, len(blocks[name])), pinned and spec.transferred
-                self._buffers[name] = self._make_buffers(name, count, pin, threads)
+                # each of the size of the largest block's array
+                largest = max(n for (array, _), (_, n) in self._places.items() if array == name)
+                slab = Slab(f"staging of {name}", count * largest, pinned=pin, threads=threads)
+                self._slabs.append(slab)
+                memory = slab.bytes[: count * largest].view(count, largest)
+                self._buffers[name] = [_Buffer(part) for part in memory]
         except BaseException:
             self.close()  # files and buffers that were made
             raise
-
-    def _make_buffers(self, name: str, count: int, pinned: bool, threads: int) -> list[_Buffer]:
-        """`count` buffers, each of the size of the largest block's array."""
-        largest = max(nbytes for (array, _), (_, nbytes) in self._places.items() if array == name)
-        slab = Slab(f"staging of {name}", count * largest, pinned=pinned, threads=threads)
-        self._slabs.append(slab)
-        return [_Buffer(slab.bytes[i * largest : (i + 1) * largest]) for i in range(count)]
 
     def holds(self, name: str, block: int) -> bool:
         return (name, block) in self._places
@@ -386,13 +384,11 @@ class NvmeStore:
             # whole pages, of which the piece may begin and end inside
             page, inside = divmod(begin * dtype.itemsize, PAGE)
             nbytes = inside + count * dtype.itemsize
-            self._read_now(offset + page * PAGE, staging[: round_up(nbytes, PAGE)])
+            read: Future[StorageError | None] = Future()
+            memory = staging[: round_up(nbytes, PAGE)].numpy().data
+            self._files.read(offset + page * PAGE, memory, read.set_result)
+            error = read.result()  # wait: threads of the files fill the memory
+            if error is not None:
+                raise error
             # its reader is done with it when it asks for the next, which takes the same memory
             yield staging[inside:nbytes].view(dtype)
-
-    def _read_now(self, offset: int, memory: torch.Tensor) -> None:
-        read: Future[StorageError | None] = Future()
-        self._files.read(offset, memory.numpy().data, read.set_result)
-        error = read.result()  # wait: threads of the files fill the memory
-        if error is not None:
-            raise error

@@ -10,6 +10,7 @@ import logging
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Slab:
         except OSError as error:
             raise OutOfMemory(f"cannot reserve {self._size}: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= HUGE_PAGE:
-            self._advise_huge()
+            with suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if pinned or touched:  # several threads are faster than pinning alone
             self._touch(threads)
@@ -63,12 +65,6 @@ class Slab:
     @property
     def _size(self) -> str:
         return f"{self.nbytes / 2**30:.1f} GiB of host memory for {self.name}"
-
-    def _advise_huge(self) -> None:
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel built without transparent huge pages: slower, not wrong
-            return
 
     def _touch(self, threads: int) -> None:
         """Fault every page in, on several cores: the core that first writes to a page zeroes it."""
@@ -91,7 +87,8 @@ class Slab:
         self.pinned = True
         # also for a slab that nobody closes: memory that is freed while it is registered stays
         # pinned until the process ends
-        self._unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr())
+        unregister = _cudart().cudaHostUnregister
+        self._unpin = weakref.finalize(self, unregister, self.bytes.data_ptr())
         self._unpin.atexit = False
 
     def close(self) -> None:
@@ -99,10 +96,6 @@ class Slab:
         if self._unpin is not None:
             self._unpin()  # first: CUDA must not keep addresses that are unmapped
         self.bytes = torch.empty(0, dtype=torch.uint8)
-
-
-def _unregister(pointer: int) -> None:
-    _cudart().cudaHostUnregister(pointer)
 
 
 def _forget_error() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,44 +24,67 @@ SLAB_BYTES = 16 << 30
 PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
 
 
-class HostStore:
-    """Owns arrays of blocks in host RAM. New arrays are zero.
+class Store:
+    """Owns the arrays of all blocks. New ones are zero. Use as a context manager, or `close` it.
 
     Args:
         layouts: one per block, in execution order.
-        blocks: the blocks that have an array here, by array.
-        pinned: pin transferred arrays for CUDA, and take all memory at once: no later step then
-            pays for the first touch, or finds that memory is missing.
-        threads: number of threads for the first touch.
+        arrays: the arrays of the blocks in host RAM.
+        first: by array name: the first block that has the array in host RAM; default `resident`.
+        resident: number of blocks on the device, the first ones.
+        resident_arrays: the arrays of the blocks on the device.
+        on_nvme: by array name: the blocks that have the array on NVMe instead of in host RAM.
+        nvme_folders: for these, on one or several drives.
+        threads: number of threads for the first touch of host memory.
     """
 
     def __init__(
         self,
         layouts: Sequence[FlatLayout],
-        blocks: Mapping[ArraySpec, Sequence[int]],
+        arrays: Sequence[ArraySpec],
         *,
-        pinned: bool,
-        threads: int,
+        device: torch.device,
+        first: Mapping[str, int] | None = None,
+        resident: int = 0,
+        resident_arrays: Sequence[ArraySpec] = (),
+        on_nvme: Mapping[str, Sequence[int]] | None = None,
+        nvme_folders: Sequence[Path] = (),
+        threads: int = 8,
     ) -> None:
-        self._slabs: list[Slab] = []
-        self._views: dict[tuple[str, int], torch.Tensor] = {}
-        try:
-            for spec, here in blocks.items():
-                numels = [layouts[block].per(spec.per).numel for block in here]
-                self._place(spec, here, numels, pinned, threads)
-        except BaseException:
-            self.close()
-            raise
+        self.layouts = tuple(layouts)
+        self.arrays = {spec.name: spec for spec in arrays}
+        self.resident = resident
+        pinned, far = device.type == "cuda", on_nvme or {}
+        # gradient accumulators may begin later: more of them than of the blocks are on the device
+        starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
+        with ExitStack() as opened:
+            self.nvme: NvmeStore | None = None
+            # first: a folder that lacks the space is found before host RAM is taken
+            if any(far.values()):
+                self.nvme = NvmeStore(
+                    layouts, arrays, far, nvme_folders, pinned=pinned, threads=threads
+                )
+                opened.callback(self.nvme.close)
+            self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
+            self._slabs: list[Slab] = []
+            opened.callback(self._free)
+            for name, spec in self.arrays.items():
+                blocks = range(starts[name], len(self.layouts))
+                in_ram = [block for block in blocks if block not in far.get(name, ())]
+                self._place(spec, in_ram, pinned, threads)
+            for block, spec in product(range(resident), resident_arrays):
+                numel = layouts[block].per(spec.per).numel
+                zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
+                self._arrays[spec.name, block] = zeros
+            self._opened = opened.pop_all()  # until here a failure closes what is open
 
-    def _place(
-        self,
-        spec: ArraySpec,
-        blocks: Sequence[int],
-        numels: Sequence[int],
-        pinned: bool,
-        threads: int,
-    ) -> None:
-        """Cut the array of these blocks from slabs, of whole blocks each. `numels`: elements."""
+    def _place(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
+        """Cut the array of these blocks from slabs in host RAM, of whole blocks each.
+
+        pinned: pin it for CUDA if it is transferred, and take all memory at once: no later step
+            then pays for the first touch, or finds that memory is missing.
+        """
+        numels = [self.layouts[block].per(spec.per).numel for block in blocks]
         # whole pages: every array starts on one
         sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
         start = 0
@@ -76,119 +99,13 @@ class HostStore:
             pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
             for number, piece in enumerate(pieces, start):
                 data = piece[: numels[number] * spec.dtype.itemsize]
-                self._views[spec.name, blocks[number]] = data.view(spec.dtype)
+                self._arrays[spec.name, blocks[number]] = data.view(spec.dtype)
             start = stop
 
-    def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D, a view of the store's memory."""
-        return self._views[name, block]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(slab.nbytes for slab in self._slabs)
-
-    def close(self) -> None:
-        self._views.clear()  # a view that is held elsewhere keeps its slab's memory
+    def _free(self) -> None:
+        self._arrays.clear()  # a view that is held elsewhere keeps its slab's memory
         while self._slabs:
             self._slabs.pop().close()
-
-
-class DeviceStore:
-    """Owns arrays of the first `count` blocks in the memory of `device`. New arrays are zero."""
-
-    def __init__(
-        self,
-        layouts: Sequence[FlatLayout],
-        arrays: Sequence[ArraySpec],
-        *,
-        count: int,
-        device: torch.device,
-    ) -> None:
-        self._arrays = {
-            (spec.name, block): torch.zeros(
-                layouts[block].per(spec.per).numel, dtype=spec.dtype, device=device
-            )
-            for block in range(count)
-            for spec in arrays
-        }
-
-    def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block: 1-D."""
-        return self._arrays[name, block]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return sum(array.nbytes for array in self._arrays.values())
-
-    def close(self) -> None:
-        self._arrays.clear()
-
-
-# -- all tiers ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OnNvme:
-    """The blocks on NVMe by array name, and the folders for them, on one or several drives."""
-
-    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    folders: tuple[Path, ...] = ()
-
-
-class Store:
-    """Owns the arrays of all blocks. Use as a context manager, or `close` it.
-
-    Args:
-        layouts: one per block, in execution order.
-        arrays: the arrays of the blocks in host RAM.
-        first: by array name: the first block that has the array in host RAM; default `resident`.
-        resident: number of blocks on the device, the first ones.
-        resident_arrays: the arrays of the blocks on the device.
-        on_nvme: arrays of `arrays` which some blocks have on NVMe instead of in host RAM.
-        threads: number of threads for the first touch of host memory.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[FlatLayout],
-        arrays: Sequence[ArraySpec],
-        *,
-        device: torch.device,
-        first: Mapping[str, int] | None = None,
-        resident: int = 0,
-        resident_arrays: Sequence[ArraySpec] = (),
-        on_nvme: OnNvme | None = None,
-        threads: int = 8,
-    ) -> None:
-        self.layouts = tuple(layouts)
-        self.arrays = {spec.name: spec for spec in arrays}
-        self.resident = resident
-        pinned, far = device.type == "cuda", on_nvme or OnNvme()
-        # gradient accumulators may begin later: more of them than of the blocks are on the device
-        starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
-        in_ram = {
-            spec: [
-                block
-                for block in range(starts[name], len(self.layouts))
-                if block not in far.blocks.get(name, ())
-            ]
-            for name, spec in self.arrays.items()
-        }
-        with ExitStack() as opened:
-            self.nvme: NvmeStore | None = None
-            # first: a folder that lacks the space is found before host RAM is taken
-            if any(far.blocks.values()):
-                self.nvme = NvmeStore(
-                    layouts, arrays, far.blocks, far.folders, pinned=pinned, threads=threads
-                )
-                opened.callback(self.nvme.close)
-            self.host = HostStore(layouts, in_ram, pinned=pinned, threads=threads)
-            opened.callback(self.host.close)
-            self.device = DeviceStore(layouts, resident_arrays, count=resident, device=device)
-            opened.callback(self.device.close)
-            self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def is_resident(self, block: int) -> bool:
         """True if the block is on the device."""
@@ -207,7 +124,7 @@ class Store:
 
         1-D, `layout(name, block).numel` elements, a view of the store's memory.
         """
-        return (self.device if self.is_resident(block) else self.host).array(name, block)
+        return self._arrays[name, block]
 
     def lease(
         self,
@@ -275,7 +192,8 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory, staging buffers of NVMe included."""
-        return self.host.nbytes + (0 if self.nvme is None else self.nvme.nbytes)
+        staging = 0 if self.nvme is None else self.nvme.nbytes
+        return staging + sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
         self._opened.close()

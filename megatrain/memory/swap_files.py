@@ -82,8 +82,7 @@ class SwapFiles:
     def _transfer(
         self, doing: str, move: Move, offset: int, memory: memoryview, done: Done
     ) -> None:
-        pieces = []
-        begin = 0
+        pieces, begin = [], 0
         while begin < len(memory):
             # consecutive pieces are in different folders: all drives work on one transfer
             stripe, inside = divmod(offset + begin, PIECE_BYTES)

@@ -14,6 +14,21 @@ from megatrain.models.meta import meta_parameters
 
 # Prefixes of settings for other heads than the language model's, or for an encoder.
 UNUSED = ("classifier", "summary", "encoder")
+# Far beyond any model. A file that says more would have us build modules for hours, or ask for
+# memory before the plan.
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "max_position_embeddings": 1 << 32,
+}
 
 
 def choose_attention(config: Any, attention: str) -> str:
@@ -36,10 +51,11 @@ def build_model(
 
     Raises:
         ModelError: transformers has no causal LM for this configuration, or refuses the attention
-            implementation.
+            implementation or a size.
     """
     from transformers import AutoModelForCausalLM
 
+    refuse_sizes(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     wanted = choose_attention(config, attention)
@@ -56,11 +72,21 @@ def build_model(
                 # the family has no SDPA, because of sinks, say
                 model = from_config(attn_implementation="eager")
             model.tie_weights()
-    except (ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # whatever a family's code does with numbers that it never met
         raise ModelError(
-            f"model type {config.model_type!r} cannot be built as a causal language model: {error}"
+            f"model type {config.model_type!r} cannot be built as a causal language model: "
+            f"{' '.join(str(error).split()) or type(error).__name__}"
         ) from error
     return model.train()  # type: ignore[no-any-return]
+
+
+def refuse_sizes(config: Any) -> None:
+    """Raise ModelError for sizes that no model has."""
+    text = config.get_text_config()
+    for name, largest in LARGEST.items():
+        size = getattr(text, name, None)
+        if isinstance(size, int | float) and not size <= largest:  # NaN, too
+            raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
 
 
 def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:

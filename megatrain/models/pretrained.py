@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.named_templates import use_template
 from megatrain.errors import ModelError
+from megatrain.models.hub import download
 from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
@@ -20,7 +23,36 @@ HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # no 
 HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 # What transformers raises on files that it cannot use.
-UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError)
+UNUSABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    RuntimeError,  # and its RecursionError
+)
+
+
+# What the files of a model folder describe, besides the weights.
+DESCRIBED_IN = {
+    "configuration": ("config.json",),
+    "tokenizer": (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "*.tiktoken",
+    ),
+    "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
+    "generation settings": ("generation_config.json",),
+}
+GGUF_HEAD_BYTES = 32 << 20  # a GGUF file's description comes before its weights
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,33 @@ class ModelSource:
         """What transformers' class `auto` reads from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
         return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+
+
+def digests_of(source: ModelSource) -> dict[str, str]:
+    """SHA-256 of the files behind each of `DESCRIBED_IN`, and the hub's commit, as far as known.
+
+    Raises ModelError if a file cannot be read.
+    """
+    files = {what: _matching(source.path, names) for what, names in DESCRIBED_IN.items()}
+    if source.kind == "gguf":
+        files = {"description": [source.file]}
+    found = {}
+    try:
+        for what, paths in files.items():
+            digest = hashlib.sha256()
+            for path in paths:
+                with path.open("rb") as file:
+                    digest.update(f"{path.name}\0".encode() + file.read(GGUF_HEAD_BYTES))
+            found[what] = digest.hexdigest()
+    except OSError as error:
+        raise ModelError(f"{source.file}: cannot be read: {error.strerror}") from error
+    if source.path.parent.name == "snapshots":  # of the hub's cache
+        found["commit"] = source.path.name
+    return found
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
 
 
 def resolve_source(
@@ -66,7 +125,7 @@ def resolve_source(
     if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
         raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
-    return ModelSource("folder", _download(name, revision, path, files))
+    return ModelSource("folder", download(name, revision, files, _nearest(path)))
 
 
 def _resolve_folder(folder: Path) -> ModelSource:
@@ -92,21 +151,6 @@ def _nearest(path: Path) -> str:
         return f" (nor is there a folder {parent})"
     close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
     return f" (did you mean {parent / close[0]}?)" if close else ""
-
-
-def _download(name: str, revision: str | None, path: Path, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except (OSError, ValueError) as error:  # what the hub's own errors derive from
-        at = f" at revision {revision}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{name}{at}: is no local folder{_nearest(path)}, and the hub did not deliver a model "
-            f"of that name ({reason}); check the name, or download the model where the hub can be "
-            "reached and name its folder"
-        ) from error
 
 
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:

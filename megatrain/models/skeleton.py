@@ -21,6 +21,7 @@ from megatrain.models.family import build_model, draws_random_numbers, refuse_wh
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
+from megatrain.models.rotary import forget_lengths, growing
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
@@ -74,6 +75,7 @@ class Skeleton:
             max_positions=getattr(text, "max_position_embeddings", None),  # some families have none
         )
         self.has_dropout = draws_random_numbers(self.model)
+        self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
@@ -239,6 +241,7 @@ class Skeleton:
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
         """Run the model's own forward with `tape` in every recorder."""
+        forget_lengths(self._growing)
         try:
             for recorder in self.recorders:
                 recorder.tape = tape

@@ -219,19 +219,12 @@ __device__ void lion(Weights weights, M exp_avg, const Grad4* grad,
 #define SCALED Byte4 *m, unsigned char *m_scale
 #define SPLIT Half4 *weight, Half4 *remainder
 #define KERNEL(name) extern "C" __global__ void name
-#define KERNELS(name, Grad, weights, ...) \
-    KERNEL(adamw_##name)(__VA_ARGS__, Float4* m, Float4* v, const Grad* grad, ADAMW) { \
-        adamw(weights, InFloat32{m}, InFloat32{v}, grad, OF_ADAMW); \
+#define KERNELS(name, M, In, Grad, weights, ...) \
+    KERNEL(adamw_##name)(__VA_ARGS__, M* m, M* v, const Grad* grad, ADAMW) { \
+        adamw(weights, In{m}, In{v}, grad, OF_ADAMW); \
     } \
-    KERNEL(lion_##name)(__VA_ARGS__, Float4* m, const Grad* grad, LION) { \
-        lion(weights, InFloat32{m}, grad, OF_LION); \
-    }
-#define KERNELS_BF16(name, Grad, weights, ...) \
-    KERNEL(adamw_##name)(__VA_ARGS__, Half4* m, Half4* v, const Grad* grad, ADAMW) { \
-        adamw(weights, InBfloat16{m}, InBfloat16{v}, grad, OF_ADAMW); \
-    } \
-    KERNEL(lion_##name)(__VA_ARGS__, Half4* m, const Grad* grad, LION) { \
-        lion(weights, InBfloat16{m}, grad, OF_LION); \
+    KERNEL(lion_##name)(__VA_ARGS__, M* m, const Grad* grad, LION) { \
+        lion(weights, In{m}, grad, OF_LION); \
     }
 #define KERNELS_INT8(name, Grad, weights, ...) \
     KERNEL(adamw_##name)(__VA_ARGS__, SCALED, Byte4* v, unsigned char* v_scale, \
@@ -243,12 +236,12 @@ __device__ void lion(Weights weights, M exp_avg, const Grad4* grad,
     }
 #define OF_SPLIT (Split{weight, remainder})
 
-KERNELS(split, Half4, OF_SPLIT, SPLIT)
-KERNELS(split_of_sums, Float4, OF_SPLIT, SPLIT)
-KERNELS(float32, Float4, Whole{weight}, Float4* weight)
-KERNELS_BF16(split_bf16, Half4, OF_SPLIT, SPLIT)
-KERNELS_BF16(split_bf16_of_sums, Float4, OF_SPLIT, SPLIT)
-KERNELS_BF16(float32_bf16, Float4, Whole{weight}, Float4* weight)
+KERNELS(split, Float4, InFloat32, Half4, OF_SPLIT, SPLIT)
+KERNELS(split_of_sums, Float4, InFloat32, Float4, OF_SPLIT, SPLIT)
+KERNELS(float32, Float4, InFloat32, Float4, Whole{weight}, Float4* weight)
+KERNELS(split_bf16, Half4, InBfloat16, Half4, OF_SPLIT, SPLIT)
+KERNELS(split_bf16_of_sums, Half4, InBfloat16, Float4, OF_SPLIT, SPLIT)
+KERNELS(float32_bf16, Half4, InBfloat16, Float4, Whole{weight}, Float4* weight)
 KERNELS_INT8(split_int8, Half4, OF_SPLIT, SPLIT)
 KERNELS_INT8(split_int8_of_sums, Float4, OF_SPLIT, SPLIT)
 KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -96,21 +95,17 @@ class Elementwise(ABC):
         `views`: "weight" and "grad" bfloat16 with "remainder" int16, or both float32 without it;
         the state's arrays. A float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
         """
-        if views["weight"].is_cuda:
-            self._update_on_gpu(views, options["step"], first, self.scalars(**options))
-        else:
+        if not views["weight"].is_cuda:
             self.updating(views, first=first, **options)(0, views["weight"].numel())
-
-    def _update_on_gpu(
-        self, views: dict[str, Tensor], step: int, first: int, scalars: Sequence[np.float32]
-    ) -> None:
+            return
         from megatrain.optim import cuda_kernels, kernels
 
         split = "remainder" in views
         of_sums = "_of_sums" if split and views["grad"].dtype == torch.float32 else ""
         name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
         arrays = [views[array.name] for array in self._arguments(split)]
-        cuda_kernels.launch(name, arrays, first, int(kernels.seed_of(step)), scalars)
+        seed = int(kernels.seed_of(options["step"]))
+        cuda_kernels.launch(name, arrays, first, seed, self.scalars(**options))
 
     def _arguments(self, split: bool) -> list[StateArray]:
         """The arrays that kernels take, in their order."""
@@ -126,10 +121,12 @@ class Elementwise(ABC):
         from megatrain.optim import kernels
 
         split, scaled = "remainder" in arrays, self._format.scaled
-        given = arrays | {"grad": arrays["grad"].to(arrays["weight"].dtype)}
+        given, wanted = dict(arrays), self._arguments(split)
+        given["grad"] = arrays["grad"].to(arrays["weight"].dtype)
+        dtypes = [given[array.name].dtype for array in wanted]
+        assert dtypes == [array.dtype for array in wanted], dtypes
         weight, *others = (
-            numpy_of(given[array.name], array.dtype, rows=scaled and array.per == "element")
-            for array in self._arguments(split)
+            numpy_of(given[array.name], rows=scaled and array.per == "element") for array in wanted
         )
         assert {len(array) for array in others} == {len(weight)}, "slices of unequal length"
         ordered = [weight, *others] if split else [weight, None, *others]  # None: no remainder
@@ -175,12 +172,11 @@ def check_moments(moments: str) -> None:
         raise ConfigError(f"optimizer.moments: {moments!r} is none of {', '.join(MOMENTS)}")
 
 
-def numpy_of(tensor: Tensor, dtype: torch.dtype, *, rows: bool = False) -> np.ndarray[Any, Any]:
+def numpy_of(tensor: Tensor, *, rows: bool = False) -> np.ndarray[Any, Any]:
     """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16.
 
     `rows`: as [groups, GROUP].
     """
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous(), tensor.stride()
-    array = tensor.view(torch.int16).numpy() if dtype == torch.bfloat16 else tensor.numpy()
-    return array.reshape(-1, GROUP) if rows else array
+    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return array.numpy().reshape(-1, GROUP) if rows else array.numpy()

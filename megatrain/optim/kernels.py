@@ -184,14 +184,14 @@ def adamw(split: bool, bf16_moments: bool) -> Kernel:
     return compiled(_adamw, void(weight, remainder, moment, moment, weight, *constants(8)))
 
 
-def compiled(function: Kernel, signature: Any, **more: Any) -> Kernel:
-    """`function` as machine code that runs without the GIL. `more`: options of njit.
+def compiled(function: Kernel, signature: Any) -> Kernel:
+    """`function` as machine code that runs without the GIL.
 
     It is kept on disk between runs: Numba looks for a folder next to this file, then in the user's
     cache. That none can be written (RuntimeError), that the disk is full, or that a power cut left
     half a file must not stop a run: compiling anew costs a second.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         kernel: Kernel = njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import FlatLayout, TensorSpec
+from megatrain.memory.layout import FlatLayout
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.elementwise import check_range
+from megatrain.optim.elementwise import check_range, numpy_of
 from megatrain.optim.optimizer import StateArray, UpdateOptions
 from megatrain.optim.whole_tensors import (
     DEVICE_PIECE,
@@ -34,7 +34,6 @@ from megatrain.optim.whole_tensors import (
     TensorState,
     WholeTensors,
     Workspace,
-    bits_of,
     gradient_of,
     read_master,
     write_master,
@@ -117,12 +116,11 @@ class Muon(WholeTensors):
         return 8.0  # directions are written and read, by the host and by the bus
 
     def product_flops(self, layout: FlatLayout) -> float:
-        return sum(self._flops(spec) for spec in layout.tensors if spec.hidden)
-
-    def _flops(self, spec: TensorSpec) -> float:
-        """An iteration computes x x^T, the square of that, and its product with x."""
-        count, short, long = _matrices(spec.shape)
-        return self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
+        # an iteration computes x x^T, the square of that, and its product with x
+        return sum(
+            self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
+            for count, short, long in (_matrices(t.shape) for t in layout.tensors if t.hidden)
+        )
 
     def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
         hidden = [[spec for spec in layout.tensors if spec.hidden] for layout in layouts]
@@ -250,7 +248,7 @@ class _Update:
 
             nesterov = 1 - momentum if self.optimizer.nesterov else 0.0
             scalars = self.grad_scale, 1 - momentum, nesterov
-            arrays = (bits_of(x).numpy() for x in (exp_avg, grad, direction))
+            arrays = map(numpy_of, (exp_avg, grad, direction))
             kernels.direct(self.split)(*arrays, *(np.float32(x) for x in scalars))
             return
         gradient = gradient_of(grad, self.weight, self.grad_scale)
@@ -271,8 +269,8 @@ class _Update:
         if self.on_host:
             from megatrain.optim import muon_kernels as kernels
 
-            low = None if remainder is None else remainder.numpy()
-            arrays = bits_of(weight).numpy(), low, bits_of(self.direction[part]).numpy()
+            low = None if remainder is None else numpy_of(remainder)
+            arrays = numpy_of(weight), low, numpy_of(self.direction[part])
             scalars = np.float32(self.decay), np.float32(self.minus_step_size)
             kernels.apply(self.split)(*arrays, *scalars)
             return

@@ -44,17 +44,13 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
     return out
 
 
-def join_master(weight: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of the same shape.
-
-    `out` gives the contiguous float32 tensor to write; it is returned.
-    """
-    if out is None:
-        out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    dtypes = (weight.dtype, remainder.dtype, out.dtype)
-    assert dtypes == (torch.bfloat16, torch.int16, torch.float32), dtypes
-    shapes = (out.shape, weight.shape, remainder.shape)
-    assert out.numel() == weight.numel() == remainder.numel(), shapes
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of the same shape,
+    a new tensor."""
+    dtypes = (weight.dtype, remainder.dtype)
+    assert dtypes == (torch.bfloat16, torch.int16), dtypes
+    assert weight.numel() == remainder.numel(), (weight.shape, remainder.shape)
+    out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     low = remainder.contiguous().view(-1)
     bits = out.view(torch.int32).view(-1)
     bits.copy_(weight.detach().contiguous().view(torch.int16).view(-1))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Unpack
 
-import torch
 from torch import Tensor
 
 from megatrain.memory.layout import FlatLayout, TensorSpec
@@ -131,8 +130,3 @@ def write_master(master: Tensor, weight: Tensor, remainder: Tensor | None) -> No
         weight.copy_(master)
     else:
         split_master(master, (weight, remainder))
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """A CPU tensor as Numba reads it: bfloat16, which it lacks, as int16."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

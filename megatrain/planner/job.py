@@ -164,9 +164,7 @@ class Choices(Chosen):
     @property
     def chosen(self) -> dict[str, Any]:
         """All but the micro-batch, by field."""
-        values = vars(self).copy()
-        del values["micro_batch_tokens"]
-        return values
+        return {name: value for name, value in vars(self).items() if name != "micro_batch_tokens"}
 
     def settings(self, job: Job, nvme_folders: Sequence[Path] = ()) -> Settings:
         """The same for the engine. Raises ConfigError where options exclude each other."""

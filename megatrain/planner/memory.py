@@ -140,10 +140,13 @@ class Layout:
             table["update's scratch"] = whole.host_scratch
         # gradients that are not stored pass through a few buffers, of the largest block each
         landing = 0 if choices.stores_gradients(self.job) else LANDING_BUFFERS
+        # arrays on NVMe pass through buffers of the largest
+        largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
+        staged = sum(stages(name, count) * size for name, size in largest.items())
         travelling = self.shape.block_numel[self._summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
-            "NVMe staging": self._nvme_staging,
+            "NVMe staging": int(staged),
             "gradient sums": sum(travelling) * SUM_BYTES,
             **activations.host,
         }
@@ -205,12 +208,6 @@ class Layout:
                 arrays[name] = combined(sizes[block] for block in blocks)
         level = self.choices.nvme_arrays
         return {name: size for name, size in arrays.items() if holds(level, name)}
-
-    @property
-    def _nvme_staging(self) -> int:
-        """Bytes of host RAM through which the arrays on NVMe pass, in buffers of the largest."""
-        largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
-        return int(sum(stages(name, count) * size for name, size in largest.items()))
 
     @property
     def nvme_traffic(self) -> tuple[int, int]:

@@ -58,13 +58,8 @@ class StepOptions(Chosen):
     """What decides the order of work: the choices, and what the job adds to them."""
 
     micro_batches: float  # of a group, on average
-    clipping: bool
+    stored: bool  # gradients wait for their norm; else each is applied as soon as it is there
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
-
-    @property
-    def stored(self) -> bool:
-        """True if gradients wait for their norm; else each is applied as soon as it is there."""
-        return self.clipping and not self.second_backward
 
 
 @dataclass

@@ -99,7 +99,6 @@ class StepCosts:
         self.where = graphs_of_layers(
             self.shape.layers, self.choices.retained, self.choices.retained_on_host
         )
-        self.sent_bytes = self._sent_bytes()
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = (
             machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
@@ -138,7 +137,7 @@ class StepCosts:
         return StepOptions(
             **self.choices.chosen,
             micro_batches=self.micro_batches,
-            clipping=self.job.clipping,
+            stored=self.choices.stores_gradients(self.job),
             tied=self.shape.tied,
         )
 
@@ -293,7 +292,8 @@ class StepCosts:
             seconds += 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down)
         return seconds
 
-    def _sent_bytes(self) -> list[float]:
+    @cached_property
+    def sent_bytes(self) -> list[float]:
         """Bytes of a micro-batch that each layer may send: its checkpoint, or what it saved."""
         kept, tokens = self.layout.activations, self.tokens
         whole, coded = tokens * kept.sent_row_bytes, tokens * kept.checkpoint_row_bytes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.config.sources import check_sources
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
@@ -50,8 +51,8 @@ def plan(
     overrides = {key: value for key, value in given.items() if value is not None} | keys
     is_config = isinstance(target, (Config, Mapping)) or names_config(_path_of(target))
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
-    described = {"gpu": gpu, "ram": ram, "cores": cores, "gpu_memory": gpu_memory}
-    described |= {"gpu_tflops": gpu_tflops, "pcie": pcie}
+    described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
+    described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     return run.plan(config, not is_config, described)
 
 
@@ -63,21 +64,28 @@ def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any)
 
     Raises MegaTrainError.
     """
-    return run.train(config_of(config, keys), None if profile is None else _path_of(profile))
+    settings = config_of(config, keys)
+    check_sources(settings)
+    return run.train(settings, None if profile is None else _path_of(profile))
 
 
-def resume(run_dir: str | Path, **keys: Any) -> RunSummary:
+def resume(run_dir: str | Path, *, checkpoint: str | None = None, **keys: Any) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit.
 
     keys: keys that may change (config/resuming.py). Raises MegaTrainError.
+    checkpoint: another one: proven, best or checkpoint-N.
     """
-    return run.resume(_path_of(run_dir), keys)
+    return run.resume(_path_of(run_dir), keys, checkpoint)
 
 
 def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:
-    """Held-out loss of a run or checkpoint: checkpoint, eval_loss, perplexity, eval_target_tokens.
+    """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
-    data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+    Args:
+        folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
+        data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+
+    Raises MegaTrainError.
     """
     return inspect.evaluate(_path_of(folder), None if data is None else str(data))
 
@@ -88,7 +96,7 @@ def export(
     """Write a run's model as a Hugging Face folder, which is returned.
 
     dtype: "bfloat16" or "float32"; None: the checkpoint's own.
-    checkpoint: final, best, last or checkpoint-N; None: final, else last.
+    checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     """
     return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
 

@@ -30,6 +30,7 @@ from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import logging_on
+from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import Predicted
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
 from megatrain.reporting.words import bound_in_words
@@ -63,7 +64,7 @@ def bench(
     setup.quiet_libraries()
     if profile is not None:
         claim(profile)
-    console = Console(stderr=True, highlight=False)
+    console = console_on(stderr=True, highlight=False)
     with ExitStack() as stack:
         stack.enter_context(logging_on(console))
         parts = prepare_shape(config, layers)

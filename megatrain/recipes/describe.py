@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE
+from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE, with_absolute_paths
 from megatrain.engine.resolved import Machine
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
@@ -22,13 +22,15 @@ from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
-from megatrain.reporting.metrics import read_metrics
+from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.summary import Predicted, RunSummary
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
+from megatrain.storage.saves import find_checkpoint
 
 logger = logging.getLogger("megatrain")
+ENVIRONMENT_FILE = "env.json"
 PACKAGES = (
     "megatrain",
     "torch",
@@ -41,23 +43,46 @@ PACKAGES = (
 )
 
 
+def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
+    """The values of keys that the config leaves open."""
+    chosen = {option.key: getattr(plan.choices, option.field) for option in OPTIONS if option.key}
+    return chosen | {
+        "data.packing": parts.resolved.packed_to is not None,
+        "data.date": parts.day.isoformat(),
+        "precision": parts.machine.precision,
+        "compile": plan.job.compiled,
+        "device": parts.machine.device.type,
+        **decided_of_optimizer(parts.config),
+    }
+
+
 def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
-    config, machine, choices = parts.config, parts.machine, plan.choices
-    chosen = {option.key: getattr(choices, option.field) for option in OPTIONS if option.key}
-    decided = chosen | {
-        "data.packing": parts.resolved.packed_to is not None,
-        "precision": machine.precision,
-        "compile": plan.job.compiled,
-        "device": machine.device.type,
-        **decided_of_optimizer(config),
-    }
-    resolved, environment = config.with_values(decided).to_yaml(), environment_of(machine)
-    write_text(config.output / CONFIG_FILE, config.to_yaml())
-    write_text(config.output / RESOLVED_FILE, resolved)
-    write_text(config.output / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
-    write_text(config.output / "env.json", json.dumps(environment, indent=1) + "\n")
+    folder, config = parts.config.output, with_absolute_paths(parts.config)
+    environment = environment_of(parts.machine)
+    write_text(folder / CONFIG_FILE, config.to_yaml())
+    write_text(folder / RESOLVED_FILE, config.with_values(decided(parts, plan)).to_yaml())
+    write_text(folder / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
+    write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     logger.info(choices_in_words(plan))
+
+
+def other_versions(run_dir: Path) -> list[str]:
+    """A warning if libraries are of other versions than those that the run has used."""
+    path = run_dir / ENVIRONMENT_FILE
+    try:
+        then = dict(json.loads(path.read_text())["packages"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return [f"{path}: cannot be read, so other versions of libraries would not be noticed"]
+    now = {name: installed_version(name) for name in PACKAGES}
+    changed = [
+        f"{name} {then.get(name)} -> {version}"
+        for name, version in now.items()
+        if then.get(name) != version
+    ]
+    if not changed:
+        return []
+    return [f"other versions than the run has used may round otherwise: {', '.join(changed)}"]
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:
@@ -123,17 +148,18 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
 
     stop: the request that ended the run early; None if it came to its end.
     """
-    question, reply = None, None
+    question, reply, folder = None, None, run.config.output
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
-        run_dir=run.config.output,
+        run_dir=folder,
         steps=run.step - run.first_step,
         tokens=run.tokens - run.first_tokens,
         seconds=seconds,
-        **held_out_losses(run.config.output),
+        **held_out_losses(folder),
         best_step=run.best.get("step"),
-        final_dir=run.config.output / "final" if stop is None else None,
+        best_loss=run.best.get("loss"),
+        final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
         host=Predicted(plan.host_bytes, peak_host_bytes()),
@@ -146,6 +172,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         save_s=run.progress.outside_s["saving"],
         advice=run.advice,
         skipped=run.engine.skipped,
+        spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,
     )
 
@@ -160,12 +187,3 @@ def spent_economy(run: Run) -> Economy:
         counted.insert(0, "GPU measured" if measured else "GPU as given")
     tokens = run.tokens - run.first_tokens
     return Economy(tokens, run.spent_s, spent.total_j, prices_of(run.config), "; ".join(counted))
-
-
-def held_out_losses(run_dir: Path) -> dict[str, Any]:
-    """The first and the latest held-out loss of the whole run, by any of its processes."""
-    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
-    return {
-        "eval_loss_before": losses[0] if losses else None,
-        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
-    }

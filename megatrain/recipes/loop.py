@@ -5,40 +5,46 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from megatrain.config import Config
-from megatrain.data import Loader, held_out_batches
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
 from megatrain.engine.engine import Engine
-from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
 from megatrain.losses import next_token
+from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.card import model_card
+from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.setup import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
+from megatrain.reporting.metrics import (
+    MetricsWriter,
+    SteadyTime,
+    StepMetrics,
+    StepTime,
+    held_out_losses,
+)
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
+from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.run_folder import RunLock, checkpoint_name
 
 logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
-NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
 # Where a new run stands; a checkpoint keeps where it stands then.
-BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0}
+BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
 
 
 @dataclass
@@ -59,12 +65,22 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
+    lock: RunLock
+    describe: Callable[[], None]  # writes what describes the run into its folder
+    asked: Mapping[str, Any]  # of the config, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation
     non_finite: int  # steps in a row
+    waited: int  # evaluations since the best one
     first_step: int  # where this process began
     first_tokens: int
+    recent: Spikes  # of loss and norm
+    unproven: Path | None = None  # the last checkpoint, until the step after it was finite
+    abandoned: Sequence[
+        Path
+    ] = ()  # newer than the checkpoint asked for: the next save removes them
+    spikes: int = 0  # of this process
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     advice: str = ""  # the latest
@@ -89,7 +105,12 @@ def fit(run: Run, stop: StopRequest) -> bool:
     """Train to the end of the data. False: a signal stopped the run before, and it is saved."""
     config = run.config
     if run.step == 0:
-        evaluate(run, stop)
+        loss = evaluate(run, stop)
+        if loss is not None and not math.isfinite(loss):
+            raise DivergedError(
+                f"the held-out loss before the first step is {loss}: the model's weights or "
+                f"settings do not compute; check {config.model.source}"
+            )
         if stop.came():
             save(run, None)
             return stopped(run)
@@ -100,16 +121,29 @@ def fit(run: Run, stop: StopRequest) -> bool:
         request = StopRequest() if last else stop
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
-        # `best` needs each checkpoint's held-out loss; a run that is asked to stop saves at once
+        # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
-        if last or request.came():
+        saving = saving or better(run, loss)
+        enough = out_of_patience(run, loss)
+        if last or enough or request.came():
             save(run, loss)
         elif not saving or not try_to_save(run, loss):
             continue
+        if enough:
+            break
         if request.came():  # perhaps while the checkpoint was written
             return stopped(run)
-    write_final(run.config.output)
+    finish(run)
     return True
+
+
+def finish(run: Run) -> None:
+    """Write `final/`, as the config asks for it. Raises StorageError."""
+    if (wanted := run.config.checkpoint.final) != "none":
+        losses = held_out_losses(run.config.output)
+        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
+        card = model_card(run, held_out)
+        write_final(run.config.output, full=wanted == "full", card=card)
 
 
 def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
@@ -124,6 +158,23 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
+    """How many evaluations and saves follow step `step` of `total`, the last step's included.
+
+    evaluates: something is held out.
+    """
+
+    def multiples(*every: int | None) -> int:
+        return 0 if None in every else total // math.lcm(*every) - step // math.lcm(*every)  # type: ignore[arg-type]
+
+    save, look = config.checkpoint.every, config.train.eval_every
+    last = int(step < total)
+    saves = multiples(save) + last - int(last and due(save, total))
+    looks = multiples(save) + multiples(look) - multiples(save, look)
+    looks += last - int(last and (due(save, total) or due(look, total)))
+    return {"saving": saves, "evaluating": looks if evaluates else 0}
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -132,7 +183,11 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     rate, given = run.learning_rate, run.config.economy
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
-        result = run.engine.train_step(batch.micro_batches, next_token, rate)
+        try:
+            with run.progress.doing("step", f"step {run.step + 1}"):
+                result = run.engine.train_step(batch.micro_batches, next_token, rate)
+        except DivergedError as error:
+            raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
         measured = run.energy.read().since(before)
     gpu_w = given.gpu_power_w if run.gpu_name else None
@@ -159,6 +214,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         gpu_peak_bytes=run.meter.peak_bytes(),
         host_bytes=peak_host_bytes(),
         skipped=result.skipped,
+        spike=look_for_spikes(run, batch, result),
         energy_j=drawn.total_j,
         time=spent,
         advice=run.advice,
@@ -180,30 +236,6 @@ def traced(run: Run) -> Iterator[None]:
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
-def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
-    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row."""
-    if not result.skipped or result.target_tokens == 0:
-        run.non_finite = 0
-        return
-    run.non_finite += 1
-    logger.warning(
-        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are "
-        "unchanged"
-    )
-    if run.non_finite < NON_FINITE_IN_A_ROW:
-        return
-    kept = run.config.output / f"bad-batch-{run.step}.safetensors"
-    numbered = enumerate(batch.micro_batches)
-    save_file({f"{name}.{i}": value for i, mb in numbered for name, value in mb.items()}, kept)
-    again = "resume from the last checkpoint"
-    if not (run.config.output / "last").exists():
-        again = "no checkpoint was written yet: start again"
-    raise DivergedError(
-        f"{run.non_finite} steps in a row were not finite (the last batch is in {kept}); {again} "
-        "with a lower train.learning_rate"
-    )
-
-
 # -- evaluation ------------------------------------------------------------------------------------
 
 
@@ -216,8 +248,11 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
         return None
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
-    batches = held_out_batches(run.held_out, size, loader.pad_id, limit, loader.pack_to)
-    mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
+    batches = held_out_batches(
+        run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes
+    )
+    with run.progress.doing("evaluating"):
+        mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
     if mean is None:
         return None
     loss, targets = mean
@@ -225,6 +260,29 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     run.writer.write_eval(run.step, loss, targets, seconds)
     run.progress.evaluated(run.step, loss, seconds)
     return loss
+
+
+def better(run: Run, loss: float | None) -> bool:
+    """Whether a held-out loss is the best so far: then the step is saved, and `best` points to it.
+
+    That of the weights that a run begins with does not count: they lie elsewhere.
+    """
+    return loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
+
+
+def out_of_patience(run: Run, loss: float | None) -> bool:
+    """Count evaluations that were not better; say so when they are as many as may be."""
+    if loss is None:
+        return False
+    run.waited = 0 if better(run, loss) else run.waited + 1
+    patience = run.config.checkpoint.patience
+    if patience is None or run.waited < patience:
+        return False
+    logger.info(
+        f"step {run.step}: the last {run.waited} evaluations were not better than step "
+        f"{run.best.get('step')}; training ends (checkpoint.patience)"
+    )
+    return True
 
 
 def mean_loss(
@@ -265,25 +323,42 @@ def save(run: Run, loss: float | None) -> None:
     loss: held-out loss of this step, if it was computed.
     """
     model, before, started = run.model, run.best, time.perf_counter()
-    best = loss is not None and math.isfinite(loss) and loss < before.get("loss", math.inf)
-    if best:
+    if not run.lock.in_place():
+        write_folder_anew(run)
+    if better(run, loss):
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
     try:
-        path = save_checkpoint(
-            run.config.output,
-            run.step,
-            run.engine,
-            model.tokenizer,
-            {**state, "position": run.loader.position()},
-            run.config.checkpoint.keep,
-            model.generation,
-            best=best,
-        )
+        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+            path = save_checkpoint(
+                run.config.output,
+                run.step,
+                run.engine,
+                model.tokenizer,
+                {**state, "position": run.loader.position(), **run.asked},
+                run.config.checkpoint.keep,
+                model.generation,
+                source=model.digests,
+                best=run.best.get("step"),
+                abandoned=run.abandoned,
+            )
     except StorageError:
         run.best = before
         raise
+    run.unproven, run.abandoned = path, ()
     run.progress.saved(path, time.perf_counter() - started)
+
+
+def write_folder_anew(run: Run) -> None:
+    """After somebody has removed or replaced the run folder. Raises StorageError."""
+    folder = run.config.output
+    logger.warning(f"{folder}: was removed or replaced while the run goes on; it is written anew")
+    run.lock.retake()
+    run.describe()
+    run.writer.reopen()
+    if not (folder / checkpoint_name(run.best.get("step", -1))).is_dir():
+        run.best = {}
+    run.unproven, run.abandoned = None, ()
 
 
 def try_to_save(run: Run, loss: float | None) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -14,32 +15,57 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.config.resuming import check_changes, resumed_configs
+from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
-from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
 from megatrain.errors import ConfigError
+from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
+from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
-from megatrain.recipes.describe import describe_run, facts_of, held_out_losses, summarize
-from megatrain.recipes.loop import BEGINNING, Run, fit
-from megatrain.recipes.rows import read_rows
-from megatrain.recipes.setup import Parts
+from megatrain.recipes.describe import (
+    decided,
+    describe_run,
+    facts_of,
+    other_versions,
+    summarize,
+)
+from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
+from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
+from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter
+from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
 from megatrain.reporting.mfu import ModelFlops
-from megatrain.reporting.progress import Progress, logging_to
+from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
+from megatrain.reporting.spikes import Spikes
+from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
+from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, find_resumable, load_resumable, nothing_to_resume
-from megatrain.storage.run_folder import checkpoints, run_lock
+from megatrain.storage.restore import (
+    Resumable,
+    find_resumable,
+    load_resumable,
+    named_checkpoint,
+    nothing_to_resume,
+    read_about,
+)
+from megatrain.storage.run_folder import (
+    RunLock,
+    checkpoint_name,
+    checkpoints,
+    folder_bytes,
+    run_lock,
+)
+from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
 
@@ -67,6 +93,8 @@ def plan(
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
+    if shape_alone or config.model.init == "pretrained":
+        setup.check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
@@ -79,60 +107,125 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     """
     if profile is not None:
         claim(profile)
-    with run_folder(config.output) as console:
+    check_installed(config.track, config.where("track"))
+    with run_folder(config.output) as opened:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
-        return _run(get_ready(config), console, resuming=None, profile=profile)
+        return _run(get_ready(config), opened, resuming=None, profile=profile)
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunSummary:
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    checkpoint: str | None = None,
+) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
 
     overrides: keys that may change (config/resuming.py).
+    checkpoint: another one, by name; those of later saves stay until the next save.
     """
     run_dir = Path(run_dir)
-    before, config = resumed_configs(run_dir, overrides)
-    warnings = check_changes(before, config)
-    with run_folder(run_dir) as console:
-        finished = (run_dir / "final").is_dir() and config == before
-        # every byte is checked here, or when it is loaded
-        found = find_resumable(run_dir, deep=finished)
-        for warning in (*warnings, *found.warnings):
+    asked = asked_again(run_dir, overrides)
+    check_installed(asked.track, asked.where("track"))
+    with run_folder(run_dir) as opened:
+        going = where_to_go_on(run_dir, asked, checkpoint)
+        if going.is_the_end(run_dir):
+            # every byte is checked here, or when it is loaded
+            going = where_to_go_on(run_dir, asked, deep=True)
+            if going.is_the_end(run_dir) and not going.found.warnings:
+                logger.info(
+                    f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
+                    "train.epochs or train.max_steps"
+                )
+                end, losses = run_dir / "final", held_out_losses(run_dir)
+                return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
+            logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
+        for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        if found.path is None:
-            raise nothing_to_resume(run_dir)
-        if finished and not found.warnings:
-            logger.info(
-                f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
-                "train.epochs or train.max_steps"
-            )
-            end, losses = run_dir / "final", held_out_losses(run_dir)
-            return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
-        return _run(get_ready(config), console, found)
+        return _run(get_ready(going.config, going.model(), going.rows), opened, going.found)
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """A checkpoint to go on from, and the config that it was saved under."""
+
+    found: Resumable
+    digests: Mapping[str, str]  # of the model's files, when the run began
+    rows: str  # the digest of its training rows
+    before: Config
+    config: Config
+    warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+
+    def is_the_end(self, run_dir: Path) -> bool:
+        """Whether the run was finished, and nothing else is asked of it now."""
+        if self.found.path is None or self.found.named or self.config != self.before:
+            return False
+        return sequence_of(run_dir / "final", -1) >= sequence_of(self.found.path)
+
+    def model(self) -> Model:
+        """As the checkpoint describes it; what has changed where it came from is said.
+
+        Code that comes with a model is not in the checkpoint: then all is read from its source.
+        """
+        assert self.found.path is not None
+        for change in changed_source(self.before, self.digests):
+            logger.warning(change)
+        if self.config.model.trust_remote_code:
+            return read_model(self.config)
+        return replace(describe_model(str(self.found.path)), digests=self.digests)
+
+
+def where_to_go_on(
+    run_dir: Path, asked: Config, name: str | None = None, *, deep: bool = False
+) -> GoingOn:
+    """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
+    found = named_checkpoint(run_dir, name) if name else find_resumable(run_dir, deep)
+    if found.path is None:
+        for warning in found.warnings:
+            logger.warning(warning)
+        raise nothing_to_resume(run_dir)
+    about = read_about(found.path)
+    before, config = resumed_configs(run_dir, asked, about["state"])
+    changes = check_changes(before, config)
+    digests = about["made_of"].get("source", {})
+    rows = about["state"]["position"]["data"]
+    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that is ours alone, and the console, stderr, to which its log goes, too."""
+
+    lock: RunLock
+    console: Console
 
 
 @contextmanager
-def run_folder(path: Path) -> Iterator[Console]:
-    """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
-    console = Console(stderr=True)
-    with run_lock(path), logging_to(path, console):
+def run_folder(path: Path) -> Iterator[Opened]:
+    """Lock the run folder and log to its train.log and to the console."""
+    console = console_on(stderr=True)
+    with run_lock(path) as lock, logging_to(path, console):
         setup.quiet_libraries()
-        yield console
+        yield Opened(lock, console)
 
 
-def get_ready(config: Config) -> Ready:
-    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read."""
-    parts = setup.prepare(config, may_measure=True)
+def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
+    """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
+
+    model: another than the config's.
+    expected: the digest of the rows of a run that goes on.
+    """
+    if model is None and config.model.init == "pretrained":
+        setup.check_weights(config.model.source)
+    parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
-    rows, held_out = read_rows(config, parts.model)
-    for line in describe(rows):
-        logger.info(line)
-    for line in warnings(rows, held_out):
-        logger.warning(line)
+    rows, held_out = read_rows(config, parts.model, parts.day, expected)
+    say_rows(rows, held_out)
     for line in filter(None, [parts.model.about_stops]):
         logger.info(line)
     if held_out is not None:
@@ -155,6 +248,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         rows_per_step=train.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
+        regimes=regimes_of(parts.model.config),
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
@@ -172,38 +266,61 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
 
 
 def _run(
-    ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None
+    ready: Ready, opened: Opened, resuming: Resumable | None, profile: Path | None = None
 ) -> RunSummary:
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
-    exact = deterministic(ready.parts.config.train.deterministic)
-    with ExitStack() as stack, setup.memory_errors(plan), exact:
-        run = open_run(ready, console, stack, resuming)
+    config = ready.parts.config
+    exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
+    watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
+    with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
+        log_every = config.train.log_every
+        progress = stack.enter_context(Progress(opened.console, log_every=log_every))
+        run = open_run(ready, opened.lock, progress, stack, resuming)
         run.trace = profile
-        with run.progress, stop_requests() as stop:
+        with stop_requests() as stop:
             done = fit(run, stop)
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
-def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumable | None) -> Run:
+def open_run(
+    ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
-    can go on, and then `final/` is no longer its end.
+    can go on.
     """
     parts, plan, loader, config = ready.parts, ready.plan, ready.loader, ready.parts.config
     if resuming is None:
         describe_run(parts, plan)
-    engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
-    state = dict(BEGINNING)
+    weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
+    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
+        engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
+    state, source = dict(BEGINNING), None
+    abandoned: list[Path] = []
     if resuming is not None:
-        source, state = load_resumable(config.output, engine, resuming)
+        size = folder_bytes(resuming.path) if resuming.path else None
+        with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+            source, state = load_resumable(config.output, engine, resuming)
+        if source != resuming.path:  # which may have been saved under another config
+            before, _ = resumed_configs(config.output, config, state)
+            for change in check_changes(before, config):
+                logger.warning(change)
         loader.restore(state.pop("position"))
         reopen(config.output, source)
+        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
+        if resuming.named:
+            abandoned = newer_than(config.output, source)
+        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+            state["best"] = {}  # another may be the best of what is there
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
+    progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
-    writer = stack.enter_context(MetricsWriter(config.output))
+    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    also = stack.enter_context(tracking(config.track, config.output, step, about))
+    writer = stack.enter_context(MetricsWriter(config.output, also))
     writer.truncate_to(step or -1)  # a run that begins with step 0 begins with an evaluation
     return Run(
         config=config,
@@ -213,16 +330,20 @@ def open_run(ready: Ready, console: Console, stack: ExitStack, resuming: Resumab
         held_out=ready.held_out,
         sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
         writer=writer,
-        progress=Progress(
-            console, total_steps=total, first_step=step, log_every=config.train.log_every
-        ),
+        progress=progress,
         meter=meter,
         energy=EnergyMeter(meter),
         work=ModelFlops.of(parts.resolved.skeleton.anatomy, parts.model.config),
         gpu_name=gpu.name if gpu else None,
         total_steps=total,
+        recent=Spikes(read_metrics(config.output)),
+        unproven=source,
+        abandoned=abandoned,
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        lock=lock,
+        describe=partial(describe_run, parts, plan),
+        asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
-        **state,
+        **{name: state[name] for name in BEGINNING},
     )

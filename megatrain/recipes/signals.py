@@ -1,4 +1,8 @@
-"""Signals ask a run to stop, which the loop does where nothing is lost: a handler sets a flag."""
+"""Signals ask a run to stop, which the loop does where nothing is lost: a handler sets a flag.
+
+Schedulers warn with SIGTERM, SIGUSR1 or SIGXCPU, some with several; a terminal that is closed sends
+SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at once the second time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from types import FrameType
 
 STOPPED = 75  # exit code: a signal stopped the run and left a checkpoint to resume
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
-NOTE = b"\nfinishing this step and saving; a second signal stops at once\n"
+NOTE = b"\nfinishing this step and saving; Ctrl-C stops at once\n"
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 STDERR = 2
 
 
@@ -31,30 +36,33 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request; a second one stops the process at once.
+    """Turn the first of STOPS into a request; Ctrl-C after it stops the process at once.
 
-    Outside the main thread, where Python allows no handlers, signals keep their meaning and the
-    request is never set.
+    A signal that was ignored before, as SIGHUP under nohup, stays so. Outside the main thread,
+    where Python allows no handlers, signals keep their meaning and the request is never set.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in both}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    found = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPS}
+    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
 
     def note(number: int, _frame: FrameType | None) -> None:
+        if request.came():
+            return
         request.signal = number
-        restore()
-        os.write(STDERR, NOTE)  # past Python's buffers, which the signal may have interrupted
+        if signal.SIGINT in before:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+        try:
+            os.write(STDERR, NOTE)  # past Python's buffers, which the signal may have interrupted
+        except OSError:  # of a pipe whose reader died of the same Ctrl-C
+            pass
 
     for number in before:
         signal.signal(number, note)
     try:
         yield request
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from megatrain.errors import StorageError
 logger = logging.getLogger("megatrain")
 
 METRICS_FILE = "metrics.jsonl"
+# Not through a link that somebody else may have put there.
+APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
 SHARE_DIGITS = 4
 
@@ -97,6 +101,7 @@ class StepMetrics:
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
+    spike: bool  # loss or norm far above recent ones (reporting/spikes.py)
     energy_j: float | None  # of GPU and host, of the parts that were measured or given
     time: StepTime
     advice: str  # one sentence: the setting most worth changing, or that there is none
@@ -117,6 +122,18 @@ def json_able(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+@contextmanager
+def cannot_be_written(path: Path) -> Iterator[None]:
+    """Raise a StorageError for an OSError in opening a file of a run folder."""
+    try:
+        yield
+    except OSError as error:
+        reason, advice = error.strerror, "free space or choose another output folder"
+        if error.errno == errno.ELOOP:
+            reason, advice = "it is a symbolic link", "remove it"
+        raise StorageError(f"{path}: cannot be written ({reason}); {advice}") from error
+
+
 class MetricsWriter:
     """Appends to `metrics.jsonl` of a run folder.
 
@@ -124,14 +141,17 @@ class MetricsWriter:
     a full disk lines wait for the next one: a run has more to lose than its metrics.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        """Open, keeping what is there. Raises StorageError when the file cannot be written."""
+    def __init__(
+        self, run_dir: str | Path, also: Callable[[dict[str, Any]], object] = lambda row: None
+    ) -> None:
+        """Open, keeping what is there. Raises StorageError when the file cannot be written.
+
+        also: is given every line, too.
+        """
+        self._also = also
         self.path = Path(run_dir) / METRICS_FILE
-        try:
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            reason = f"{self.path}: cannot be written ({error.strerror})"
-            raise StorageError(f"{reason}; free space or choose another output folder") from error
+        with cannot_be_written(self.path):
+            self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
 
     def __enter__(self) -> MetricsWriter:
@@ -146,6 +166,22 @@ class MetricsWriter:
             logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")
         self._file.close()
 
+    def reopen(self) -> None:
+        """Write the file anew, with what it held, if it was removed. Raises StorageError."""
+        held = os.fstat(self._file.fileno())
+        with cannot_be_written(self.path):
+            fd = os.open(self.path, APPENDED, 0o600)
+            there = os.fstat(fd)
+        if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+            os.close(fd)
+            return
+        before = os.pread(self._file.fileno(), held.st_size, 0)  # a removed file lives on
+        self._file.close()
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        os.ftruncate(fd, 0)
+        self._waiting = before + self._waiting
+        self._write_waiting()
+
     def write_step(self, metrics: StepMetrics) -> None:
         self._write(metrics.to_dict())
 
@@ -157,15 +193,24 @@ class MetricsWriter:
         self._write(json_able({"step": step, **found}))
 
     def truncate_to(self, step: int) -> None:
-        """Drop everything after `step`, and a torn last line: a resumed run writes it again."""
-        kept = 0
-        for start, row, length in _lines(self.path):
-            if row is None or row["step"] > step:
-                break
-            kept = start + length
+        """Drop everything after `step`, and a torn last line: a resumed run writes it again.
+
+        The cut is behind the last line of `step` or before; a damaged line further up stays, with
+        a warning.
+        """
+        kept, damaged, lost = 0, [], []
+        for number, (start, row, length) in enumerate(_lines(self.path), 1):
+            if row is None:
+                damaged.append(number)
+            elif row["step"] <= step:
+                kept = start + length
+                lost = list(damaged)
         os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
+        for number in lost:
+            logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
 
     def _write(self, row: dict[str, Any]) -> None:
+        self._also(row)
         waited = bool(self._waiting)
         self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
         error = self._write_waiting()
@@ -184,17 +229,21 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl` in order, up to the first broken one."""
-    rows = []
-    for _, row, _ in _lines(Path(run_dir) / METRICS_FILE):
-        if row is None:
-            break
-        rows.append(row)
-    return rows
+    """The lines of a run's `metrics.jsonl` in order, without broken ones."""
+    return [row for _, row, _ in _lines(Path(run_dir) / METRICS_FILE) if row is not None]
+
+
+def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
+    """The first and the latest held-out loss of the whole run, by any of its processes."""
+    losses = [row["eval_loss"] for row in read_metrics(run_dir) if "eval_loss" in row]
+    return {
+        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss_after": losses[-1] if len(losses) > 1 else None,
+    }
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
-    """(offset, object, length in bytes) of each line; the object is None if the line is torn."""
+    """(offset, object, length in bytes) of each line; the object is None if the line is broken."""
     offset = 0
     with path.open("rb") as file:
         for line in file:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
+from typing import Any
 
 from rich import progress as rich_progress
 from rich.console import Console, Group
@@ -16,8 +21,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, StorageError
-from megatrain.reporting.metrics import RECENT_STEPS, StepMetrics, StepTime
+from megatrain.errors import MegaTrainError, printable
+from megatrain.machine.heartbeat import beats
+from megatrain.reporting.metrics import (
+    APPENDED,
+    RECENT_STEPS,
+    StepMetrics,
+    StepTime,
+    cannot_be_written,
+)
 from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds
 
 LOG_FILE = "train.log"
@@ -25,6 +37,9 @@ ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel
 IN_FILE = "in_file"  # marks log records for train.log alone
 ADVICE_AFTER_STEPS = 5  # of a process: the first steps compile and warm up
 REDRAWS_PER_S = 2
+TIME_LEFT = "time left"
+
+Ahead = Callable[[int], Mapping[str, int]]
 
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
@@ -39,12 +54,9 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     Raises StorageError.
     """
     path = Path(run_dir) / LOG_FILE
-    try:
+    with cannot_be_written(path):
         file = _LogFile(path, encoding="utf-8")
-    except OSError as error:
-        reason = f"{path}: cannot be written ({error.strerror})"
-        raise StorageError(f"{reason}; free space or choose another output folder") from error
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
     with logging_on(console, file):
         try:
             yield
@@ -73,8 +85,26 @@ def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
         logger.propagate = propagate
 
 
-class _LogFile(logging.FileHandler):
-    """On a full disk lines wait for room until the file is closed, and the run goes on."""
+class _Printable(logging.Formatter):
+    """Control characters spelt out: a log is read on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class _LogFile(WatchedFileHandler):
+    """On a full disk lines wait for room until the file is closed, and the run goes on.
+
+    A removed file is written anew once its folder is there.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, APPENDED, 0o600)  # not through a link
+        return open(fd, self.mode, encoding=self.encoding)  # type: ignore[return-value]
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -102,32 +132,42 @@ class _ConsoleHandler(logging.Handler):
         self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class Activity:
+    """What is being done, and how far it has come. total: None where that is not known."""
+
+    words: str
+    total: float | None
+    done: Callable[[], float]
+
+
 class Progress:
     """Follows a run on `console`: a panel on a terminal, else a line every `log_every` steps.
 
     ```python
-    with logging_to(run_dir, console), Progress(console, total_steps=120) as progress:
+    with logging_to(run_dir, console), Progress(console) as progress:
+        with progress.doing("reading the weights"):
+            ...
+        progress.begin(total_steps=120)
         progress.step(metrics)
         progress.evaluated(step, loss, seconds)
         progress.saved(path, seconds)
     ```
     """
 
-    def __init__(
-        self, console: Console, *, total_steps: int | None, first_step: int = 0, log_every: int = 10
-    ) -> None:
-        """`first_step`: steps done before, in a resumed run. `total_steps`: None if unknown."""
-        self._total_steps = total_steps
-        self._first_step = first_step
+    def __init__(self, console: Console, *, log_every: int = 10) -> None:
         self._log_every = log_every
+        self._total_steps: int | None = None
+        self._first_step = 0
+        self._ahead: Ahead = lambda step: {}
         self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
         self._eval: tuple[int, float] | None = None
         self._skipped = 0
+        self._took: dict[str, float] = {}  # beats of each kind of activity, the last time
         self.time = StepTime()  # summed over all steps shown
         self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
-        self._panel = (
-            _LivePanel(console, total_steps, first_step) if console.is_interactive else None
-        )
+        self._times = dict.fromkeys(self.outside_s, 0)  # how often
+        self._panel = _LivePanel(console) if console.is_interactive else None
 
     def __enter__(self) -> Progress:
         if self._panel is not None:
@@ -137,6 +177,45 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._panel is not None:
             self._panel.stop()
+
+    def begin(
+        self, total_steps: int | None, first_step: int = 0, ahead: Ahead = lambda step: {}
+    ) -> None:
+        """Say what is to come, before the first step.
+
+        Args:
+            total_steps: None if unknown.
+            first_step: steps done before, in a resumed run.
+            ahead: how often, after a step, something of `outside_s` is still to come, by its name.
+        """
+        self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
+        if self._panel is not None:
+            self._panel.begin(total_steps, first_step)
+
+    @contextmanager
+    def doing(
+        self, kind: str, words: str = "", *, total: float | None = None, counted: str = ""
+    ) -> Iterator[None]:
+        """Show that this is being done, while the block runs.
+
+        Args:
+            kind: what is done again takes about as many beats as the last time.
+            words: for the user; by default `kind`.
+            total: how much of `counted` it takes, if that is known.
+            counted: what machine/heartbeat.py counts.
+        """
+        before = beats(counted)
+        activity = Activity(
+            words or kind, total or self._took.get(kind), lambda: beats(counted) - before
+        )
+        if self._panel is not None:
+            self._panel.activity = activity
+        try:
+            yield
+            self._took[kind] = activity.done()
+        finally:
+            if self._panel is not None:
+                self._panel.activity = None
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
@@ -152,15 +231,20 @@ class Progress:
 
     def saved(self, path: Path, seconds: float) -> None:
         """Show that a checkpoint was written."""
-        self.outside_s["saving"] += seconds
+        self._spent("saving", seconds)
         logger.info(f"saved {path} in {human_seconds(seconds)}")
+        self._show()
 
     def evaluated(self, step: int, eval_loss: float, seconds: float) -> None:
         """Show an evaluation after `step` steps."""
         self._eval = (step, eval_loss)
-        self.outside_s["evaluating"] += seconds
+        self._spent("evaluating", seconds)
         logger.info(f"step {step}: held-out loss {eval_loss:.4f}")
         self._show()
+
+    def _spent(self, what: str, seconds: float) -> None:
+        self.outside_s[what] += seconds
+        self._times[what] += 1
 
     def traced(self, step: int, path: Path, table: str) -> None:
         """Show the slowest operations of a step, and where its timeline lies."""
@@ -170,8 +254,10 @@ class Progress:
     def line(self) -> str:
         """The newest step as one plain line."""
         of = "" if self._total_steps is None else f"/{self._total_steps}"
-        figures = "  ".join(f"{name} {value}" for name, value in self._figures())
-        return f"step {self._recent[-1].step}{of}  {figures}"
+        left = self.seconds_left()
+        figures = [*self._figures(), (TIME_LEFT, "-" if left is None else human_seconds(left))]
+        words = "  ".join(f"{name} {value}" for name, value in figures)
+        return f"step {self._recent[-1].step}{of}  {words}"
 
     def _figures(self) -> list[tuple[str, str]]:
         newest = self._recent[-1]
@@ -181,9 +267,10 @@ class Progress:
             ("gradient norm", "-" if newest.grad_norm is None else f"{newest.grad_norm:.3g}"),
             ("tokens/s", f"{self._tokens_per_s():,.0f}"),
             ("TFLOP/s", f"{newest.tflops:.3g}"),
-            ("time left", self._time_left()),
-            ("host", human_bytes(newest.host_bytes)),
         ]
+        if newest.mfu is not None:
+            figures.append(("MFU", f"{newest.mfu:.1%}"))
+        figures.append(("host", human_bytes(newest.host_bytes)))
         if newest.gpu_peak_bytes is not None:
             figures.append(("GPU", human_bytes(newest.gpu_peak_bytes)))
         if self._skipped:
@@ -195,11 +282,20 @@ class Progress:
         seconds = sum(step.step_s for step in self._recent)
         return sum(step.tokens for step in self._recent) / seconds if seconds > 0 else 0.0
 
-    def _time_left(self) -> str:
+    def seconds_left(self) -> float | None:
+        """To the end of the run, evaluations and saves included; None if that is not known.
+
+        What has not happened yet is taken to cost nothing.
+        """
         if self._total_steps is None:
-            return "-"
-        mean_step_s = sum(step.step_s for step in self._recent) / len(self._recent)
-        return human_seconds(max(0, self._total_steps - self._recent[-1].step) * mean_step_s)
+            return None
+        step = self._recent[-1].step
+        mean_step_s = sum(one.step_s for one in self._recent) / len(self._recent)
+        outside = sum(
+            times * self.outside_s[what] / max(1, self._times[what])
+            for what, times in self._ahead(step).items()
+        )
+        return max(0, self._total_steps - step) * mean_step_s + outside
 
     def _show(self) -> None:
         if self._panel is None or not self._recent:
@@ -207,40 +303,79 @@ class Progress:
         figures = self._figures()
         if self._eval is not None:
             figures.insert(1, ("held-out loss", f"{self._eval[1]:.4f} (step {self._eval[0]})"))
-        self._panel.show(self._recent[-1], figures)
+        self._panel.show(self._recent[-1], figures, self.seconds_left())
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What the panel shows of the newest step."""
+
+    title: str
+    figures: list[tuple[str, str]]
+    advice: str = ""
+    left_s: float | None = None  # to the end of the run, at the time `at`
+    at: float = 0.0
 
 
 class _LivePanel(rich_progress.Progress):
-    """The newest step's figures under a bar. rich's own thread redraws it until `stop`."""
+    """The newest step's figures under two bars: the run's, and that of what is being done now.
 
-    def __init__(self, console: Console, total_steps: int | None, first_step: int) -> None:
+    rich's own thread redraws it until `stop`.
+    """
+
+    def __init__(self, console: Console) -> None:
         self._since = time.monotonic()
-        self._of = "" if total_steps is None else f" of {total_steps}"
-        self._shown: tuple[str, Group] = (f"step {first_step}{self._of}", Group())
+        self._of = ""
+        self._shown = _Shown("starting", [])
+        self.activity: Activity | None = None
         super().__init__(
-            rich_progress.BarColumn(60),
+            rich_progress.BarColumn(40),
+            rich_progress.TextColumn("{task.description}", markup=False),
             console=console,
             transient=True,
             refresh_per_second=REDRAWS_PER_S,
         )
-        self._bar = self.add_task(
-            "", total=total_steps, completed=first_step, visible=total_steps is not None
-        )
+        self._bar = self.add_task("", visible=False)
+        self._now = self.add_task("", visible=False)
 
-    def show(self, newest: StepMetrics, figures: list[tuple[str, str]]) -> None:
+    def begin(self, total_steps: int | None, first_step: int) -> None:
+        """Show the bar of a run of `total_steps`."""
+        self._of = "" if total_steps is None else f" of {total_steps}"
+        self._shown = replace(self._shown, title=f"step {first_step}{self._of}")
+        visible = total_steps is not None
+        self.update(self._bar, total=total_steps, completed=first_step, visible=visible)
+
+    def show(
+        self, newest: StepMetrics, figures: list[tuple[str, str]], left_s: float | None
+    ) -> None:
         """Have the next redraw show this step."""
-        rows = Table.grid(padding=(0, 1), expand=False)
-        half = (len(figures) + 1) // 2
-        for left, right in zip(figures[:half], [*figures[half:], ("", "")], strict=False):
-            names = Text(left[0], style="dim"), Text("   " + right[0], style="dim")
-            rows.add_row(names[0], Text(left[1]), names[1], Text(right[1]))
         title = f"step {newest.step}{self._of}, epoch {newest.epoch:.2f}"
         # one assignment: the thread reads title and figures of the same step
-        self._shown = title, Group(rows, Text(newest.advice, style="dim"))
+        self._shown = _Shown(title, figures, newest.advice, left_s, time.monotonic())
         self.update(self._bar, completed=newest.step)
 
+    def _draw_activity(self) -> None:
+        if (activity := self.activity) is None:
+            self.update(self._now, visible=False)
+            return
+        done = min(activity.done(), activity.total or 0)
+        share = f" {done / activity.total:.0%}" if activity.total else ""
+        now: dict[str, Any] = {"total": activity.total, "completed": done}
+        self.update(self._now, visible=True, description=activity.words + share, **now)
+
     def get_renderables(self) -> Iterator[Panel]:
-        title, figures = self._shown
-        elapsed = human_seconds(time.monotonic() - self._since)
-        body = Group(self.make_tasks_table(self.tasks), figures)
-        yield Panel(body, title=f"{title}, {elapsed}", title_align="left", expand=False)
+        shown, now = self._shown, time.monotonic()
+        if self.task_ids:  # the first frame is drawn before there are any
+            self._draw_activity()
+        figures = shown.figures
+        if shown.left_s is not None:
+            left = max(0.0, shown.left_s - (now - shown.at))
+            figures = [*figures, (TIME_LEFT, human_seconds(left))]
+        rows = Table.grid(padding=(0, 1), expand=False)
+        half = (len(figures) + 1) // 2
+        for first, second in zip(figures[:half], [*figures[half:], ("", "")], strict=False):
+            names = Text(first[0], style="dim"), Text("   " + second[0], style="dim")
+            rows.add_row(names[0], Text(first[1]), names[1], Text(second[1]))
+        body = Group(self.make_tasks_table(self.tasks), rows, Text(shown.advice, style="dim"))
+        title = f"{shown.title}, {human_seconds(now - self._since)}"
+        yield Panel(body, title=title, title_align="left", expand=False)

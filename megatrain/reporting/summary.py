@@ -63,7 +63,8 @@ class RunSummary:
     seconds: float
     eval_loss_before: float | None = None  # held out; None without an evaluation set
     eval_loss_after: float | None = None
-    best_step: int | None = None
+    best_step: int | None = None  # of the best evaluation, whose checkpoint is kept
+    best_loss: float | None = None
     final_dir: Path | None = None  # loads in transformers and vLLM; None for a stopped run
     prompt: str | None = None
     answer: str | None = None  # of the trained model to `prompt`
@@ -77,6 +78,7 @@ class RunSummary:
     save_s: float = 0.0
     advice: str = ""  # the setting most worth changing, or that there is none; empty without a step
     skipped: int = 0
+    spikes: int = 0
     exit_code: int = 0  # 0 done, 75 stopped by a signal with a checkpoint, 130 Ctrl-C after saving
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +102,10 @@ class RunSummary:
         nothing = "nothing more: the run had come to its end before"
         rows = [("trained", trained if self.steps else nothing)]
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
-            best = "" if self.best_step is None else f", best at step {self.best_step}"
+            best = ""
+            if self.best_loss is not None:
+                where = self.run_dir / f"checkpoint-{self.best_step}"
+                best = f", best {self.best_loss:.4f} at step {self.best_step} in {where}"
             losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after"
             rows.append(("held-out loss", losses + best))
         if self.step_s.measured is not None:
@@ -117,6 +122,10 @@ class RunSummary:
         if self.skipped:
             why = "steps without an update (non-finite gradient, or no targets)"
             rows.append(("skipped", f"{self.skipped:,} {why}"))
+        if self.spikes:
+            rows.append(
+                ("spikes", f"{self.spikes:,} steps with a loss or norm far above the median")
+            )
         rows.append(("run", str(self.run_dir)))
         if self.final_dir is not None:
             rows.append(("model", str(self.final_dir)))

@@ -9,9 +9,9 @@ Every tensor file carries its step: files of two steps are never read as one. `r
 from __future__ import annotations
 
 import json
-import os
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,11 +21,12 @@ import torch
 from megatrain.errors import StorageError
 from megatrain.models.names import published_names
 from megatrain.optim import Optimizer
-from megatrain.storage import run_folder
+from megatrain.storage import run_folder, saves
 from megatrain.storage.export import Exportable, array_sources, weight_plan, write_description
+from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.safetensors_writer import TensorSource, WrittenFile, write_bytes, write_model
-from megatrain.storage.system_calls import sync_folder, system_errors
+from megatrain.storage.safetensors_writer import TensorSource, write_model
+from megatrain.storage.system_calls import sync_tree, system_errors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -55,7 +56,9 @@ def save_checkpoint(
     keep: int = 2,
     generation_config: GenerationConfig | None = None,
     *,
-    best: bool = False,
+    source: Mapping[str, str] | None = None,
+    best: int | None = None,
+    abandoned: Sequence[Path] = (),
 ) -> Path:
     """Write `checkpoint-<step>`, point `last` to it, and remove older checkpoints.
 
@@ -64,7 +67,9 @@ def save_checkpoint(
     Args:
         state: what the caller needs to go on (data position, random state, ...), as JSON.
         keep: the number of newest checkpoints to keep, beside the one that `best` points to.
-        best: point `best` to this checkpoint, too.
+        source: digests of the files that the model began with.
+        best: point `best` to the checkpoint of this step; None leaves it.
+        abandoned: checkpoints to remove once this one is written.
 
     Raises:
         StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing
@@ -74,23 +79,23 @@ def save_checkpoint(
     run_dir = Path(run_dir)
     run_folder.make_run_dir(run_dir)
     target = run_dir / run_folder.checkpoint_name(step)
-    about = {"step": step, "made_of": identity(engine), "engine": engine.state(), "state": state}
+    made_of = {**identity(engine), "source": dict(source or {})}
+    about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
     encoded = json.dumps(about, indent=1).encode() + b"\n"
     with system_errors(target, "save it"):
-        run_folder.tidy(run_dir)
+        saves.tidy(run_dir)
         _check_space(run_dir, engine)
         with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
             (folder / "optimizer").mkdir()
             metadata = {"format": "pt", "step": str(step)}
             files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
-            files.append(write_bytes(folder / "state.json", encoded))
+            files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
-            newest = max(map(sequence_of, run_folder.checkpoints(run_dir)), default=0)
-            _write_manifest(folder, step, int(newest) + 1, files)
+            _write_manifest(folder, step, saves.next_sequence(run_dir), files)
         run_folder.point(run_dir, "last", target)
-        if best:
-            run_folder.point(run_dir, "best", target)
-        _prune(run_dir, keep)
+        if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
+            run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
+        saves.prune(run_dir, keep, [path for path in abandoned if path != target])
     return target
 
 
@@ -121,11 +126,7 @@ def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenF
     known = {file.name for file in files}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     others = [name for name in names if name not in known]  # written by a library
-    for name in others:
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-    for subfolder in sorted(path for path in folder.rglob("*") if path.is_dir()):
-        sync_folder(subfolder)
+    sync_tree(folder, but=known)
     listed = {file.name: file for file in (*files, *describe_files(folder, others))}
     manifest = Manifest(step, sequence, listed)
     write_bytes(folder / MANIFEST, manifest.encode())
@@ -160,53 +161,55 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
     }
 
 
-def sequence_of(checkpoint: Path, unreadable: float = 0) -> float:
-    """The number of the save that made it; `unreadable` for a folder without an intact manifest."""
-    try:
-        return read_manifest(checkpoint).sequence
-    except StorageError:
-        return unreadable
+def write_final(
+    run_dir: Path | str,
+    checkpoint: Path | str | None = None,
+    *,
+    full: bool = False,
+    card: str | None = None,
+) -> Path:
+    """Make `final/` of a checkpoint (by default the last): its model, as hard links.
 
+    They cost no space while that checkpoint is kept.
 
-def _prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` and the targets of `last` and `best`."""
-    by_age = sorted(run_folder.checkpoints(run_dir), key=sequence_of, reverse=True)
-    pointed = {(run_dir / name).resolve() for name in ("last", "best")}
-    for path in by_age[keep:]:
-        if path.resolve() not in pointed:
-            run_folder.discard(path)  # `final` has files of its own: links
-
-
-def write_final(run_dir: Path | str, checkpoint: Path | str | None = None) -> Path:
-    """Make `final/` of a checkpoint (by default the last), as hard links.
-
-    It costs no space while that checkpoint is kept.
+    Args:
+        full: with the optimizer's state, so that a run may go on from it.
+        card: README.md.
 
     Raises:
         ConfigError: there is no such checkpoint.
-        StorageError: the disk fails.
+        StorageError: the disk fails, or the checkpoint has no intact manifest.
     """
     run_dir = Path(run_dir)
     which = "last" if checkpoint is None else Path(checkpoint).name
-    source = run_folder.find_checkpoint(run_dir, which)
-    target = run_dir / "final"
+    source = saves.find_checkpoint(run_dir, which)
+    manifest, target = read_manifest(source), run_dir / run_folder.FINAL
+    names = manifest.files if full else saves.model_files(manifest)
     with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
-        run_folder.link_tree(source, folder)
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            run_folder.link_or_copy(source / name, folder / name)
+        files = {name: manifest.files[name] for name in names}
+        if card is not None:
+            files["README.md"] = write_bytes(folder / "README.md", card.encode())
+        sync_tree(folder)
+        write_bytes(folder / MANIFEST, replace(manifest, files=files).encode())
     return target
 
 
 def reopen(run_dir: Path, source: Path) -> None:
-    """Remove `final/` of a run that goes on from `source`: it has the bytes of the last checkpoint.
+    """Remove a full `final/` of a run that goes on from `source`, unless it is of a later save.
 
-    If `source` is `final/` itself, as that checkpoint was lost, it becomes a checkpoint again.
-    Raises StorageError.
+    If `source` is `final/` itself, as its checkpoint was lost, it becomes a checkpoint again. One
+    that holds the model alone stays until the next takes its place. Raises StorageError.
     """
-    final = run_dir / "final"
-    if not final.is_dir():
-        return
+    final, saved = run_dir / run_folder.FINAL, saves.sequence_of(source)
     with system_errors(final, "move it"):
+        saves.tidy(run_dir)
+        if not final.is_dir():
+            return
         if source.resolve() == final.resolve():
             name = run_folder.checkpoint_name(read_manifest(final).step)
             run_folder.put_in_place(final, run_dir / name)
-        else:
+        elif saves.holds_state(final) and saves.sequence_of(final, math.inf) <= saved:
             run_folder.discard(final)

@@ -12,18 +12,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import DamagedError, StorageError
+from megatrain.storage.hashed_file import WrittenFile
+from megatrain.storage.run_folder import CHECKPOINT, REPLACED
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     in_parallel,
     open_regular,
     read_header,
 )
-from megatrain.storage.safetensors_writer import WrittenFile
 from megatrain.storage.system_calls import system_errors
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1  # of the folder; a reader refuses what it does not know
 USE_ANOTHER = "use another checkpoint"
+# What reading wrong JSON raises, a number that is none or infinite among it.
+NO_MANIFEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises StorageError if it is missing (the save was cut off), damaged, or of a newer format.
     """
     path = checkpoint / MANIFEST
-    if not path.exists():
-        raise StorageError(f"{checkpoint}: has no {MANIFEST}: its save was cut off; {USE_ANOTHER}")
+    with system_errors(path, "read it"):
+        if not path.exists():
+            cut_off = f"has no {MANIFEST}: its save was cut off"
+            raise StorageError(f"{checkpoint}: {cut_off}; {USE_ANOTHER}")
     data = read_bytes(path)
     try:
         body = json.loads(data)
@@ -68,10 +73,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         }
         manifest = Manifest(int(body["step"]), int(body["sequence"]), files)
         intact = manifest.encode() == data
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except NO_MANIFEST as error:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error
     if not intact:
         raise StorageError(f"{path}: does not match its own checksum; {USE_ANOTHER}")
+    named = CHECKPOINT.fullmatch(checkpoint.name.removesuffix(REPLACED))
+    if named is not None and int(named[1]) != manifest.step:
+        raise StorageError(f"{path}: is of step {manifest.step}, not of this folder; {USE_ANOTHER}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise StorageError(
@@ -100,32 +108,33 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
 def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     """Check that a checkpoint is complete and of one step.
 
-    With `deep`, also that every byte is as saved, which reads all of it.
+    With `deep`, also that every byte is as saved, which reads all of it; else only that the small
+    files are. Files that do not belong to it are for the caller to name: `stray_files`.
 
     Raises:
-        StorageError: a file is missing, added, truncated, changed, or of another step; names it.
+        StorageError: a file is missing, truncated, changed, of another step, or not a part of it
+            though it has tensors; names it.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
-    for name, file in manifest.files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise StorageError(f"{path}: is missing; {USE_ANOTHER}")
-        size = path.stat().st_size
-        if size != file.nbytes:
-            sizes = f"has {size} bytes and was saved with {file.nbytes}"
-            raise StorageError(f"{path}: {sizes}; {USE_ANOTHER}")
-    tensors = checkpoint.rglob("*.safetensors")
-    present = sorted(str(path.relative_to(checkpoint)) for path in tensors)
-    for name in present:
-        if name not in manifest.files:  # transformers prefers a stray model.safetensors to shards
-            raise StorageError(
-                f"{checkpoint / name}: does not belong to this checkpoint; "
-                f"remove it, or {USE_ANOTHER}"
-            )
-    if deep:
-        check_files(checkpoint, manifest, manifest.files)
-    for name in present:
+    with system_errors(checkpoint, "read it"):
+        for name, file in manifest.files.items():
+            path = checkpoint / name
+            if not path.is_file():
+                raise StorageError(f"{path}: is missing; {USE_ANOTHER}")
+            size = path.stat().st_size
+            if size != file.nbytes:
+                sizes = f"has {size} bytes and was saved with {file.nbytes}"
+                raise StorageError(f"{path}: {sizes}; {USE_ANOTHER}")
+        strays = stray_files(checkpoint, manifest)
+    for name in filter(_is_tensors, strays):  # transformers prefers a stray one to shards
+        raise StorageError(
+            f"{checkpoint / name}: does not belong to this checkpoint; remove it, or {USE_ANOTHER}"
+        )
+    tensors = list(filter(_is_tensors, manifest.files))
+    small = [name for name in manifest.files if not _is_tensors(name)]
+    check_files(checkpoint, manifest, manifest.files if deep else small)
+    for name in tensors:
         try:
             step = read_header(checkpoint / name).metadata.get("step")
             if step != str(manifest.step):
@@ -140,6 +149,17 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     return manifest
 
 
+def _is_tensors(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def stray_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Files in the folder that its manifest does not list. May raise OSError."""
+    there = (path for path in checkpoint.rglob("*") if not path.is_dir())
+    names = sorted(str(path.relative_to(checkpoint)) for path in there)
+    return [name for name in names if name not in manifest.files and name != MANIFEST]
+
+
 def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files to the end. Raises DamagedError naming the first that is not as saved."""
     for found in describe_files(checkpoint, names):
@@ -149,3 +169,29 @@ def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> N
 
 def damaged(path: Path) -> DamagedError:
     return DamagedError(f"{path}: does not match its checksum; {USE_ANOTHER}")
+
+
+def manifest_of_model(folder: Path) -> Manifest | None:
+    """The manifest of a folder that a model is read from, and that may be anyone's.
+
+    None: it has none, and nothing can be checked. Raises StorageError if the manifest is damaged.
+    """
+    return read_manifest(folder) if (folder / MANIFEST).is_file() else None
+
+
+def check_description(folder: Path) -> None:
+    """Check the small files of a model's folder, if it has a manifest, before they are read.
+
+    Raises DamagedError naming one that is missing or not as saved.
+    """
+    if manifest := manifest_of_model(folder):
+        check_model_files(folder, manifest, [n for n in manifest.files if not _is_tensors(n)])
+
+
+def check_model_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """As `check_files`, of a model that is read and not resumed: a user may have edited it."""
+    try:
+        check_files(folder, manifest, names)
+    except StorageError as error:
+        on_purpose = f"if it was changed on purpose, remove {folder / MANIFEST}"
+        raise DamagedError(f"{error}; {on_purpose}") from error

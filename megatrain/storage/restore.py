@@ -29,16 +29,17 @@ from megatrain.storage.checkpoint import (
     identity,
     optimizer_file,
     saved_arrays,
-    sequence_of,
 )
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     USE_ANOTHER,
     check_files,
     damaged,
     read_bytes,
+    stray_files,
     verify_checkpoint,
 )
-from megatrain.storage.run_folder import checkpoints
+from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
@@ -46,7 +47,7 @@ from megatrain.storage.safetensors_reader import (
     open_shards,
     read_header,
 )
-from megatrain.storage.safetensors_writer import WrittenFile
+from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
 
 # A tensor in a file, and the array, block and tensor of the block that it is read into.
 _Transfer = tuple[StoredTensor, str, int, TensorSpec]
@@ -60,6 +61,7 @@ class Resumable:
 
     path: Path | None
     warnings: tuple[str, ...]
+    named: bool = False  # by the user: then no other will do
 
 
 def find_resumable(
@@ -69,13 +71,8 @@ def find_resumable(
 
     With `deep` every byte is checked.
     """
-    run_dir = Path(run_dir)
     # unreadable ones first: each may have been the newest, so each gets its warning
-    age = partial(sequence_of, unreadable=math.inf)
-    candidates = sorted(checkpoints(run_dir), key=age, reverse=True)
-    # last: the same bytes as a checkpoint's, unless that was removed by hand
-    if (run_dir / "final").is_dir():
-        candidates.append(run_dir / "final")
+    candidates = newest_first(Path(run_dir), unreadable=math.inf)
     warnings = []
     for path in (path for path in candidates if path not in besides):
         try:
@@ -85,6 +82,15 @@ def find_resumable(
         else:
             return Resumable(path, tuple(warnings))
     return Resumable(None, tuple(warnings))
+
+
+def named_checkpoint(run_dir: Path, name: str) -> Resumable:
+    """The checkpoint of this name, to go on from. Raises ConfigError and StorageError."""
+    path = run_dir / find_checkpoint(run_dir, name).name
+    if not holds_state(path):
+        raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
+    verify_checkpoint(path, deep=False)
+    return Resumable(path, (), named=True)
 
 
 def load_resumable(
@@ -101,6 +107,8 @@ def load_resumable(
         try:
             return found.path, load_checkpoint(found.path, engine)
         except DamagedError as error:
+            if found.named:
+                raise
             logger.warning(str(error))
         tried.append(found.path)
         found = find_resumable(run_dir, deep=False, besides=tried)
@@ -111,9 +119,12 @@ def load_resumable(
 
 
 def nothing_to_resume(run_dir: Path | str) -> StorageError:
+    run_dir = Path(run_dir)
+    config, final, anew = (run_dir / "config.yaml", run_dir / FINAL, f"output={run_dir}-2")
+    model = f", or from the trained model, with model={final}" if manifest_of(final) else ""
     return StorageError(
         f"{run_dir}: has no intact checkpoint to go on from; "
-        f"start again: megatrain train {Path(run_dir) / 'config.yaml'}"
+        f"start again: megatrain train {config} {anew}{model}"
     )
 
 
@@ -135,11 +146,10 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
         tensors = [name for name in manifest.files if name.endswith(".safetensors")]
-        check_files(path, manifest, [name for name in manifest.files if name not in tensors])
-        about = json.loads(read_bytes(path / "state.json"))
+        about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
-                f"{path / 'state.json'}: is of step {about['step']} in a checkpoint of step "
+                f"{path / STATE}: is of step {about['step']} in a checkpoint of step "
                 f"{manifest.step}; {USE_ANOTHER}"
             )
         _refuse_other(path, about["made_of"], identity(engine))
@@ -148,6 +158,8 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         except (ConfigError, StorageError):
             check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
             raise
+        for name in stray_files(path, manifest):
+            logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
     files = [(manifest.files[name], transfers.get(name, ())) for name in tensors]
@@ -155,6 +167,12 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint that `find_resumable` found. Raises StorageError."""
+    about: dict[str, Any] = json.loads(read_bytes(checkpoint / STATE))
+    return about
 
 
 @contextmanager

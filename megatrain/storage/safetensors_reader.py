@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.errors import ModelError, StorageError
+from megatrain.machine.heartbeat import BYTES_READ, beat
 from megatrain.storage.system_calls import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -179,8 +180,9 @@ def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError(f"tensor {name!r} has a shape or offset that is no natural number")
+        # in this order: a product of long numbers takes minutes
+        if not all(type(n) is int and 0 <= n <= size for n in (*shape, begin, end)):
+            raise ValueError(f"tensor {name!r} has a shape or offset that is no size in this file")
         tensor = StoredTensor(name, path, DTYPES[entry["dtype"]], tuple(shape), start + begin)
         if end - begin != tensor.nbytes:
             raise ValueError(f"tensor {name!r} needs {tensor.nbytes} bytes and has {end - begin}")
@@ -228,6 +230,24 @@ def open_shards(folder: Path) -> dict[str, StoredTensor]:
             "download the folder again"
         )
     return tensors
+
+
+def check_shards(folder: Path) -> None:
+    """Read the headers of a folder to begin with, and no weights.
+
+    Raises ModelError if a file that the index names is not there, and as `open_shards`.
+    """
+    index = folder / INDEX
+    if not (folder / "model.safetensors").exists() and index.exists():
+        files = set(_read_index(index).values())
+        missing = sorted(file for file in files if not (folder / file).exists())
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            raise ModelError(
+                f"{index}: names {len(files)} shards, {len(missing)} {are} missing ({missing[0]}); "
+                "download it again"
+            )
+    open_shards(folder)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -315,6 +335,16 @@ class HashedReader:
             if piece is not part:
                 part.copy_(piece)
 
+    def chunks(
+        self, stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `read_chunks`, of a tensor behind all that was read before."""
+        self.skip_to(stored.offset)
+        for begin in range(0, stored.numel, chunk):
+            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+            self.read_into(piece)
+            yield begin, piece
+
     def skip_to(self, offset: int) -> None:
         """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
         assert offset >= self._done, (self.path, offset)
@@ -327,6 +357,7 @@ class HashedReader:
         os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
         _read_exactly(self._fd, view, begin, self.path)
         self._hash.update(view)
+        beat(BYTES_READ, len(view))
         os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop
 

@@ -6,19 +6,31 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, StorageError
+from megatrain.machine.heartbeat import WEIGHTS_READ, beat
 from megatrain.memory.layout import TensorSpec
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.optim.split import split_master
-from megatrain.storage.safetensors_reader import in_parallel, open_shards, read_chunks
+from megatrain.storage.hashed_file import WrittenFile
+from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model
+from megatrain.storage.safetensors_reader import (
+    HashedReader,
+    StoredTensor,
+    in_parallel,
+    open_shards,
+    read_chunks,
+)
 
+Copied = tuple[int, TensorSpec, StoredTensor]  # a block, a tensor of it, and its source
+SUFFIX = ".safetensors"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Constant tables that older releases saved with the weights; models compute them anew.
 IGNORED = re.compile(
@@ -29,33 +41,48 @@ IGNORED = re.compile(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tensor of the source. `chunks()` yields (first element, flat values) in order."""
+    """A tensor of the source. `chunks()` yields (first element, flat values) in order.
+
+    stored: where it lies in a safetensors file; None for other sources.
+    """
 
     where: str  # file and name, for error messages
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
+    stored: StoredTensor | None = None
 
 
 def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> None:
     """Fill the store's weights (and remainders) from a model folder or a GGUF file.
 
-    Folders are read a few megabytes at a time. fp32, bf16 and fp16 are kept exactly. Names with and
-    without the base model's prefix are understood.
+    Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
+    fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
+    understood.
 
     Raises:
         ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
             message names them); or transformers cannot read the GGUF file.
-        StorageError: a file is missing, truncated or malformed.
+        StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
-    read = _read_gguf if source.kind == "gguf" else _open_folder
-    copy_in(anatomy, store, read(source), str(source.file))
+    if source.kind == "gguf":
+        copy_in(anatomy, store, _read_gguf(source), str(source.file))
+        return
+    manifest = manifest_of_model(source.path)
+    sums = {source.path / name: file for name, file in manifest.files.items()} if manifest else {}
+    try:
+        copy_in(anatomy, store, _open_folder(source), str(source.file), sums)
+    except (ModelError, StorageError):
+        if manifest:  # a wrong name or value may be a damaged one
+            names = [name for name in manifest.files if not name.startswith("optimizer")]
+            check_model_files(source.path, manifest, names)
+        raise
 
 
 def _open_folder(source: ModelSource) -> dict[str, Candidate]:
     found = {}
     for name, t in open_shards(source.path).items():
-        found[name] = Candidate(f"{t.path}: {name}", t.dtype, t.shape, partial(read_chunks, t))
+        found[name] = Candidate(f"{t.path}: {name}", t.dtype, t.shape, partial(read_chunks, t), t)
     return found
 
 
@@ -90,11 +117,17 @@ def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 
 def copy_in(
-    anatomy: Anatomy, store: Store, candidates: Mapping[str, Candidate], where: str
+    anatomy: Anatomy,
+    store: Store,
+    candidates: Mapping[str, Candidate],
+    where: str,
+    sums: Mapping[Path, WrittenFile] | None = None,
 ) -> None:
     """Check every candidate against the anatomy, then copy them with a few threads.
 
-    Raises ModelError as `load_weights`.
+    sums: of files that are to be checked: each is read by one thread, from beginning to end.
+
+    Raises ModelError as `load_weights`, and DamagedError.
     """
     blocks = anatomy.blocks
     wanted = {spec.name: (block.index, spec) for block in blocks for spec in block.layout.tensors}
@@ -109,8 +142,34 @@ def copy_in(
     for name, (_, spec) in wanted.items():
         _check_kind(found[name], spec)
     in_file_order = sorted(wanted, key=lambda name: found[name].where)
-    copies = [partial(copy_tensor, store, *wanted[name], found[name]) for name in in_file_order]
-    in_parallel([*copies, *(partial(_check_twins, alias, owner) for alias, owner in twins)])
+    by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
+    copies: list[Callable[[], None]] = []
+    for name in in_file_order:
+        stored = found[name].stored
+        if stored is not None and stored.path in by_file:
+            by_file[stored.path].append((*wanted[name], stored))
+        else:
+            copies.append(partial(copy_tensor, store, *wanted[name], found[name]))
+    for path, copied in by_file.items():
+        if copied:
+            assert sums is not None
+            copies.append(partial(_copy_checked, store, path, sums[path], copied))
+    copies += [partial(_check_twins, alias, owner) for alias, owner in twins]
+    in_parallel(copies)
+
+
+def _copy_checked(
+    store: Store, path: Path, written: WrittenFile, tensors: Iterable[Copied]
+) -> None:
+    """Copy a file's tensors in one reading of all its bytes. Raises DamagedError."""
+    with HashedReader(path) as file:
+        for block, spec, stored in sorted(tensors, key=lambda copied: copied[2].offset):
+            where, chunks = f"{path}: {stored.name}", partial(file.chunks, stored)
+            candidate = Candidate(where, stored.dtype, stored.shape, chunks)
+            copy_tensor(store, block, spec, candidate)
+        file.skip_to(file.nbytes)
+        if (file.nbytes, file.sha256) != (written.nbytes, written.sha256):
+            raise damaged(path)
 
 
 def match_names(
@@ -203,6 +262,7 @@ def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate
         weight, *remainders = (arrays[name].narrow(0, spec.offset, spec.numel) for name in names)
         for begin, values in candidate.chunks():
             _check_finite(values, candidate.where)
+            beat(WEIGHTS_READ, values.numel())
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
                 part.copy_(values)

@@ -47,6 +47,7 @@ MEANINGS = {
     "max_eval_samples": ("50", "train.eval_rows", 50),
     "save_steps": ("500", "checkpoint.every", 500),
     "save_total_limit": ("3", "checkpoint.keep", 3),
+    "early_stopping_patience": ("3", "checkpoint.patience", 3),
     "output_dir": ("out", "output", Path("out")),
     "optim": ("adamw_torch_fused", "optimizer.name", "adamw"),
     "weight_decay": ("0.01", "optimizer.weight_decay", 0.01),
@@ -76,6 +77,7 @@ MEANINGS = {
     "sample_packing": ("false", "data.packing", False),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
+    "report_to": ("tensorboard", "track", ("tensorboard",)),
 }
 
 
@@ -93,9 +95,9 @@ def load(tmp_path, monkeypatch):
 
 
 def value_of(config: Config, dotted: str) -> object:
-    value: object = config
+    value: Any = config.model_dump()
     for name in dotted.split("."):
-        value = getattr(value, name)
+        value = value[name]
     return value
 
 

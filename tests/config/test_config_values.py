@@ -124,3 +124,44 @@ def test_numbers_are_numbers(load, written):
 
 def test_whole_floats_count(load):
     assert load(["train.tokens_per_step=1e6"]).train.tokens_per_step == 1_000_000
+
+
+ONE = "a file, a folder, a glob, a hub id, or {path, weight, split, format}"
+WRONG_SOURCES = {
+    "data.train=3": f"must be {ONE}, not 3",
+    "data.train=[]": f"must be {ONE}, or a list of these, not an empty list",
+    "data.train={pth: a}": f"must be {ONE}; pth is none of path, weight, split, format; did you",
+    "data.train={split: a}": f"must be {ONE}; path is missing",
+    "data.train=[a, [b]]": f"source 2: must be {ONE}, not ['b']",
+    "data.train=[{path: a, weight: 0}]": "source 1: weight: must be a number above 0, or null, not",
+    "data.train=[{path: a, format: x}]": "source 1: format: must be one of auto, messages, prompt_",
+    "data.train=[{path: a, weight: 2}, b]": "b must be given a weight, too: all sources have one",
+    "data.train='  '": "must be a file, a folder or a hub id, not '  '",
+    "data.train=~nosuch/a": "there is no user of the name nosuch",
+    "data.eval=[{path: a, weight: 2}]": "a: a weight is for data.train; every held-out row counts",
+    "data.eval={path: a, splt: 2}": f"must be {ONE}; splt is none of path, weight, split, format",
+}
+
+
+@pytest.mark.parametrize(("override", "words"), WRONG_SOURCES.items())
+def test_wrong_sources_are_refused(refusal, override, words):
+    key = override.partition("=")[0]
+    assert refusal(override).startswith(f"command line: {key}: {words}")
+
+
+def test_sources_are_read_and_written_as_short_as_they_were(load, tmp_path):
+    for text in ("a.jsonl", "[a, b]", "{path: a, split: test}", "[{path: a, weight: 2.0}]"):
+        written = load([f"data.train={text}", "data.eval=[c, d]"]).to_yaml()
+        (tmp_path / "again.yaml").write_text(written)
+        again = load_config(tmp_path / "again.yaml")
+        assert again == load([f"data.train={text}", "data.eval=[c, d]"])
+    assert "train: a.jsonl\n" in load(["data.train=a.jsonl"]).to_yaml()
+    assert [one.path for one in load(["data.train=*.jsonl"]).data.train] == ["*.jsonl"]
+
+
+def test_a_glob_in_a_file_needs_quotes(tmp_path):
+    (tmp_path / "glob.yaml").write_text("model: a\ndata:\n  train: *.jsonl\n")
+    with pytest.raises(
+        ConfigError, match=r"glob\.yaml:3: .*; put quotes around a text that begins"
+    ):
+        load_config(tmp_path / "glob.yaml")

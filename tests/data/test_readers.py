@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,23 @@ def test_a_table_that_is_cut_short_is_refused_in_one_sentence(tmp_path, name, wr
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "write"), TABLES.items(), ids=TABLES)
+def test_flipped_bytes_of_a_table_are_rows_or_a_sentence(tmp_path, name, write):
+    file, draw, sentences = tmp_path / name, random.Random(0), []
+    write(arrow.Table.from_pylist([{"messages": [{"content": "é" * n}]} for n in range(50)]), file)
+    whole = file.read_bytes()
+    for _ in range(200):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] = draw.randrange(256)
+        file.write_bytes(data)
+        try:
+            values(file)
+        except DataError as error:
+            sentences.append(str(error))
+    assert len(sentences) > 50
+    assert all(words.startswith(f"{file}: ") and "\n" not in words for words in sentences)
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "problem"),
     [
@@ -155,3 +175,34 @@ def test_broken_files_are_refused_in_one_sentence(tmp_path, name, contents, prob
         values(tmp_path / name)
     assert str(caught.value).startswith(f"{tmp_path / name}: {problem}")
     assert "\n" not in str(caught.value)
+
+
+TYPES = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "txt", "md")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_has_the_same_rows(tmp_path, kind, packed):
+    file, rows = tmp_path / f"a.{kind}", [{"text": "one, two"}, {"text": 'é "three"'}]
+    if kind in ("txt", "md"):
+        rows = rows[:1]
+        file.write_text(rows[0]["text"])
+    elif kind in ("csv", "tsv"):
+        with file.open("w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, ["text"], delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind in ("parquet", "arrow"):
+        write = write_parquet if kind == "parquet" else write_arrow_file
+        write(arrow.Table.from_pylist(rows), file)
+    else:
+        whole, lines = json.dumps(rows), "\n".join(map(json.dumps, rows))
+        file.write_text(whole if kind == "json" else lines)
+    if packed:
+        whole_file, file = file, tmp_path / f"a.{kind}.gz"
+        file.write_bytes(gzip.compress(whole_file.read_bytes()))
+    assert values(file) == rows
+    if packed:
+        file.write_bytes(file.read_bytes()[:-10])
+        with pytest.raises(DataError, match=rf"^{file}: broken gzip file"):
+            values(file)

@@ -12,7 +12,8 @@ import datasets
 import numpy as np
 import pytest
 
-from megatrain.data.sources import open_source, parse_hub_spec
+from megatrain.data.files import parse_hub_spec
+from megatrain.data.sources import Part, open_source
 from megatrain.errors import DataError
 
 
@@ -134,7 +135,7 @@ def test_saved_data_sets(saved, name, split, expected):
         ("only", "train", r"only: split 'train': Unknown .* Should be one of \['validation'\]"),
         ("both", "train[:", r"both: split 'train\[:': Unrecognized instruction format"),
         ("both:test", "train", r"data\.split says 'train'; name the split once"),
-        ("both:x:test", None, "no such file"),
+        ("both:x:test", None, "has splits only, no configurations"),
     ],
 )
 def test_splits_that_a_saved_set_lacks_are_refused(saved, name, split, reason):
@@ -183,7 +184,7 @@ def split_files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "split", "expected"),
     [
-        ("", None, "dott"),
+        ("", None, "dt"),
         ("", "train", "dt"),
         ("", "test", "t"),
         (":train", None, "dt"),
@@ -195,22 +196,100 @@ def test_files_of_a_split(split_files, name, split, expected):
     assert texts(f"{split_files}{name}", split) == expected
 
 
+def notes(given: Any, split: str | None = None) -> list[str]:
+    return list(open_source(given, split).notes)
+
+
+def test_what_is_read_of_a_folder_is_said(split_files):
+    (split_files / "notes.md").write_text("about the data")
+    assert notes(split_files) == [
+        f"{split_files}: 1 files that hold no rows are not read: notes.md",
+        f"{split_files}: split 'train' of train, test, 2 of 4 files",
+    ]
+
+
 def test_files_that_name_no_split_are_train(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name[0]}) + "\n")
-    assert texts(tmp_path, "train") == "ab"
-    (tmp_path / "test.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match="no file of split 'train' among"):
-        open_source(tmp_path, "train")
+    assert texts(tmp_path, "train") == texts(tmp_path) == "ab"
+    assert notes(tmp_path) == []
+    (tmp_path / "test.jsonl").write_text('{"text": "t"}\n')
+    for split in ("train", None):
+        with pytest.raises(DataError, match="no file of split 'train'; its splits are test"):
+            open_source(tmp_path, split)
+    assert texts(tmp_path, "test") == "t"
+
+
+@pytest.mark.parametrize("split", ["test", "train[:1]"])
+def test_files_that_have_no_splits_refuse_one(tmp_path, split):
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(DataError, match="has no splits"):
+        open_source(tmp_path, split)
+    with pytest.raises(DataError, match=r"a\.jsonl: a file has no split "):
+        open_source(tmp_path / "a.jsonl", split)
 
 
 @pytest.mark.parametrize(
-    ("name", "split"),
-    [("", "validation"), ("/train.jsonl", "test"), ("", "train[:1]"), ("/data", "test")],
+    ("name", "split", "splits"),
+    [
+        ("", "validation", "train, test"),
+        ("", "train[:1]", "train, test"),
+        ("/data", "test", "train"),
+    ],
 )
-def test_files_without_the_split_are_refused(split_files, name, split):
-    with pytest.raises(DataError, match=r"no file of split '.*' among .*train"):
+def test_files_without_the_split_are_refused(split_files, name, split, splits):
+    words = rf"no file of split '.*'; its splits are {splits}; name one"
+    with pytest.raises(DataError, match=words):
         open_source(f"{split_files}{name}", split)
+
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: test, path: data/test-*}
+- config_name: small
+  data_files: [{split: train, path: data/small.parquet}]
+---
+"""
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("card", ["", CARD], ids=["by name", "by card"])
+def test_a_folder_in_the_layout_of_the_hub_has_splits(tmp_path, card):
+    (tmp_path / "data").mkdir()
+    for name, count in {"train-0": 60, "train-1": 40, "test-0": 20, "small": 5}.items():
+        rows = datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in range(count)])
+        rows.to_parquet(tmp_path / "data" / f"{name}.parquet")
+    (tmp_path / "README.md").write_text(card)
+    for split, count in ((None, 100), ("train", 100), ("test", 20)):
+        found = values(tmp_path, split)
+        assert len(found) == count
+        assert all(row["text"].startswith(split or "train") for row in found)
+    assert "split 'train' of train, test, 2 of 4 files" in notes(tmp_path)[-1]
+    if card:
+        assert len(values(f"{tmp_path}:small:train")) == 5
+
+
+def test_a_glob_is_its_files(tmp_path):
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (tmp_path / "x.md").write_text("said")
+    assert texts(f"{tmp_path}/*.jsonl") == "abc"
+    assert texts(f"{tmp_path}/[ab].json?") == "ab"
+    assert texts(f"{tmp_path}/*.md") == "said"
+    with pytest.raises(DataError, match="no file matches"):
+        open_source(f"{tmp_path}/*.csv")
+
+
+def test_a_list_is_its_sources_one_after_the_other(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    parts = [Part(f"{tmp_path}/b.jsonl"), Part(f"{tmp_path}/*.jsonl"), Part(f"{tmp_path}/a.jsonl")]
+    assert texts(parts) == "baba"
+    assert len({open_source(parts[:n]).identity for n in (1, 2, 3)}) == 3
+    assert [row.part for row in open_source(parts).read()] == [0, 1, 1, 2]
 
 
 def test_rows_may_be_given(tmp_path):

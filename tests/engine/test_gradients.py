@@ -38,7 +38,7 @@ class Landed(GradientSink):
         return self.places[block]
 
     def take(self, gradient: Gradient) -> None:
-        self._finished.append(gradient)
+        self.finished.append(gradient)
 
 
 class Rig:
@@ -78,8 +78,8 @@ class Rig:
                     self.gradients.add(block, dict(micro_batch[block]))
                 self.gradients.close(block, last_group=number == len(groups) - 1)
             last = number == len(groups) - 1
-            assert len(self.sink.finished()) == (len(LAYOUTS) if last else 0)
-        return list(self.sink.finished())
+            assert len(self.sink.finished) == (len(LAYOUTS) if last else 0)
+        return list(self.sink.finished)
 
     def close(self) -> None:
         self.upload.close()
@@ -171,7 +171,7 @@ def test_a_tensor_without_gradient_counts_as_zero():
             made.gradients.open(block)
             made.gradients.add(block, {"a": torch.ones(5, 7), "b": None})
             made.gradients.close(block, last_group=True)
-            gradient = made.sink.finished()[-1]
+            gradient = made.sink.finished[-1]
             assert gradient is not None
             gradient.landed.synchronize()
             views = LAYOUTS[block].views(made.host[block])
@@ -191,7 +191,7 @@ def test_an_embedding_used_twice_is_opened_by_the_head_and_closed_by_embed():
         made.gradients.open(0)
         made.gradients.add(0, {"a": torch.ones(5, 7)})
         made.gradients.close(0, last_group=True)
-        gradient = made.sink.finished()[-1]
+        gradient = made.sink.finished[-1]
         gradient.landed.synchronize()
         assert torch.all(LAYOUTS[0].views(made.host[0])["a"] == 2)
         assert float(gradient.square_sum) == pytest.approx(4 * 35)  # counted once, of the whole sum
@@ -225,7 +225,7 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
             time.sleep(0.04 if block == 2 else 0)
             made.gradients.add(block, dict(micro_batch[block]))
             made.gradients.close(block, last_group=True)
-        landed(made.sink.finished(), torch.float32)
+        landed(made.sink.finished, torch.float32)
         assert differing(made.host, expected_sums([micro_batch], torch.float32)) == []
 
 

@@ -4,7 +4,7 @@ than a chunk."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megatrain.engine import head
 from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
-from megatrain.engine.products import Sum
+from megatrain.engine.products import Sum, add_gradients
 from megatrain.losses import Targets, find_targets, next_token
 from megatrain.planner.cost.footprint import LiveBytes
 from tests.compare import distance
@@ -117,13 +117,13 @@ def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(vocabulary, HIDDEN, requires_grad=True)
     targets = Targets(torch.arange(rows), torch.arange(rows))
     total = Sum(torch.zeros_like(weight.detach()), empty=True)
-    given = (hidden, targets, next_token, 1.0, rows, [weight], lambda _: None)
+    given = (hidden, targets, next_token, 1.0, rows, [weight], [total])
     with LiveBytes() as live:
         loss_and_gradients(lambda x: x @ weight.T, *given)
-        without_sums, live.peak = live.peak, live.live
-        loss_and_gradients(lambda x: functional.linear(x, weight), *given, [total])
+        by_autograd, live.peak = live.peak, live.live
+        loss_and_gradients(lambda x: functional.linear(x, weight), *given)
     logits, weights = rows * vocabulary * 4, weight.numel() * 4
-    assert logits + weights < without_sums < 1.2 * logits + weights
+    assert logits + weights < by_autograd < 1.2 * logits + weights
     assert logits < live.peak < 1.2 * logits
 
 
@@ -152,23 +152,10 @@ def test_log_probabilities_of_large_logits_are_finite(size):
 @pytest.mark.parametrize("chunk", [1, 5, 16, 100])
 def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
     hidden, weight, targets, labels = problem()
-    weight.requires_grad_()
     sums = torch.zeros_like(weight)
-
-    def add(grads: list[Tensor | None]) -> None:
-        assert grads[0] is not None
-        sums.add_(grads[0])
-
-    total, grad_hidden = loss_and_gradients(
-        lambda x: functional.linear(x, weight),
-        hidden,
-        targets,
-        next_token,
-        0.25,
-        chunk,
-        [weight],
-        add,
-    )
+    weight.requires_grad_()
+    given = (hidden, targets, next_token, 0.25, chunk, [weight], [Sum(sums, empty=True)])
+    total, grad_hidden = loss_and_gradients(lambda x: x @ weight.T, *given)
     leaf = hidden.clone().requires_grad_()
     expected = expected_loss(leaf, weight, labels)
     grads = torch.autograd.grad(expected * 0.25, [leaf, weight])
@@ -183,7 +170,9 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autograd(chunk):
+def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autograd(
+    chunk, monkeypatch
+):
     hidden, weight, targets, labels = problem()
     scale, total = (
         torch.ones(HIDDEN, requires_grad=True),
@@ -191,16 +180,18 @@ def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autogra
     )
     weight.requires_grad_()
     scale_total = Sum(torch.zeros_like(scale), empty=True)
+    added: list[list[Tensor | None]] = []
 
-    def add(grads: list[Tensor | None]) -> None:
-        assert grads[0] is not None
-        assert grads[1] is None
-        scale_total.add(grads[0])
+    def add(sums: Sequence[Sum], gradients: Sequence[Tensor | None]) -> None:
+        added.append(list(gradients))
+        add_gradients(sums, gradients)
 
+    monkeypatch.setattr(head, "add_gradients", add)
     loss_and_gradients(
         lambda x: functional.linear(x * scale, weight),
-        hidden, targets, next_token, 0.25, chunk, [scale, weight], add, [scale_total, total],
+        hidden, targets, next_token, 0.25, chunk, [scale, weight], [scale_total, total],
     )  # fmt: skip
+    assert all(of_scale is not None and of_weight is None for of_scale, of_weight in added)
     expected = torch.autograd.grad(
         expected_loss(hidden * scale, weight, labels) * 0.25, [scale, weight]
     )
@@ -212,12 +203,13 @@ def test_logits_never_exist_for_more_than_a_chunk_of_targets():
     hidden, weight, targets, _ = problem()
     weight.requires_grad_()
     rows: list[int] = []
+    sums = [Sum(torch.zeros_like(weight), empty=True)]
 
     def project(x: Tensor) -> Tensor:
         rows.append(len(x))
         return functional.linear(x, weight)
 
-    loss_and_gradients(project, hidden, targets, next_token, 1.0, 5, [weight], lambda _: None)
+    loss_and_gradients(project, hidden, targets, next_token, 1.0, 5, [weight], sums)
     loss_sum(project, hidden, targets, next_token, 5)
     assert max(rows) == 5
     # positions without a target are never projected
@@ -227,7 +219,7 @@ def test_logits_never_exist_for_more_than_a_chunk_of_targets():
 def test_no_target_gives_zero():
     hidden, weight, _, _ = problem()
     nothing = find_targets(torch.full((1, len(hidden)), -100))
-    given: Any = (hidden, nothing, next_token, 1.0, 5, [], lambda _: None)
+    given: Any = (hidden, nothing, next_token, 1.0, 5, [], [])
     total, grad = loss_and_gradients(lambda x: functional.linear(x, weight), *given)
     assert float(total.loss) == 0
     assert torch.all(grad == 0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine import masters
+from megatrain.engine import constructors
 from megatrain.engine.engine import Engine
 from megatrain.engine.streamer import Slot
 from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_be_made_gives_back_what_it_had(
 
 
 def test_weights_that_cannot_be_drawn_close_the_engine(open_slabs, monkeypatch):
-    monkeypatch.setattr(masters, "initialize", no_room)
+    monkeypatch.setattr(constructors, "initialize", no_room)
     before = lanes()
     with pytest.raises(torch.OutOfMemoryError):
         Engine.from_config(tiny_config("llama"), device="cpu")

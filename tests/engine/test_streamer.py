@@ -102,7 +102,7 @@ def test_slots_are_those_of_the_schedule(resident, tied):
         for block, number in enumerate(slots_of_blocks(5, resident, tied)):
             assert (number is None) == made.store.is_resident(block)
             if number is not None:
-                assert made.streamer.slot_of(block) is made.streamer.slots[number]
+                assert made.streamer.slot_of[block] is made.streamer.slots[number]
 
 
 # -- what travels, and when ------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_the_next_block_is_on_its_way_while_one_is_computed():
         for position, now in enumerate(made.visit(route)):
             made.lane.submit(lambda _: None).wait_host()  # let what was requested arrive
             for block in (now, *route[position + 1 : position + 2]):
-                assert made.streamer.slot_of(block).holds == block
+                assert made.streamer.slot_of[block].holds == block
             assert torch.all(made.streamer.flat(now) == now + 1)
 
 
@@ -209,12 +209,12 @@ def test_an_embedding_that_the_head_reads_is_free_only_after_the_head(tied):
         visits = made.streamer.sweep(range(5))
         for _ in range(4):
             next(visits)
-        before = made.streamer.slot_of(0).free
+        before = made.streamer.slot_of[0].free
         visits.close()  # abandoned after the last layer: the head may have been running
-        assert made.streamer.slot_of(0).free is before
+        assert made.streamer.slot_of[0].free is before
         made.drain(range(5))
-        after = made.streamer.slot_of(0).free
-        assert (after is made.streamer.slot_of(4).free) or not tied
+        after = made.streamer.slot_of[0].free
+        assert (after is made.streamer.slot_of[4].free) or not tied
 
 
 def test_an_upload_that_could_not_be_queued_is_not_taken_for_landed():

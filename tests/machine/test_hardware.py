@@ -1,6 +1,7 @@
 """Limits are read from the machine, and the tightest one counts."""
 
 import os
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,3 +278,15 @@ def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):
 def test_folders_of_one_drive_count_once(tmp_path):
     assert len(one_of_each_drive([tmp_path, tmp_path / "a", Path("/proc")])) == 2
     assert one_of_each_drive([]) == []
+
+
+def test_a_limit_on_address_space_bounds_what_is_available(tmp_path):
+    own = psutil.Process().memory_info()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (own.vms + 2 * GIB, before[1]))
+    try:
+        limited = read_hardware(tmp_path, "cpu").host_available_bytes
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert limited - own.rss == pytest.approx(1.5 * GIB, rel=0.05)
+    assert read_hardware(tmp_path, "cpu").host_available_bytes > limited

@@ -18,7 +18,7 @@ from megatrain.errors import MegaTrainError, StorageError
 from megatrain.memory import nvme_store, swap_files
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeStore
-from megatrain.memory.store import OnNvme, Store
+from megatrain.memory.store import Store
 from tests.delays import failing
 
 LAYOUTS = [
@@ -263,14 +263,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_lease_is_over_all_tiers(tmp_path):
     specs = [ArraySpec("weight", torch.float32), ArraySpec("exp_avg", torch.float32)]
-    on_nvme = OnNvme({"exp_avg": (2, 3)}, (tmp_path,))
     with Store(
         LAYOUTS,
         specs,
         resident=1,
         resident_arrays=specs,
         device=torch.device("cpu"),
-        on_nvme=on_nvme,
+        on_nvme={"exp_avg": (2, 3)},
+        nvme_folders=[tmp_path],
         threads=1,
     ) as store:
         for block in range(5):

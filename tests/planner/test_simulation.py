@@ -19,7 +19,7 @@ from megatrain.planner.simulation import (
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})
 LAYERS = 6
 ONE_GROUP = StepOptions(
-    groups=1, micro_batches=4.0, resident=0, sums_on_device=0, clipping=True, tied=False
+    groups=1, micro_batches=4.0, resident=0, sums_on_device=0, stored=True, tied=False
 )
 
 
@@ -74,7 +74,7 @@ def test_the_update_hides_in_the_forward_and_the_rest_is_waited_for():
 
 
 def test_gradients_that_are_applied_at_once_wait_for_the_buffers_of_those_before():
-    timeline = overlapped(with_tasks(host_update=5.0), replace(ONE_GROUP, clipping=False))
+    timeline = overlapped(with_tasks(host_update=5.0), replace(ONE_GROUP, stored=False))
     # from the head's gradient on, update follows update; the embedding's is the last, and the next
     # forward begins with it
     assert timeline.seconds == pytest.approx(5.0 * (LAYERS + 2) + 0.5 + LAYERS + 2.0)
@@ -148,10 +148,10 @@ def test_without_clipping_the_update_runs_during_backward():
     blocks = with_tasks(host_update=2.5, download=0.1)
     assert waits(overlapped(blocks, ONE_GROUP))["update"] > 12
     # what was computed last is needed first: the embedding's update is behind all others
-    assert waits(overlapped(blocks, replace(ONE_GROUP, clipping=False)))["update"] < 6
+    assert waits(overlapped(blocks, replace(ONE_GROUP, stored=False)))["update"] < 6
 
 
-TWICE = replace(ONE_GROUP, second_backward=True)
+TWICE = replace(ONE_GROUP, stored=False, second_backward=True)
 
 
 def test_a_second_backward_repeats_the_head_and_all_layers():
@@ -168,7 +168,7 @@ def test_gradients_come_down_and_are_applied_in_the_second_backward_alone():
     # two are on their way at a time
     assert timeline.waits["second backward"]["download"] > LAYERS - 4
     updating = with_tasks(download=0.1, host_update=2.5)
-    unclipped = overlapped(updating, replace(ONE_GROUP, clipping=False))
+    unclipped = overlapped(updating, replace(ONE_GROUP, stored=False))
     assert waits(overlapped(updating, TWICE))["update"] == waits(unclipped)["update"]
 
 
@@ -209,7 +209,7 @@ def test_no_step_beats_its_bound(seed):
         micro_batches=draw.choice((0.25, 1.0, 3.0)),
         resident=resident,
         sums_on_device=draw.randrange(resident, LAYERS + 3),
-        clipping=draw.random() < 0.7,
+        stored=draw.random() < 0.7,
         tied=draw.random() < 0.5,
     )
     assert at_least(blocks, options) <= overlapped(blocks, options).seconds * (1 + 1e-9)

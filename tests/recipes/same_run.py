@@ -33,9 +33,7 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
 
     but_evaluations_of: a step after which one of the runs was stopped before it could evaluate.
     """
-    states = [
-        json.loads((run / "checkpoint-10" / "state.json").read_text()) for run in (one, other)
-    ]
+    states = [state_of(run / "checkpoint-10") for run in (one, other)]
     lines = [
         [
             row
@@ -47,6 +45,13 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
     assert differing(everything(one / "checkpoint-10"), everything(other / "checkpoint-10")) == []
     assert states[0] == states[1]
     assert lines[0] == lines[1]
+
+
+def state_of(checkpoint: Path) -> Row:
+    """state.json but for the config, in which a resumed run fixes what was chosen."""
+    about: Row = json.loads((checkpoint / "state.json").read_text())
+    about["state"] = {k: v for k, v in about["state"].items() if k not in ("config", "chosen")}
+    return about
 
 
 def is_evaluation(row: Row, step: int | None) -> bool:

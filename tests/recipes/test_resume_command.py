@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,11 +14,12 @@ from megatrain.config.resuming import FLAGGED, REFUSED, check_changes, flatten
 from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes import loop
 from megatrain.storage.manifest import read_manifest
+from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import run_lock
+from megatrain.storage.saves import find_checkpoint
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
-from tests.files import flip
+from tests.files import flip, forge
 from tests.recipes.same_run import same_run
 
 
@@ -75,13 +72,10 @@ def test_a_finished_run_is_left_as_it_is(megatrain, copied):
     assert files_of(copied) == before
 
 
-@pytest.mark.parametrize("lost", [(), ("checkpoint-5", "checkpoint-10")], ids=["none", "all"])
 @pytest.mark.parametrize("how", ["stopped at step 12", "killed before its first step"])
 def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
-    megatrain, copied, stop_after, how, lost
+    megatrain, copied, stop_after, how
 ):
-    for name in lost:
-        shutil.rmtree(copied / name)
     if how == "stopped at step 12":
         stop_after(12)
         megatrain("resume run train.max_steps=14", code=75)
@@ -89,10 +83,29 @@ def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatrain.recipes.run.fit", Mock(side_effect=MegaTrainError("killed")))
             assert "killed" in megatrain("resume run train.max_steps=14", code=1).err
-    assert not (copied / "final").exists()
+    assert read_manifest(copied / "final").step == 10, "the model of the first end stays"
+    assert find_checkpoint(copied) == copied / ("checkpoint-12" if "12" in how else "final")
     megatrain("resume run")
     assert [row["step"] for row in steps_of(copied)] == list(range(1, 15))
     assert read_manifest(copied / "final").step == 14
+
+
+def test_a_full_final_is_resumed_from_when_nothing_else_is_left(megatrain, project):
+    megatrain("train cfg.yaml checkpoint.final=full")
+    for name in ("checkpoint-5", "checkpoint-10"):
+        shutil.rmtree(project / "run" / name)
+    done = megatrain("resume run train.max_steps=12")
+    assert "resuming from run/final" in done.err
+    assert read_manifest(project / "run" / "final").step == 12
+    assert find_resumable(project / "run").path == project / "run" / "checkpoint-12"
+
+
+def test_a_final_with_the_model_alone_is_a_new_beginning(megatrain, copied):
+    for name in ("checkpoint-5", "checkpoint-10"):
+        shutil.rmtree(copied / name)
+    done = megatrain("resume run train.max_steps=12", code=7)
+    assert "output=run-2, or from the trained model, with model=run/final" in done.err
+    megatrain("train run/config.yaml output=run-2 model=run/final train.max_steps=1")
 
 
 @pytest.mark.parametrize("override", ["data.eval=9", "data.train=others.jsonl", "train.seq_len=27"])
@@ -170,18 +183,22 @@ def test_a_run_that_goes_on_elsewhere_is_not_resumed(megatrain, copied):
 def test_a_run_folder_may_be_moved(megatrain, copied, finished_project):
     cut_back(copied)
     moved = copied.rename(copied.parent / "elsewhere")
-    megatrain("resume elsewhere")
+    assert "/project/run and goes on in elsewhere" in megatrain("resume elsewhere").err
     assert not copied.exists()
     same_run(moved, finished_project / "run")
 
 
-def test_so_may_model_and_rows(megatrain, copied, finished_project):
-    cut_back(copied)
-    (copied.parent / "model").rename(copied.parent / "base")
-    (copied.parent / "rows.jsonl").rename(copied.parent / "data.jsonl")
+def test_so_may_model_and_rows(megatrain, project, finished_project, stop_after):
+    stop_after(4)
+    megatrain("train cfg.yaml", code=75)
+    (project / "model").rename(project / "base")
+    (project / "rows.jsonl").rename(project / "data.jsonl")
     done = megatrain("resume run model=base data.train=data.jsonl")
-    assert "warning: model.path changed from 'model' to 'base': configuration and token" in done.err
-    same_run(copied, finished_project / "run")
+    there = [str(project / name) for name in ("model", "base")]
+    changed = "model.path changed from '{}' to '{}': configuration, tokenizer and weights are the"
+    assert changed.format(*there) in done.err
+    assert f"{there[0]}: is no longer there; the checkpoint describes the model" in done.err
+    same_run(project / "run", finished_project / "run")
 
 
 @pytest.mark.parametrize(
@@ -244,15 +261,12 @@ def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_se
 ):
     stop_after(4)
     megatrain("train cfg.yaml", code=75)
-    resolved = project / "run" / "config.resolved.yaml"
-    text = resolved.read_text()
-    for chosen, sent in (
-        ("offload_activations: false", "offload_activations: true"),
-        ("retained_on_host: 0", "retained_on_host: 1"),
-    ):
-        assert chosen in text
-        text = text.replace(chosen, sent)
-    resolved.write_text(text)
+    path = project / "run" / "checkpoint-4" / "state.json"
+    about = json.loads(path.read_text())
+    assert about["state"]["chosen"]["memory.retained_on_host"] == 0
+    about["state"]["chosen"]["memory.retained_on_host"] = 1
+    path.write_text(json.dumps(about))
+    forge(path.parent)
     megatrain("resume run memory.offload_activations=false")
     same_run(project / "run", finished_project / "run")
 
@@ -280,7 +294,9 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, copied, monkeypa
 # -- the table -----------------------------------------------------------------------------------
 
 FREE = {
-    *(f"checkpoint.{key}" for key in ("every", "keep")),
+    "hang_timeout",
+    "track",
+    *(f"checkpoint.{key}" for key in ("every", "keep", "final", "patience")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
     *(
         f"memory.{key}"
@@ -311,18 +327,3 @@ def test_every_key_is_refused_flagged_or_free():
 
 def test_places_are_no_changes():
     assert check_changes(CONFIG, CONFIG.with_places({"model": "x.yaml:1: model"})) == []
-
-
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """stop_after(5): SIGTERM arrives during step 5."""
-    original = loop.train_step
-    at: list[int] = []
-
-    def train_step(run: loop.Run, *rest: Any, **named: Any) -> None:
-        original(run, *rest, **named)
-        if at and run.step == at[0]:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    return lambda step: at.__setitem__(slice(None), [step])

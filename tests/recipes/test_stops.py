@@ -19,10 +19,11 @@ import megatrain as mt
 from megatrain.engine.engine import Engine
 from megatrain.recipes import loop, run
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import Forker, evaluations_of, metrics_of, steps_of
+from tests.commands import Forker, evaluations_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
-SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+SCHEDULERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+SIGNALS = [*((number, 75) for number in SCHEDULERS), (signal.SIGINT, 130)]
 Interrupt = Callable[..., None]
 
 
@@ -56,7 +57,7 @@ def test_a_signal_finishes_the_step_and_saves(megatrain, project, interrupt, num
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     interrupt(loop, "train_step", at=3, number=number)
     done = megatrain("train cfg.yaml", code=code)
-    assert "a second signal stops at once" in done.err
+    assert "Ctrl-C stops at once" in done.err
     assert "stopped by a signal after step 3; the run is saved" in done.err
     assert "to go on: megatrain resume run" in done.out
     assert saved_steps(project / "run") == [3]
@@ -103,6 +104,23 @@ def test_a_second_ctrl_c_stops_at_once(megatrain, project, interrupt):
     assert set(threading.enumerate()) <= threads, "nothing goes on in the background"
 
 
+@pytest.mark.parametrize("number", SCHEDULERS)
+def test_a_second_warning_of_a_scheduler_does_not_end_the_save(
+    megatrain, project, interrupt, number
+):
+    interrupt(loop, "train_step", at=3, number=number, times=2)
+    megatrain("train cfg.yaml", code=75)
+    assert saved_steps(project / "run") == [3]
+
+
+def test_a_signal_that_was_ignored_stays_ignored(megatrain, project, interrupt):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    interrupt(loop, "train_step", at=3, number=signal.SIGHUP)
+    megatrain("train cfg.yaml")
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert saved_steps(project / "run") == [5, 10]
+
+
 def test_ctrl_c_before_the_first_step_stops_at_once(megatrain, project, interrupt):
     interrupt(run, "read_rows", at=1, number=signal.SIGINT)
     megatrain("train cfg.yaml", code=130)
@@ -125,23 +143,6 @@ def forker(token_cache: Path) -> Iterator[Forker]:
     forker = Forker(token_cache)
     yield forker
     forker.close()
-
-
-def test_two_sigterms_end_the_process(forker, project):
-    config = ("train.max_steps=100000", "checkpoint.every=null", "train.eval_every=null")
-    child = forker.start("train", "cfg.yaml", *config)
-    written = project / "run" / "metrics.jsonl"
-    wait_for(lambda: written.exists() and len(metrics_of(written.parent)) > 2)
-    os.kill(child, signal.SIGTERM)
-    os.kill(child, signal.SIGTERM)
-    assert forker.wait() in (-signal.SIGTERM, 75), "the second may come after the save"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
 
 
 def test_kill_9_at_any_moment_costs_no_bit(forker, project):
@@ -204,7 +205,7 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
     assert "free space there or choose another folder" in done.err
     assert "Traceback" not in done.err
     folders = {path.name for path in (project / "run").iterdir() if path.is_dir()}
-    assert folders == {"checkpoint-5", "last", "best"}
+    assert folders == {"checkpoint-5", "last", "best", "proven"}
     assert "cannot" in (project / "run" / "train.log").read_text(), "the reason is in the log, too"
     monkeypatch.undo()
     monkeypatch.chdir(project)

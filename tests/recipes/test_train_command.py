@@ -16,6 +16,7 @@ import torch
 
 import megatrain as mt
 from megatrain.config import load_config
+from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.readers import read_text
 from megatrain.engine.resolved import packs
 from megatrain.models.skeleton import Skeleton
@@ -37,10 +38,10 @@ from tests.commands import (
 from tests.support import tiny_config
 
 STEP_KEYS = """step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu
-gpu_peak_bytes host_bytes skipped energy_j time shares advice"""
+gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"""
 TIME_KEYS = "compute wait_upload wait_update wait_download wait_nvme data"
 FILES = """config.yaml config.resolved.yaml plan.json env.json metrics.jsonl train.log checkpoint-5
-checkpoint-10 last best final .lock"""
+checkpoint-10 last best proven final .lock"""
 
 
 def test_the_run_folder_is_as_promised(finished):
@@ -72,7 +73,8 @@ def test_evaluations_come_before_the_first_step_and_at_the_end(finished):
 
 def test_the_configs_read_back(finished):
     asked = load_config(finished / "config.yaml")
-    assert asked == load_config("cfg.yaml")
+    assert asked == with_absolute_paths(load_config("cfg.yaml"))
+    assert asked.model.path == str(finished.parent / "model")
     assert {asked.train.micro_batch_tokens, asked.precision, asked.compile} == {"auto"}
     found = load_config(finished / "config.resolved.yaml")
     assert (found.train.micro_batch_tokens, found.train.groups, found.compile) == (256, 1, False)
@@ -240,7 +242,8 @@ def test_best_is_the_lowest_held_out_loss(megatrain, project, monkeypatch):
     done = megatrain("train cfg.yaml train.max_steps=5 'checkpoint={every: 1, keep: 1}' --json")
     assert done.json["best_step"] == 2
     assert os.readlink(project / "run" / "best") == "checkpoint-2"
-    assert {path.name for path in checkpoints(project / "run")} == {"checkpoint-2", "checkpoint-5"}
+    kept = {path.name for path in checkpoints(project / "run")}
+    assert kept == {"checkpoint-2", "checkpoint-4", "checkpoint-5"}, "best, proven and last"
     assert evaluations_of(project / "run")[4]["eval_loss"] is None, "JSON has no NaN"
 
 
@@ -254,7 +257,7 @@ def test_a_folder_that_holds_a_run_is_refused(megatrain, copied):
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(megatrain, copied):
     for path in [*checkpoints(copied), copied / "final"]:
         path.rename(copied.parent / path.name)
-    megatrain("train run/config.yaml train.max_steps=1")
+    megatrain("train run/config.yaml output=run train.max_steps=1")
     assert [row["step"] for row in metrics_of(copied)] == [0, 1, 1]
 
 
@@ -355,3 +358,39 @@ def test_a_run_says_what_it_took_beside_what_was_planned(megatrain, project):
     for row in steps:
         assert row["energy_j"] == pytest.approx(100 * row["step_s"])
     assert json.loads((project / "run" / "plan.json").read_text())["steps"] == 2
+
+
+def test_a_run_is_tracked_line_by_line_and_again_after_a_resume(megatrain, project):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    megatrain("train cfg.yaml track=tensorboard train.max_steps=5")
+    megatrain("resume run train.max_steps=7")
+    events = EventAccumulator(str(project / "run" / "tensorboard"))
+    events.Reload()
+    sent = {one.step: one.value for one in events.Scalars("loss")}
+    assert sent == {row["step"]: pytest.approx(row["loss"]) for row in steps_of(project / "run")}
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_once(megatrain, project, monkeypatch):
+    from megatrain.reporting import trackers
+
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    refused = megatrain("train cfg.yaml track=wandb", code=2)
+    assert "track: wandb is not installed; pip install 'megatrain[wandb]'" in refused.err
+    assert not (project / "run").exists()
+
+
+@pytest.mark.parametrize("save", [None, 1, 4, 5, 20])
+@pytest.mark.parametrize("look", [None, 1, 3, 6])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_what_is_still_to_come_is_counted_as_the_loop_does_it(save, look, evaluates):
+    config = mt.load_config(
+        {"model": "m", "data": {"train": "x"}},
+        {"checkpoint.every": save, "train.eval_every": look, "train.max_steps": 12},
+    )
+    for step in range(13):
+        later = range(step + 1, 13)
+        saves = {n for n in later if n == 12 or loop.due(save, n)}
+        looks = saves | {n for n in later if loop.due(look, n)}
+        expected = {"saving": len(saves), "evaluating": len(looks) if evaluates else 0}
+        assert loop.still_to_come(config, evaluates, 12, step) == expected

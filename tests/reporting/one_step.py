@@ -17,6 +17,7 @@ STEP = StepMetrics(
     gpu_peak_bytes=None,
     host_bytes=3 * 2**29,
     skipped=False,
+    spike=False,
     energy_j=None,
     time=StepTime(compute=1.5, wait_update=0.5),
     advice="raise the roof",

@@ -46,7 +46,7 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
     assert " ".join(row) == (
         "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu "
-        "gpu_peak_bytes host_bytes skipped energy_j time shares advice"
+        "gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"
     )
     keys = "compute wait_upload wait_update wait_download wait_nvme data"
     assert " ".join(row["time"]) == " ".join(row["shares"]) == keys
@@ -115,6 +115,29 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
         assert json.loads(lines[-1])["step"] == 5
 
 
+@pytest.mark.parametrize("damage", ["{", "\xff", "0", "\n"])
+def test_a_damaged_line_costs_no_other(tmp_path, caplog, damage):
+    write(tmp_path, 6)
+    path = tmp_path / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(n for n, line in enumerate(lines) if json.loads(line)["step"] <= 4)
+    for number, line in enumerate(lines):
+        damaged = line[:3] + damage.encode("latin1") + line[4:]
+        path.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
+        caplog.clear()
+        with MetricsWriter(tmp_path) as writer:
+            writer.truncate_to(4)
+        kept = [*lines[: last + 1]]
+        if number < last:
+            kept[number] = damaged
+            assert f"{METRICS_FILE}:{number + 1}: is damaged" in caplog.messages[0]
+        elif number == last:
+            kept.pop()
+        assert path.read_bytes() == b"".join(kept)
+        steps = {row["step"] for row in read_metrics(tmp_path)}
+        assert steps >= {json.loads(line)["step"] for n, line in enumerate(kept) if n != number}
+
+
 def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
     words = r"nowhere.metrics\.jsonl: cannot be written \(No such file"
     with pytest.raises(StorageError, match=words):
@@ -146,12 +169,11 @@ def test_what_waits_is_written_at_the_end_too(tmp_path):
 
 
 def test_lines_for_which_there_never_was_room_are_missed_aloud(tmp_path, caplog):
-    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    with MetricsWriter(tmp_path) as writer:
+    with largest_file(0), MetricsWriter(tmp_path) as writer:
         writer.write_step(STEP)
         writer.write_step(STEP)
     first, second = caplog.messages
-    assert "No space left" in first and "lacks its last 2 lines" in second
+    assert "File too large" in first and "lacks its last 2 lines" in second
 
 
 def test_times_add_up_and_the_largest_share_bounds_the_step():

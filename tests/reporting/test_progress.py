@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatrain.machine.heartbeat import beat
 from megatrain.reporting import progress as panel
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import LOG_FILE, Progress, logger, logging_to
@@ -29,8 +30,9 @@ def screen_of(console: Console) -> str:
 
 
 def run(tmp_path, console: Console, steps: int = 7, log_every: int = 3, **changes) -> str:
-    progress = Progress(console, total_steps=steps, log_every=log_every)
+    progress = Progress(console, log_every=log_every)
     with logging_to(tmp_path, console), progress:
+        progress.begin(steps)
         progress.evaluated(0, 3.25, 1.5)
         for step in range(1, steps + 1):
             progress.step(replace(STEP, step=step, **changes))
@@ -55,7 +57,7 @@ def test_a_pipe_gets_one_plain_line_every_log_every_steps_and_the_ends(tmp_path,
     assert others == ["step 1/7", "step 3/7", "advice: raise the roof", "step 6/7", "step 7/7"]
     assert lines[1] == (
         "step 1/7  loss 2.5000  lr 1.00e-05  gradient norm 0.75  tokens/s 1,000  TFLOP/s 1.6  "
-        "time left 12.0s  host 1.5 GiB  bound by computing 75%"
+        "host 1.5 GiB  bound by computing 75%  time left 12.0s"
     )
     assert all(line.isprintable() for line in lines)
 
@@ -107,8 +109,9 @@ def test_a_line_in_a_pipe_is_neither_wrapped_nor_markup(tmp_path, pipe, line):
 
 
 def test_a_resumed_run_of_unknown_length_shows_its_first_step_and_no_time_left(tmp_path, pipe):
-    progress = Progress(pipe, total_steps=None, first_step=40, log_every=100)
+    progress = Progress(pipe, log_every=100)
     with logging_to(tmp_path, pipe), progress:
+        progress.begin(None, first_step=40)
         for step in (41, 42):
             progress.step(replace(STEP, step=step))
     (line,) = pipe.file.getvalue().splitlines()
@@ -118,7 +121,7 @@ def test_a_resumed_run_of_unknown_length_shows_its_first_step_and_no_time_left(t
 
 
 def test_what_happens_between_steps_is_timed(tmp_path, pipe):
-    with logging_to(tmp_path, pipe), Progress(pipe, total_steps=3) as progress:
+    with logging_to(tmp_path, pipe), Progress(pipe) as progress:
         progress.evaluated(0, 3.25, 1.5)
         progress.saved(tmp_path / "checkpoint-1", 2.0)
         progress.saved(tmp_path / "checkpoint-2", 61.0)
@@ -141,6 +144,10 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def until_shown(terminal: Console, words: str) -> None:
+    until(lambda: words in screen_of(terminal))
+
+
 def shown_lines(screen: str) -> list[str]:
     """What remains on a terminal of this output: cursor movements and erased lines are obeyed."""
     lines, row = [""], 0
@@ -158,13 +165,56 @@ def shown_lines(screen: str) -> list[str]:
 
 
 def test_the_panel_is_redrawn_while_a_step_goes_on(tmp_path, terminal, redrawn):
-    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7):
+    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
+        progress.begin(7)
         until(lambda: screen_of(terminal).count("step 0 of 7") > 3)
         until(lambda: "step 0 of 7, 0.1s" in screen_of(terminal))
-    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7) as progress:
+    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
+        progress.begin(7)
         progress.step(replace(STEP, step=3))
         drawn = screen_of(terminal).count("step 3 of 7")
         until(lambda: screen_of(terminal).count("step 3 of 7") > drawn + 3)
+
+
+def test_the_panel_moves_while_a_slow_step_an_evaluation_or_a_save_goes_on(
+    tmp_path, terminal, redrawn
+):
+    """The second time it is known how many beats one takes."""
+    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
+        progress.begin(2)
+        for kind, words in (("step", "step 1"), ("saving", "")):
+            with progress.doing(kind, words):
+                beat(amount=10)
+                until_shown(terminal, words or kind)
+            with progress.doing(kind, words):
+                for amount, share in ((1, "10%"), (1, "20%"), (8, "100%")):
+                    beat(amount=amount)
+                    until_shown(terminal, f"{words or kind} {share}")
+        with progress.doing("reading", total=200, counted="bytes"):
+            beat("bytes", 150)
+            until_shown(terminal, "reading 75%")
+
+
+def test_the_time_left_has_what_is_still_to_be_evaluated_and_saved(tmp_path, pipe):
+    still = {4: {"evaluating": 3, "saving": 1}, 5: {"evaluating": 2, "saving": 1}}
+    with logging_to(tmp_path, pipe), Progress(pipe, log_every=1) as progress:
+        progress.begin(10, ahead=lambda step: still[step])
+        progress.evaluated(0, 3.25, 30.0)
+        progress.step(replace(STEP, step=4))
+        assert progress.seconds_left() == 6 * 2.0 + 3 * 30.0
+        progress.saved(tmp_path / "checkpoint-4", 50.0)
+        progress.evaluated(4, 3.0, 10.0)
+        progress.step(replace(STEP, step=5))
+        assert progress.seconds_left() == 5 * 2.0 + 2 * 20.0 + 50.0
+    assert "time left 1m40s" in pipe.file.getvalue()
+
+
+def test_the_panel_counts_the_time_left_down(tmp_path, terminal, redrawn):
+    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
+        progress.begin(2)
+        progress.step(STEP)
+        until_shown(terminal, "1.9s")
+        until_shown(terminal, "1.8s")
 
 
 def test_lines_of_the_log_stand_whole_above_the_panel(tmp_path, terminal, redrawn):
@@ -175,7 +225,8 @@ def test_lines_of_the_log_stand_whole_above_the_panel(tmp_path, terminal, redraw
             logger.warning(f"{name} says {number}")
 
     names = ("reader", "writer", "engine")
-    with logging_to(tmp_path, terminal), Progress(terminal, total_steps=7) as progress:
+    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
+        progress.begin(7)
         talkers = [threading.Thread(target=talk, args=(name,)) for name in names]
         for talker in talkers:
             talker.start()
@@ -212,8 +263,9 @@ def fail() -> None:
 )
 def test_the_thread_ends_with_the_block_however_that_ends(tmp_path, terminal, redrawn, end, ending):
     before = set(threading.enumerate())
-    progress = Progress(terminal, total_steps=7)
+    progress = Progress(terminal)
     with ending, logging_to(tmp_path, terminal), progress:
+        progress.begin(7)
         progress.step(STEP)
         (thread,) = set(threading.enumerate()) - before
         end()
@@ -226,7 +278,8 @@ def test_the_thread_ends_with_the_block_however_that_ends(tmp_path, terminal, re
 
 def test_no_thread_off_a_terminal(tmp_path, pipe):
     before = threading.active_count()
-    with logging_to(tmp_path, pipe), Progress(pipe, total_steps=7) as progress:
+    with logging_to(tmp_path, pipe), Progress(pipe) as progress:
+        progress.begin(7)
         progress.step(STEP)
         assert threading.active_count() == before
 

@@ -21,6 +21,7 @@ DONE = RunSummary(
     eval_loss_before=1.9,
     eval_loss_after=1.7,
     best_step=24,
+    best_loss=1.7,
     final_dir=Path("runs/a/final"),
     prompt="Name a [red] fruit.",
     answer="An apple [1].",
@@ -45,7 +46,7 @@ def test_a_finished_run_says_what_was_gained_and_where_it_lies():
     text = rendered(DONE)
     for words in (
         "24 steps, 48,000 tokens in 3m12s (250 tokens/s)",
-        "1.9000 before, 1.7000 after, best at step 24",
+        "1.9000 before, 1.7000 after, best 1.7000 at step 24 in runs/a/checkpoint-24",
         "2.0 GiB, planned 2.0 GiB (+1.6%)",
         "7.6 s, planned 8 s (-5.0%)",
         "computing 94%, waiting for the update 6%; besides, 12.0s evaluating and 3.5s saving",

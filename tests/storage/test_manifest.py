@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import random
+import re
 import shutil
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,11 @@ from safetensors.torch import save_file
 
 from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import write_final
-from megatrain.storage.manifest import read_manifest, verify_checkpoint
+from megatrain.storage.export import export
+from megatrain.storage.hashed_file import WrittenFile
+from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.safetensors_writer import WrittenFile
-from tests.files import flip
+from tests.files import as_an_ordinary_user, flip, forge, names
 
 
 def damaged(draw: random.Random, files: dict[str, bytes]) -> tuple[str, str, bytes | None]:
@@ -66,17 +65,6 @@ def test_every_damage_is_found_and_the_file_is_named(run_dir, engine, save):
     verify_checkpoint(folder)
 
 
-def forge(folder: Path, **changes: Any) -> None:
-    """Write a manifest that agrees with the files as they are now."""
-    old = read_manifest(folder)
-    data = {name: (folder / name).read_bytes() for name in old.files}
-    files = {
-        name: WrittenFile(name, len(read), hashlib.sha256(read).hexdigest())
-        for name, read in data.items()
-    }
-    (folder / "MANIFEST.json").write_bytes(replace(old, **{"files": files, **changes}).encode())
-
-
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer/block-00002.safetensors", "state.json"]
 )
@@ -102,6 +90,59 @@ def test_a_later_format_is_refused_as_such(run_dir, engine, save):
         verify_checkpoint(path.parent)
 
 
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "-1e400", '"x"', "null", "[]"])
+@pytest.mark.parametrize("key", ["bytes", "step", "sequence"])
+def test_a_number_that_is_none_is_damage_and_the_next_checkpoint_is_taken(
+    run_dir, engine, save, key, number
+):
+    path = save(1, 2) / "MANIFEST.json"
+    path.write_text(re.sub(rf'"{key}": \d+', f'"{key}": {number}', path.read_text(), count=1))
+    found = find_resumable(run_dir)
+    assert found.path == run_dir / "checkpoint-1"
+    (warning,) = found.warnings
+    assert "checkpoint-2/MANIFEST.json: is damaged" in warning
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o400])
+@pytest.mark.parametrize("what", ["checkpoint-2", "checkpoint-2/optimizer", "checkpoint-1"])
+def test_what_cannot_be_read_is_damaged(run_dir, engine, save, what, mode):
+    save(1, 2)
+    unreadable = run_dir / what
+    unreadable.chmod(mode)
+    with as_an_ordinary_user():
+        found = find_resumable(run_dir)
+    intact = {"checkpoint-1": "checkpoint-2"}.get(what, "checkpoint-1")
+    assert found.path == run_dir / intact
+    assert str(unreadable) in found.warnings[0]
+    with as_an_ordinary_user():
+        save(3, keep=1)
+    assert names(run_dir) == {"checkpoint-3", "last"}
+
+
+def test_a_manifest_of_another_checkpoint_is_damage(run_dir, engine, save):
+    save(6, 9)
+    older, newer = run_dir / "checkpoint-6", run_dir / "checkpoint-9"
+    shutil.copyfile(older / "MANIFEST.json", newer / "MANIFEST.json")
+    found = find_resumable(run_dir)
+    assert found.path == older
+    assert "checkpoint-9/MANIFEST.json: is of step 6, not of this folder" in found.warnings[0]
+
+
+STRAYS = ["pytorch_model.bin", "modeling_evil.py", "adapter_config.json", "x/y.json", ".hidden"]
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_stray_file_is_named_and_not_exported(run_dir, engine, save, tmp_path, caplog, name):
+    stray = save(1) / name
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_text("{}")
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        load_checkpoint(run_dir / "checkpoint-1", engine)
+        out = export(run_dir, tmp_path / "out")
+    assert [str(stray) in message for message in caplog.messages] == [True, True]
+    assert names(out) == {"config.json", "model.safetensors"}
+
+
 def test_a_stray_weight_file_is_refused(run_dir, engine, save):
     folder = save(1)
     save_file({"a": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
@@ -121,7 +162,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning(run_dir
 
 def test_final_is_resumed_from_when_nothing_else_is_left(run_dir, engine, save):
     path = save(1)
-    write_final(run_dir)
+    write_final(run_dir, full=True)
     shutil.rmtree(path)
     assert find_resumable(run_dir).path == run_dir / "final"
 

@@ -11,7 +11,8 @@ from megatrain.errors import ConfigError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.run_folder import find_checkpoint, run_lock
+from megatrain.storage.run_folder import run_lock
+from megatrain.storage.saves import find_checkpoint
 from tests.files import names
 
 
@@ -22,10 +23,10 @@ def test_the_newest_are_kept_and_last_points_to_the_newest(run_dir, engine, save
 
 
 def test_best_is_kept_besides_until_another_is_better(run_dir, engine, save):
-    save_checkpoint(run_dir, 1, engine, None, {}, best=True)
+    save_checkpoint(run_dir, 1, engine, None, {}, best=1)
     save(2, 3, keep=1)
     assert names(run_dir) == {"checkpoint-1", "checkpoint-3", "best", "last"}
-    save_checkpoint(run_dir, 4, engine, None, {}, keep=1, best=True)
+    save_checkpoint(run_dir, 4, engine, None, {}, keep=1, best=4)
     assert names(run_dir) == {"checkpoint-4", "best", "last"}, "the former best goes at once"
     save(5, keep=1)
     assert names(run_dir) == {"checkpoint-4", "checkpoint-5", "best", "last"}

@@ -157,20 +157,15 @@ BOTH(word, 4)
 
 
 def encode(
-    hidden: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    form: Form,
-    inverse: float,
-    smallest: float,
-    cap: float,
+    hidden: Tensor, codes: Tensor, scales: Tensor, form: Form, limits: tuple[float, float, float]
 ) -> None:
     """Write flat bf16 or fp32 `hidden`, of less than 2^31 elements, to `codes` and `scales`.
 
-    A scale is a group's largest magnitude times `inverse`, from `smallest` to `cap`.
+    limits: (inverse, smallest, cap): a scale is a group's largest magnitude times `inverse`, from
+        `smallest` to `cap`.
     """
     hidden = hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()  # vectors are loaded
-    numbers = [hidden.numel(), form.group, *map(cuda.float_bits, (inverse, smallest, cap))]
+    numbers = [hidden.numel(), form.group, *map(cuda.float_bits, limits)]
     _launch("encode", form, hidden, [codes, scales, hidden], numbers)
 
 
@@ -182,7 +177,7 @@ def decode(codes: Tensor, scales: Tensor, hidden: Tensor, form: Form) -> None:
 def _launch(
     verb: str, form: Form, hidden: Tensor, tensors: list[Tensor], numbers: list[int]
 ) -> None:
-    assert hidden.numel() < 1 << 31
+    assert hidden.numel() < 1 << 31  # kernels count elements in 32 bits
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     name = f"{verb}_int{form.bits}_{str(hidden.dtype).removeprefix('torch.')}"
     cuda.launch(

@@ -52,7 +52,7 @@ class GroupScaled:
         limits = (1 / self.largest, SMALLEST_SCALE, self.scale_cap)
         for values, codes, scales in self._pieces(hidden.reshape(-1), out):
             if hidden.is_cuda:
-                codec_kernels.encode(values, codes, scales, self.form, *limits)
+                codec_kernels.encode(values, codes, scales, self.form, limits)
             else:
                 self._encode(values, codes, scales)
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -126,16 +127,14 @@ class Ring:
         start = round_up(self._given[-1].stop, ALIGNMENT) if self._given else 0
         if start + nbytes > self.flat.numel():
             start = 0
-        reused = 0  # number of stretches, the oldest ones, up to the last that overlaps
-        for number, old in enumerate(self._given, 1):
-            if old.start < start + nbytes and start < old.stop:
-                reused = number
-        older = [self._given[number] for number in range(reused)]
+        stop, given = start + nbytes, enumerate(self._given, 1)
+        overlap = (number for number, old in given if old.start < stop and start < old.stop)
+        older = list(islice(self._given, max(overlap, default=0)))  # up to the last that overlaps
         if any(old.free is None for old in older):
             return None
         for _ in older:
             self._given.popleft()
-        self._given.append(Stretch(start, self.flat[start : start + nbytes]))
+        self._given.append(Stretch(start, self.flat[start:stop]))
         return self._given[-1], older[-1].free if older else None
 
     def give_back(self, event: Event) -> None:

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from megatrain.models.recorder import LayerCall
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
-from megatrain.planner.cost.footprint import FusedAttention, LayerBytes, additive
+from megatrain.planner.cost.footprint import Attention, FusedAttention, LayerBytes
 from megatrain.planner.cost.fx_graph import Alive, alive, keeps_input, saved_bytes, traffic
 from megatrain.planner.cost.work import Traffic
 
@@ -49,11 +49,6 @@ class CompiledGraphs:
     backward: Traffic
     alive: Alive
 
-    @property
-    def beyond(self) -> Alive:
-        """What a retained layer needs beyond its saved activations."""
-        return self.alive.beyond(self.saved_bytes // self.rows)
-
 
 @dataclass(frozen=True)
 class CompiledLayer:
@@ -67,7 +62,8 @@ class CompiledLayer:
         """What it needs for a micro-batch of `rows` sequences."""
         graphs = self.cheap if cheap else self.full
         saved = rows * graphs.saved_bytes // graphs.rows
-        return LayerBytes(saved, self.again.peak(rows), graphs.beyond.peak(rows))
+        beyond = graphs.alive.peak(rows) - rows * (graphs.saved_bytes // graphs.rows)
+        return LayerBytes(saved, self.again.peak(rows), beyond)
 
 
 def predict_compiled(
@@ -165,17 +161,13 @@ def _trace_and_cut(function: Callable[..., Tensor], inputs: list[Tensor]) -> tup
     cuts: list[Cut] = []
     weights = [place for place, tensor in enumerate(inputs) if place and tensor.requires_grad]
 
-    def cut(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def cut_twice(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         # as dynamo says of parameters: keeping one costs nothing
         options["static_lifetime_input_indices"] = weights
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
-        cuts.append((forward.graph, backward.graph))
-        return forward, backward
-
-    def cut_twice(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        halves = cut(joint, joint_inputs, **options)
+        halves = min_cut_rematerialization_partition(joint, joint_inputs, **options)
         with cheap_retention():
-            cut(joint, joint_inputs, **options)
+            cheap = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        cuts.extend((forward.graph, backward.graph) for forward, backward in (halves, cheap))
         return halves
 
     def as_it_is(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
@@ -190,20 +182,12 @@ def _trace_and_cut(function: Callable[..., Tensor], inputs: list[Tensor]) -> tup
     return full, cheap
 
 
-def _traced_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor:
+def _traced_attention(call: Attention) -> Tensor:
     """Stands in for scaled_dot_product_attention as the cuDNN operator, which takes any mask here.
 
     Every fused kernel keeps the same tensors.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, additive(attn_mask, query), True, dropout_p, is_causal
+        call.query, call.key, call.value, call.bias, True, call.dropout_p, call.is_causal
     )[0]
     return out

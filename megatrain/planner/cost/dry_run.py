@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.models.meta import without_data
+from megatrain.models.meta import blank_call, without_data
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
@@ -24,7 +24,6 @@ from megatrain.planner.cost.footprint import (
     LayerBytes,
     call_peak_bytes,
     graph_keeps_input,
-    layer_peak_bytes,
     tensor_bytes,
 )
 from megatrain.planner.cost.work import (
@@ -68,34 +67,28 @@ class MicroBatchBytes:
         return largest if self.last is None else min(self.last.recomputed, largest)
 
 
+@dataclass(frozen=True, eq=False)
 class DryRun:
     """Runs parts of a skeleton whose parameters are on the meta device.
 
-    Args:
+    Attributes:
         seq_len: tokens of a sequence.
         padded: layers receive a boolean mask for every sequence.
         loss: logits [n, vocab] -> scalar.
         runs_on: "cpu" or "cuda", where the model will compute.
-        compiled: predict compiled layers too; otherwise all are taken to be eager.
+        compiles: predict compiled layers too; otherwise all are taken to be eager.
         fp8: the layers' matmuls take fp8 operands, which take memory besides. Their work is counted
             in bf16.
     """
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        seq_len: int,
-        *,
-        padded: bool,
-        loss: Callable[[Tensor], Tensor],
-        runs_on: str,
-        compiled: bool,
-        fp8: bool,
-    ) -> None:
-        self.skeleton, self.seq_len, self.padded, self.loss = skeleton, seq_len, padded, loss
-        self.runs_on, self.compiles, self.fp8 = runs_on, compiled, fp8
-        self._known_calls: dict[int, list[LayerCall]] = {}
-        self.fused = skeleton.config._attn_implementation != "eager"
+    skeleton: Skeleton
+    seq_len: int
+    padded: bool
+    loss: Callable[[Tensor], Tensor]
+    runs_on: str
+    compiles: bool
+    fp8: bool
+    _known_calls: dict[int, list[LayerCall]] = field(default_factory=dict)
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -157,13 +150,12 @@ class DryRun:
         )
 
     def _layer(self, index: int, rows: int, call: LayerCall) -> Footprint:
-        return layer_peak_bytes(
-            self.skeleton.layers[index],
-            self._shape(rows),
-            self.skeleton.dtype,
-            call,
+        layer = self.skeleton.layers[index]
+        return call_peak_bytes(
+            *blank_call(layer, self._shape(rows), self.skeleton.dtype, call),
             fused_attention=self.fused,
             runs_on=self.runs_on,
+            what=type(layer).__name__,
             output_stays=False,  # the next layer has read it, or nobody does
         )
 
@@ -270,6 +262,11 @@ class DryRun:
         return fp8_matmuls(self.skeleton.layers, Fp8Policy(ends=0)) if self.fp8 else nullcontext()
 
     # -- what they run on --------------------------------------------------------------------------
+
+    @property
+    def fused(self) -> bool:
+        """False for eager attention."""
+        return bool(self.skeleton.config._attn_implementation != "eager")
 
     @cached_property
     def kinds(self) -> list[int]:

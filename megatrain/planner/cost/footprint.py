@@ -78,6 +78,38 @@ class LiveBytes(Watch):  # type: ignore[no-untyped-call]
         self.live -= nbytes
 
 
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The mask; a boolean one of query's dtype, as scaled_dot_product_attention makes it."""
+        mask = self.attn_mask
+        return mask.to(self.query.dtype) if mask is not None and mask.dtype == torch.bool else mask
+
+    def has_kernel(self, device_type: str) -> bool:
+        """True if torch has a kernel for it beside matmuls.
+
+        Heads that merely broadcast (Falcon's multi-query form) get none. Nor do grouped heads in
+        float32 on CUDA: flash and cuDNN know half precision alone, and the memory-efficient kernel
+        no groups.
+        """
+        if self.query.shape[1] == self.key.shape[1]:
+            return True
+        float32_on_cuda = device_type == "cuda" and self.query.dtype == torch.float32
+        return self.enable_gqa and not float32_on_cuda
+
+
 class FusedAttention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention by a stand-in that allocates what fused kernels do.
 
@@ -89,7 +121,9 @@ class FusedAttention(TorchFunctionMode):
         stand_in: called with the function's own arguments; by default `fused_attention`.
     """
 
-    def __init__(self, device_type: str, stand_in: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self, device_type: str, stand_in: Callable[[Attention], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.device_type = device_type
         self.stand_in = stand_in or partial(fused_attention, runs_on=device_type)
@@ -98,22 +132,11 @@ class FusedAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and self._has_kernel(*args, **kwargs):
-            return self.stand_in(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            call = Attention(*args, **kwargs)
+            if call.has_kernel(self.device_type):
+                return self.stand_in(call)
         return func(*args, **kwargs)
-
-    def _has_kernel(
-        self, query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **__: Any
-    ) -> bool:
-        """True if torch has a kernel for it beside matmuls.
-
-        Heads that merely broadcast (Falcon's multi-query form) get none. Nor do grouped heads in
-        float32 on CUDA: flash and cuDNN know half precision alone, and the memory-efficient kernel
-        no groups.
-        """
-        if query.shape[1] == key.shape[1]:
-            return True
-        return enable_gqa and not (self.device_type == "cuda" and query.dtype == torch.float32)
 
 
 class _FusedAttentionFunction(torch.autograd.Function):
@@ -150,53 +173,10 @@ class _FusedAttentionFunction(torch.autograd.Function):
         return *grads, None, None
 
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *_: Any,
-    runs_on: str = "cpu",
-    **__: Any,
-) -> Tensor:
-    """Allocates what a fused kernel does, forward and backward.
-
-    Takes the arguments of scaled_dot_product_attention.
-    """
-    bias = additive(attn_mask, query)
-    out: Tensor = _FusedAttentionFunction.apply(query, key, value, bias, runs_on)  # type: ignore[no-untyped-call]
-    return out
-
-
-def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A boolean mask as a bias of query's dtype, as scaled_dot_product_attention makes it."""
-    return mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask
-
-
-def layer_peak_bytes(
-    layer: nn.Module,
-    hidden_shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    call: LayerCall,
-    *,
-    fused_attention: bool = True,
-    runs_on: str = "cpu",
-    output_stays: bool = True,
-) -> Footprint:
-    """Footprint of one decoder layer's forward and backward for one micro-batch.
-
-    Arguments as for `blank_call` and `call_peak_bytes`.
-
-    Raises:
-        ModelError: the layer cannot run without data, because its shapes depend on values.
-    """
-    return call_peak_bytes(
-        *blank_call(layer, hidden_shape, dtype, call),
-        fused_attention=fused_attention,
-        runs_on=runs_on,
-        what=type(layer).__name__,
-        output_stays=output_stays,
-    )
+def fused_attention(call: Attention, runs_on: str = "cpu") -> Tensor:
+    """Allocates what a fused kernel does, forward and backward."""
+    given = call.query, call.key, call.value, call.bias, runs_on
+    return _FusedAttentionFunction.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def graph_keeps_input(
@@ -240,7 +220,7 @@ def call_peak_bytes(
         output_stays: the output is still held while gradients are computed.
 
     Raises:
-        ModelError: the computation cannot run without data.
+        ModelError: the computation cannot run without data, because shapes depend on values.
     """
     wanted = list(inputs)
     live = LiveBytes()

@@ -53,16 +53,15 @@ def keeps_input(forward: fx.Graph) -> bool:
 
 def traffic(graph: fx.Graph) -> Traffic:
     """Bytes that fused kernels read and write, and the number of all kernels; an estimate."""
-    sources = _written(graph)
-    kernels = _fused(sources, _depths(graph))
-    reads = [set().union(*(sources[node] for node in kernel)) - kernel for kernel in kernels]
+    kernels = _fused(graph)
+    reads = [_reads(kernel) - kernel.keys() for kernel in kernels]
     others = {
         _base(source)
         for node in graph.nodes
         if not _is_fusible(node)
         for source in node.all_input_nodes
     }
-    writes = sources.keys() & others.union(*reads)
+    writes = set().union(*kernels) & others.union(*reads)
     total = sum(_nbytes(node) for kernel in reads for node in kernel) + sum(map(_nbytes, writes))
     return Traffic(total, len(kernels) + sum(map(_is_barrier, graph.nodes)))
 
@@ -79,10 +78,6 @@ class Alive:
     def peak(self, rows: int) -> int:
         """The most bytes of all moments, for `rows` sequences."""
         return max(rows * of_row + fixed for of_row, fixed in self.moments)
-
-    def beyond(self, of_row: int) -> Alive:
-        """The same, less `of_row` bytes per sequence."""
-        return Alive(frozenset((moment - of_row, fixed) for moment, fixed in self.moments))
 
 
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
@@ -171,14 +166,12 @@ def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _in_order(graph: fx.Graph) -> list[Kernel]:
     """Kernels as they run: as early as the graph has them."""
-    written = _written(graph)
-    fused = [{node: written[node] for node in nodes} for nodes in _fused(written, _depths(graph))]
     barriers = []
     for node in filter(_is_barrier, graph.nodes):
         results = [user for user in node.users if user.target is operator.getitem] or [node]
         barriers.append(dict.fromkeys(results, _sources(node)))
     place = {node: i for i, node in enumerate(graph.nodes)}
-    waiting = [*_fused_late(fused, barriers), *barriers]
+    waiting = [*_fused_late(_fused(graph), barriers), *barriers]
     waiting.sort(key=lambda kernel: min(map(place.__getitem__, kernel)))
     to_come = {node for kernel in waiting for node in kernel}
     ordered = []
@@ -235,26 +228,24 @@ def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:
     return False
 
 
-def _written(graph: fx.Graph) -> Kernel:
-    """The nodes that fused kernels write to memory."""
-    return {node: _sources(node) for node in graph.nodes if _is_fusible(node) and _is_written(node)}
-
-
-def _fused(sources: Kernel, depth: Mapping[fx.Node, int]) -> list[set[fx.Node]]:
-    """The nodes of each fused kernel.
+def _fused(graph: fx.Graph) -> list[Kernel]:
+    """The fused kernels, of the nodes that are written to memory.
 
     Two nodes of one depth share a kernel if one is made from the other, or if both have one size
     and a source in common.
     """
     kernel: dict[fx.Node, set[fx.Node]] = {}
     alike: dict[Any, fx.Node] = {}
+    depth, written = _depths(graph), filter(_is_written, filter(_is_fusible, graph.nodes))
+    sources = {node: _sources(node) for node in written}
     for node, read in sources.items():
         kernel[node] = {node}
         near = [source for source in read if source in kernel and depth[source] == depth[node]]
         near += [alike.setdefault((depth[node], _numel(node), source), node) for source in read]
         merged = set().union(*(kernel[other] for other in near), kernel[node])
         kernel |= dict.fromkeys(merged, merged)
-    return list({id(members): members for members in kernel.values()}.values())
+    found = {id(members): members for members in kernel.values()}
+    return [{node: sources[node] for node in members} for members in found.values()]
 
 
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:

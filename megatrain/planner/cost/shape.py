@@ -83,7 +83,6 @@ class ModelShape:
     micro-batch unless noted.
     """
 
-    family: str
     parameters: int  # trained ones, tied counted once
     block_numel: tuple[int, ...]  # elements of the flat arrays, padded: embed, layers, head
     tied: bool  # the head computes with a tensor of embed
@@ -163,7 +162,7 @@ def shape_of(
         padded=padded,
         loss=head_loss or cross_entropy,
         runs_on=runs_on,
-        compiled=compiled,
+        compiles=compiled,
         fp8=fp8 and runs_on == "cuda",
     )
     rows = sorted({max(1, tokens // seq_len) for tokens in micro_batch_tokens})
@@ -194,7 +193,6 @@ def _assembled(
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
     return ModelShape(
-        family=anatomy.family,
         parameters=anatomy.parameters,
         block_numel=tuple(block.layout.numel for block in anatomy.blocks),
         tied=anatomy.embed_feeds_head,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatrain.models.meta import Watch, storage_of, without_data
-from megatrain.planner.cost.footprint import FusedAttention, fused_attention
+from megatrain.planner.cost.footprint import Attention, FusedAttention, fused_attention
 
 aten = torch.ops.aten
 MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
@@ -169,22 +169,13 @@ class AttentionCalls:
     def __init__(self) -> None:
         self.count = self.flops = 0
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        rows, heads, queries, width = query.shape
+    def __call__(self, call: Attention) -> Tensor:
+        rows, heads, queries, width = call.query.shape
         # a mask is read, not skipped
-        pairs = queries * (queries + 1) // 2 if is_causal else queries * key.shape[2]
+        pairs = queries * (queries + 1) // 2 if call.is_causal else queries * call.key.shape[2]
         self.count += 1
-        self.flops += 2 * rows * heads * pairs * (width + value.shape[-1])
-        return fused_attention(query, key, value, attn_mask)
+        self.flops += 2 * rows * heads * pairs * (width + call.value.shape[-1])
+        return fused_attention(call)
 
 
 def flops_of_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms import chunked as module_under_test
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.transforms.skippable import skippable, skipping
 from megatrain.models.transforms.token_wise import token_wise, treats_tokens_alike
-from megatrain.planner.cost.footprint import Footprint, layer_peak_bytes
+from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients, layer_of
 from tests.support import tiny_config
 
@@ -140,7 +141,8 @@ def peak(chunk: int | None, tokens: int, width: int) -> Footprint:
     if chunk:
         skeleton.chunk_layers(chunk)
     _, calls = skeleton.dry_call(1, tokens)
-    return layer_peak_bytes(skeleton.layers[0], (1, tokens, HIDDEN), torch.bfloat16, calls[0])
+    given = blank_call(skeleton.layers[0], (1, tokens, HIDDEN), torch.bfloat16, calls[0])
+    return call_peak_bytes(*given)
 
 
 def test_memory_does_not_grow_with_the_width_of_the_mlp() -> None:

@@ -159,10 +159,10 @@ def test_what_lives_by_hand():
     assert again <= layer.again.moments
     assert layer.again.peak(rows) == rows * (2 * WIDE + MASK) + WEIGHT
     assert layer.again.peak(10 * rows) == 10 * rows * (2 * WIDE + MASK) + WEIGHT
-    assert layer.full.beyond.peak(rows) == rows * WIDE + WEIGHT
+    assert layer.bytes_at(rows).beyond == rows * WIDE + WEIGHT
     # cheaply retained, relu's input serves again, in one kernel: for down's input and the gradient
-    assert (4 * WIDE - WIDE, 0) in layer.cheap.beyond.moments
-    assert layer.cheap.beyond.peak(10 * rows) == 10 * rows * 3 * WIDE
+    assert (4 * WIDE, 0) in layer.cheap.alive.moments
+    assert layer.bytes_at(10 * rows, cheap=True).beyond == 10 * rows * 3 * WIDE
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_what_is_alive_is_what_compiled_code_allocates(cheap):
     _, on_meta = unbound.dry_call(rows, tokens)
     given = (unbound.layers[0], (rows, tokens, 128), torch.float32, on_meta[0])
     expected = predicted(*given, runs_on="cpu", skipped=skipped)
-    retained = expected.cheap.beyond.peak(rows) + expected.cheap.saved_bytes
+    retained = expected.bytes_at(rows, cheap=True).beyond + expected.cheap.saved_bytes
     alive = retained if cheap else expected.again.peak(rows)
     assert peak_of(run) == pytest.approx(alive, rel=0.001)
 

@@ -24,7 +24,6 @@ from megatrain.planner.cost.footprint import (
     Footprint,
     LiveBytes,
     call_peak_bytes,
-    layer_peak_bytes,
     tensor_bytes,
 )
 from tests.planned import QWEN_SIZES
@@ -58,7 +57,7 @@ def dry_and_real(
     if chunk:
         skeleton.chunk_layers(chunk)
     given = skeleton.layers[0], (ROWS, TOKENS, HIDDEN), dtype, LayerCall(calls[0].args, kwargs)
-    dry = layer_peak_bytes(*given, fused_attention=attention != "eager")
+    dry = call_peak_bytes(*blank_call(*given), fused_attention=attention != "eager")
     real = call_peak_bytes(*blank_call(*given, device="cpu"), fused_attention=False)
     return dry, real
 
@@ -100,7 +99,8 @@ def test_groups_of_heads_have_no_fused_attention_in_float32_on_cuda(family, dtyp
     _, calls = skeleton.dry_call(ROWS, TOKENS)
     arguments = skeleton.layers[0], (ROWS, TOKENS, HIDDEN), dtype, calls[0]
     on_cpu, on_cuda = (
-        layer_peak_bytes(*arguments, runs_on=device).saved_bytes for device in ("cpu", "cuda")
+        call_peak_bytes(*blank_call(*arguments), runs_on=device).saved_bytes
+        for device in ("cpu", "cuda")
     )
     probabilities = ROWS * 4 * TOKENS * TOKENS * dtype.itemsize
     assert on_cuda == on_cpu if fused else on_cuda >= on_cpu + probabilities
@@ -151,7 +151,7 @@ def test_a_7b_layer_keeps_what_was_measured_on_a_gpu():
     rotary = torch.empty(1, tokens, 128, dtype=torch.bfloat16, device="meta")
     kwargs = {"attention_mask": None, "position_embeddings": (rotary, rotary), "use_cache": False}
     call = LayerCall((), kwargs)
-    footprint = layer_peak_bytes(layer, (rows, tokens, 3584), torch.bfloat16, call)
+    footprint = call_peak_bytes(*blank_call(layer, (rows, tokens, 3584), torch.bfloat16, call))
     assert footprint.saved_bytes == 232_568 * rows * tokens  # eager and flash, H200
     # torch.cuda.max_memory_allocated, H200
     assert footprint.peak_bytes == pytest.approx(4948 * 2**20, rel=0.001)
@@ -206,4 +206,7 @@ class NeedsValues(nn.Module):
 
 def test_a_layer_that_needs_values_is_refused_by_name():
     with pytest.raises(ModelError, match="NeedsValues: its memory cannot be found without data"):
-        layer_peak_bytes(NeedsValues(), (1, 2, 4), torch.float32, LayerCall((), {}))
+        call_peak_bytes(
+            *blank_call(NeedsValues(), (1, 2, 4), torch.float32, LayerCall((), {})),
+            what="NeedsValues",
+        )

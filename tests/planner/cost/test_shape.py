@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig
 
+from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Linear
-from megatrain.planner.cost.footprint import layer_peak_bytes
+from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
 from tests.planned import QWEN_SIZES, sizes
 
@@ -103,7 +104,8 @@ def test_retained_bytes_are_the_graphs_less_their_outputs():
     tokens, hidden = 64, 64
     skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2))
     _, calls = skeleton.dry_call(2, 32)
-    footprint = layer_peak_bytes(skeleton.layers[0], (2, 32, hidden), torch.bfloat16, calls[0])
+    given = blank_call(skeleton.layers[0], (2, 32, hidden), torch.bfloat16, calls[0])
+    footprint = call_peak_bytes(*given)
     assert shape().retained_bytes(tokens, 1) == footprint.saved_bytes - tokens * hidden * 2
 
 

@@ -1,0 +1,68 @@
+"""The command line: parses arguments, calls one function, prints its result.
+
+torch is imported only by what a command calls. Results go to stdout, logs to stderr. Exit codes: 0
+ok, 1 unexpected, 2 usage or config, 3 data, 4 does not fit, 5 out of memory, 6 diverged, 7 storage,
+8 verification, 75 stopped by a signal with a checkpoint, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from megatrain.cli.app import app
+from megatrain.errors import StorageError, exit_code_of, printable
+from megatrain.reporting.streams import lasting_streams, unwritable
+
+# In the order in which `megatrain --help` lists their commands.
+# isort: off
+from megatrain.cli import training
+from megatrain.cli import reading
+from megatrain.cli import machine
+# isort: on
+
+__all__ = ["app", "machine", "main", "reading", "training"]
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `--debug` anywhere prints an error's traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = [argument for argument in given if argument != "--debug"]
+    with lasting_streams() as stdout:
+        if not sys.stderr.isatty():
+            # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
+            os.environ.setdefault("TQDM_DISABLE", "1")
+        code = _code_of(words, debug=words != given)
+        stdout.flush()
+        if unwritable(stdout.error):
+            lost = f"stdout cannot be written: {os.strerror(stdout.error.errno or 0)}"
+            if words[0] in ("train", "resume"):
+                typer.echo(f"warning: {lost}; the summary is lost, the run is not", err=True)
+            else:
+                typer.echo(f"error: {lost}; free some space or send it elsewhere", err=True)
+                code = code or StorageError.exit_code
+    return code
+
+
+def _code_of(words: list[str], debug: bool) -> int:
+    """The exit code of a command, which is run; its error is printed."""
+    try:
+        app(args=words, prog_name="megatrain")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  every error becomes a sentence and a code
+        code, sentence = exit_code_of(error)
+        if debug:
+            traceback.print_exception(error)
+        for line in sentence.splitlines():
+            typer.echo(f"error: {printable(line)}", err=True)
+        return code
+    return 0

@@ -1,0 +1,116 @@
+"""What all commands share: the application, arguments, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatrain.errors import ConfigError
+from megatrain.reporting.streams import console_on
+
+app = typer.Typer(
+    name="megatrain",
+    help="Train models far larger than GPU memory: every parameter, full precision, one command.",
+    epilog="Add --debug to any command for the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
+)
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys set over the file: train.learning_rate=2e-5."),
+]
+ConfigOrModel = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG|MODEL] [KEY=VALUE]...",
+        help="YAML file, model folder, hub id or named shape; then keys set over it.",
+    ),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
+Timeline = Annotated[
+    Path | None,
+    typer.Option(help="File for the timeline of a steady step, .json or .json.gz, for Perfetto."),
+]
+Checkpoint = Annotated[str | None, typer.Option(help="last, best, proven or checkpoint-N.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"megatrain {version('megatrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train models far larger than GPU memory: every parameter, full precision, one command."""
+
+
+def finish(summary: Any, as_json: bool) -> None:
+    """Print a run's summary and leave with its exit code."""
+    show(summary, as_json)
+    raise typer.Exit(summary.exit_code)
+
+
+def show(result: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        result.render(console_on())
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def need_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path}: no such folder; name the folder that a run wrote (`output` in its config)"
+        )
+
+
+def find_model(source: str, revision: str | None = None) -> None:
+    """Look for a model on the hub, unless it is on disk, before torch is imported.
+
+    Raises ModelError.
+    """
+    if Path(source).expanduser().exists():
+        return
+    import huggingface_hub
+
+    from megatrain.models.pretrained import resolve_source
+
+    # it warns of every retry
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    resolve_source(source, revision, weights=False)
+
+
+def find_shape(name: str) -> None:
+    """`find_model`, but for the shapes that have a name and no files. Raises ConfigError, too."""
+    from megatrain.models.shapes import SHAPES
+
+    if name in SHAPES:
+        return
+    if "/" not in name and not Path(name).expanduser().exists():
+        raise ConfigError(
+            f"{name}: is no local folder or file; known shapes are {', '.join(SHAPES)}; a model of "
+            "the hub is named with its owner: owner/model"
+        )
+    find_model(name)

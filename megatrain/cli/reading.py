@@ -1,0 +1,131 @@
+"""Commands that look at rows and models: data, eval, export, generate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.app import (
+    AsJson,
+    Checkpoint,
+    ConfigFile,
+    Overrides,
+    RunDir,
+    app,
+    find_model,
+    need_folder,
+    print_json,
+)
+from megatrain.errors import ConfigError, printable
+from megatrain.reporting.streams import console_on
+
+RunOrModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Run, checkpoint, model folder, GGUF file or hub id."),
+]
+
+
+@app.command("data")
+def show_data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows with their loss mask, and counts."""
+    from megatrain.config import load_run
+
+    settings = load_run(config, overrides or ())
+    find_model(settings.model.source, settings.model.revision)
+    from megatrain.recipes import inspect
+
+    counts = inspect.show_data(settings, rows, as_json)
+    if counts is not None:
+        print_json(counts)
+
+
+@app.command("eval")
+def evaluate(
+    model: RunOrModel,
+    data: Annotated[
+        str | None, typer.Option(help="Rows to evaluate on; default: those the run holds out.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the held-out loss of a run, a checkpoint or any other model."""
+    find_model(model)
+    from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
+
+    with logging_on(console_on(stderr=True)):
+        result = inspect.evaluate(model, data)
+    if as_json:
+        print_json(result)
+        return
+    for name, value in result.items():
+        typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder."""
+    need_folder(run_dir)
+    from megatrain.storage.export import export as export_model
+
+    typer.echo(export_model(run_dir, out, dtype, checkpoint))
+
+
+@app.command()
+def generate(
+    model: RunOrModel,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer; default: read stdin.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Of the draws; default: 0. The same seed, the same answer."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a prompt with a model; on a terminal word by word."""
+    if prompt is None and sys.stdin.isatty():
+        missing = "PROMPT is missing; write it after the model, or pipe it in"
+        raise ConfigError(f"command line: {missing}")
+    question = sys.stdin.read() if prompt is None else prompt
+    if not question.strip():
+        raise ConfigError("command line: PROMPT is empty; write something to answer")
+    find_model(model)
+    from megatrain.recipes import inspect
+
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    live = sys.stdout.isatty() and not as_json
+    answer = inspect.generate(model, question, max_new_tokens, sampling, _say if live else None)
+    if as_json:
+        print_json({"prompt": question, "answer": answer})
+    else:
+        typer.echo("" if live else answer)
+
+
+def _say(text: str) -> None:
+    typer.echo(printable(text), nl=False)

@@ -1,0 +1,160 @@
+"""Commands that train, or say how a run would go: train, resume, plan, bench."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from megatrain.cli.app import (
+    AsJson,
+    Checkpoint,
+    ConfigFile,
+    ConfigOrModel,
+    Overrides,
+    RunDir,
+    Timeline,
+    app,
+    find_model,
+    find_shape,
+    finish,
+    need_folder,
+    print_json,
+    show,
+)
+from megatrain.errors import ConfigError
+from megatrain.reporting.streams import console_on
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    profile: Timeline = None,
+) -> None:
+    """Train a model as a config file says."""
+    from megatrain.config import load_run
+
+    settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    find_model(settings.model.source, settings.model.revision)
+    from megatrain.recipes import run
+
+    finish(run.train(settings, profile), as_json)
+
+
+@app.command()
+def resume(
+    run_dir: RunDir,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run from its newest complete checkpoint."""
+    need_folder(run_dir)
+    from megatrain.recipes import run
+
+    finish(run.resume(run_dir, overrides or [], checkpoint), as_json)
+
+
+@app.command()
+def plan(
+    arguments: ConfigOrModel = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Plan for a machine with this GPU, such as 'RTX 4090'; needs --ram."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of that machine, such as 128GiB.")] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Its physical cores; default: typical for the GPU.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
+    ] = None,
+    gpu_tflops: Annotated[
+        float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
+    ] = None,
+    pcie: Annotated[
+        float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a run fits this machine, or one that you do not have yet, and how.
+
+    Loads no weights. Exits 4 when the run does not fit.
+    """
+    described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
+    described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    from megatrain.config import load_config, names_config
+
+    target, given = _target_of(arguments, "plan")
+    shape_alone = not names_config(target)
+    if shape_alone:
+        find_shape(target)
+        from megatrain.recipes.shapes import bench_config
+
+        settings = bench_config(target, given)
+    else:
+        settings = load_config(target, given)
+        find_model(settings.model.source, settings.model.revision)
+    from megatrain.planner.explain import render
+    from megatrain.recipes import run
+    from megatrain.reporting.progress import logging_on
+
+    with logging_on(console_on(stderr=True)):
+        found = run.plan(settings, shape_alone, described)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        render(found, console_on())
+    found.check()
+
+
+@app.command()
+def bench(
+    arguments: ConfigOrModel = None,
+    model: Annotated[str | None, typer.Option(help="Model, if not the first argument.")] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Short for train.tokens_per_step=N.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Short for train.seq_len=N.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Depth, if not the model's.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
+    as_json: AsJson = False,
+    same_batch: Annotated[
+        bool, typer.Option("--same-batch", help="The same tokens every step: the loss must fall.")
+    ] = False,
+    profile: Timeline = None,
+) -> None:
+    """Time a model's training on this machine: random weights, random tokens, no data.
+
+    Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
+    """
+    target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
+    short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
+    shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
+    from megatrain.config import names_config
+
+    if not names_config(target):
+        find_shape(target)
+    from megatrain.recipes.shapes import bench_config
+
+    settings = bench_config(target, [*shorts, *given])
+    from megatrain.recipes.bench import bench as time_steps
+
+    found = time_steps(
+        settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
+    )
+    show(found, as_json)
+
+
+def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:
+    """(what is named first, the keys after it). Raises ConfigError."""
+    given = list(arguments or [])
+    if not given or "=" in given[0]:
+        raise ConfigError(
+            "command line: name a config file, a model folder, a hub id or a shape, such as "
+            f"`megatrain {command} qwen2.5-7b`"
+        )
+    return given[0], given[1:]

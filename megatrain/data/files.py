@@ -1,0 +1,191 @@
+"""What a text names as data: a file, a folder, a glob or a data set of the hub; and whether it is
+there. Nothing of it is read."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.data.readers import PACKED, READERS, type_of
+from megatrain.errors import DataError
+
+HUB_TIMEOUT_S = 4.0
+SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
+# A folder's README and notes are about the data; named, or in a glob, such a file is data.
+NOT_IN_FOLDERS = {".md"}
+ABOUT_DATA = {"dataset_infos.json"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What `spec` names: `paths` (a folder, a file or the files of a glob), or else, with none, a
+    data set of the hub. A hub's data set or a folder may be followed by a split."""
+
+    spec: str
+    name: str
+    paths: tuple[Path, ...] = ()
+    config: str | None = None
+    split: str | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        return self.paths[0] if self.paths and self.paths[0].is_dir() else None
+
+
+def check_source(spec: str) -> None:
+    """Raises DataError unless `spec` names a file or files of known types, a folder that holds
+    such, or a name that the hub knows. Takes HUB_TIMEOUT_S at most."""
+    named = resolve(spec)
+    if folder := named.folder:
+        if not is_saved(folder):
+            files_in(folder)
+    elif not named.paths:
+        _ask_hub(named)
+
+
+def resolve(spec: str) -> Named:
+    """What `spec` names. Raises DataError for what looks like a path and is not there."""
+    path = _path(spec)
+    if path.is_dir():
+        return Named(spec, spec, (path,))
+    if path.exists():
+        return Named(spec, spec, (_known(path),))
+    if re.search(r"[*?]", spec):
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = tuple(_known(file) for file in found if not file.is_dir())
+        if not files:
+            raise DataError(f"{spec}: no file matches")
+        return Named(spec, spec, files)
+    name, config, split = parse_hub_spec(spec)
+    folder = _path(name)
+    if folder.is_dir():
+        return Named(spec, name, (folder,), config, split)
+    if type_of(path) in READERS or spec.startswith((".", "/", "~")):
+        raise DataError(f"{path}: no such file{_nearest(path)}")
+    return Named(spec, name, (), config, split)
+
+
+def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
+    """(name, config, split) of `name`, `name:split` or `name:config:split`; slices are splits."""
+    parts = re.split(r":(?![^\[]*\])", spec)  # not the colon inside brackets
+    if len(parts) > 3 or not all(parts):
+        forms = "a file, a folder, or a data set as name, name:split or name:config:split"
+        raise DataError(f"{spec}: expected {forms}")
+    config = parts[1] if len(parts) == 3 else None
+    return parts[0], config, parts[-1] if len(parts) > 1 else None
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote the folder."""
+    names = {found.name for found in folder.iterdir()}
+    return any(marks <= names for marks in SAVED)
+
+
+def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
+    """(data files, other files) of a folder and those below it, in order, but for hidden ones.
+
+    Raises DataError if no file has data, and for devices, pipes and links that lead out of it.
+    """
+    files, others = list[Path](), list[Path]()
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
+        if path.is_symlink() and (is_data or path.is_dir()):
+            _refuse_link_out(folder, path)
+        if path.is_dir():
+            continue
+        if is_data:
+            _refuse_special(path)
+        (files if is_data else others).append(path)
+    if not files:
+        raise DataError(f"{folder}: no data files in this folder; {_known_types()}")
+    return files, others
+
+
+def _path(text: str) -> Path:
+    """The path that a text means. Raises DataError if no path can be written so or looked at."""
+    path = Path(text)
+    try:
+        path = path.expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, half a character, no such user
+        shown = text.encode(errors="backslashreplace").decode()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{shown}: cannot be read: {reason}") from None
+    return path
+
+
+def _refuse_link_out(folder: Path, link: Path) -> None:
+    """A folder's files are its own. The hub's cache is one, too: links into the blobs beside it."""
+    base, target = folder.resolve(), link.resolve()
+    blobs = (place.parent / "blobs" for place in (base, *base.parents) if place.name == "snapshots")
+    if not any(target.is_relative_to(home) for home in (base, *blobs)):
+        ways = "put a copy there, or name it in data.train by itself"
+        raise DataError(f"{link}: is a link out of the folder, to {target}; {ways}")
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise DataError unless it can be read to an end: a pipe may never say a word."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path}: is no regular file but a pipe, a socket or a device")
+
+
+def _known(path: Path) -> Path:
+    _refuse_special(path)
+    if type_of(path) not in READERS:
+        raise DataError(f"{path}: unknown type of data file; {_known_types()}")
+    return path
+
+
+def _known_types() -> str:
+    return f"known types are {', '.join(READERS)}, each also with {PACKED}"
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f", and no folder {path.parent}"
+    names = [found.name for found in path.parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _ask_hub(named: Named) -> None:
+    """Raise DataError for a name that the hub does not know.
+
+    What the hub does not say in time is left to `datasets`, which may have the set in its cache;
+    but for a name without an owner, which is more likely a file or folder that is not there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    neither = f"{named.spec}: is neither a file or folder here nor a data set of the hub"
+    try:
+        hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise DataError(f"{neither}{_nearest(Path(named.name))}") from None
+    except OfflineModeIsEnabled:
+        return
+    except Exception as error:  # noqa: BLE001  whatever the network's library raises
+        if "/" in named.name:
+            return
+        raise DataError(
+            f"{named.spec}: no such file or folder{_nearest(Path(named.name))}; and the hub does "
+            f"not answer ({type(error).__name__}); write an id as owner/name"
+        ) from None

@@ -1,0 +1,27 @@
+"""Signs of life: what works calls `beat`; a watchdog and the live panel see how far it has come."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+WEIGHTS_READ, BYTES_READ, BYTES_WRITTEN = "weights read", "bytes read", "bytes written"
+
+_amounts: Counter[str] = Counter()
+
+
+def beat(what: str = "", amount: int = 1) -> None:
+    """Say that a piece of work was done: a block computed or moved, some bytes read or written.
+
+    Threads may lose each other's beats: about how many came is enough.
+    """
+    _amounts[what] += amount
+
+
+def beats(what: str = "") -> int:
+    """How much of it was done in this process so far."""
+    return _amounts[what]
+
+
+def total() -> int:
+    """A number that differs from an earlier one if there was a beat of any kind since."""
+    return sum(_amounts.values())

@@ -1,0 +1,116 @@
+"""Standard streams that may be closed, full or broken: what cannot be printed never ends a run."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
+
+from megatrain.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
+
+
+class Lasting:
+    """A text stream whose first failure ends it: from then on it writes to the null device, and so
+    does one made of None, which Python has in place of a closed stream."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or _null_device()
+        self.error: OSError | None = None  # what ended it
+
+    def write(self, text: str) -> int:
+        self._guarded(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._guarded(self._stream.flush)
+
+    def _guarded(self, call: Callable[..., object], *args: str) -> None:
+        try:
+            call(*args)
+        except (OSError, ValueError) as error:  # ValueError: closed by somebody
+            self.error = error if isinstance(error, OSError) else None
+            self._stream = _null_device()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _null_device() -> TextIO:
+    return open(os.devnull, "r+")
+
+
+@contextmanager
+def lasting_streams() -> Iterator[Lasting]:
+    """Inside, no print to stdout or stderr fails; yields stdout, which says what it lost."""
+    for descriptor in range(3):  # so that no file of the run gets the number of a closed stream
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    # a file that is mapped and then cut short ends the process where it is read: leave the stack
+    faulthandler.enable(2)
+    before = sys.stdin, sys.stdout, sys.stderr
+    out, err = Lasting(before[1]), Lasting(before[2])
+    sys.stdin = before[0] or _null_device()
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    try:
+        yield out
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+        for ours, theirs in ((out, before[1]), (err, before[2])):
+            ours.flush()
+            if ours.error is not None and theirs is not None:
+                _forget(theirs)
+
+
+def _forget(stream: TextIO) -> None:
+    """Let the interpreter's last flush of a stream that failed go to the null device."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # a stream without a descriptor
+        pass
+
+
+def unwritable(error: OSError | None) -> TypeGuard[OSError]:
+    """True if output was lost, other than to a reader that has read enough (`| head`)."""
+    return error is not None and error.errno != errno.EPIPE
+
+
+def console_on(stderr: bool = False, **options: Any) -> Console:
+    """A rich console on stdout or stderr that never fails, and spells out control characters."""
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+    from rich.segment import Segment
+
+    class Spelt:
+        def __init__(self, inner: ConsoleRenderable) -> None:
+            self.inner = inner
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for segment in console.render(self.inner, options):
+                text = segment.text if segment.control else printable(segment.text)
+                yield Segment(text, segment.style, segment.control)
+
+    class Spelling(RenderHook):
+        def process_renderables(
+            self, renderables: list[ConsoleRenderable]
+        ) -> list[ConsoleRenderable]:
+            return [Spelt(inner) for inner in renderables]
+
+    stream = sys.stderr if stderr else sys.stdout
+    lasting = stream if isinstance(stream, Lasting) else Lasting(stream)
+    if not stderr and not lasting.isatty():
+        options.setdefault("width", PIPE_WIDTH)
+    made = Console(file=cast(TextIO, lasting), **options)
+    made.push_render_hook(Spelling())
+    return made

@@ -1,0 +1,200 @@
+"""Experiment trackers: the lines of metrics.jsonl sent on, with the config and the plan.
+
+A tracker never stops a run: one that fails is dropped with a warning, and metrics.jsonl has all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatrain.errors import ConfigError
+
+logger = logging.getLogger("megatrain")
+
+PROJECT = "megatrain"
+ID_FILE = "tracking.json"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A run as trackers know it."""
+
+    run_dir: Path
+    id: str  # the same when the run is resumed
+    first_step: int  # finished before this process
+    about: Mapping[str, Any]  # config and plan, JSON-able
+
+
+class Tracker(Protocol):
+    """One service. Any method may raise anything."""
+
+    def log(self, row: Row) -> None: ...
+    def finish(self, failed: bool) -> None: ...
+
+
+class Wandb:
+    """https://docs.wandb.ai. Without a login it keeps the run in the run folder, to be synced."""
+
+    def __init__(self, run: Tracked) -> None:
+        import wandb
+
+        offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
+        if offline:
+            logger.warning(
+                f"wandb: not logged in, so the run is kept in {run.run_dir / 'wandb'}; upload it "
+                "with `wandb sync`, or log in with `wandb login`"
+            )
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run.id,
+            name=run.run_dir.name,
+            dir=run.run_dir,
+            config=dict(run.about),
+            resume="allow",
+            mode="offline" if offline else None,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # our step is the axis: a resumed run logs some steps again, which wandb's own cannot
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, row: Row) -> None:
+        self._run.log(dict(row))
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run folder, for `tensorboard --logdir`."""
+
+    def __init__(self, run: Tracked) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, purged = run.run_dir / "tensorboard", run.first_step + 1 if run.first_step else None
+        # what an earlier process logged after the step that this one goes on from is hidden
+        self._writer: Any = SummaryWriter(folder, purge_step=purged)
+        for name, value in run.about.items():
+            text = json.dumps(value, indent=1)
+            self._writer.add_text(name, "    " + text.replace("\n", "\n    "), run.first_step)
+
+    def log(self, row: Row) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class Trackio:
+    """https://huggingface.co/docs/trackio: a local database, or what TRACKIO_SPACE_ID names."""
+
+    def __init__(self, run: Tracked) -> None:
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        name, config = f"{run.run_dir.name}-{run.id}", dict(run.about)
+        trackio.init(project, name=name, config=config, resume="allow", embed=False)
+
+    def log(self, row: Row) -> None:
+        import trackio
+
+        trackio.log(dict(row), step=row["step"])
+
+    def finish(self, failed: bool) -> None:
+        import trackio
+
+        # not the run's own, after which the package prints at exit
+        trackio.finish()  # type: ignore[no-untyped-call]
+
+
+TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+}
+
+
+def check_installed(names: Sequence[str], where: str) -> None:
+    """Raise ConfigError for a tracker whose package is missing. where: the key and its place."""
+    for name in names:
+        if find_spec(name) is None:
+            install = f"pip install 'megatrain[{name}]'"
+            raise ConfigError(f"{where}: {name} is not installed; {install}")
+
+
+@contextmanager
+def tracking(
+    names: Sequence[str], run_dir: Path, first_step: int, about: Mapping[str, Any]
+) -> Iterator[Callable[[Row], None]]:
+    """Yields what takes every line of metrics.jsonl.
+
+    Args:
+        names: of TRACKERS.
+        first_step: steps finished before this process.
+        about: config and plan, JSON-able.
+    """
+    if not names:
+        yield lambda row: None
+        return
+    run = Tracked(run_dir, _id_of(run_dir), first_step, about)
+    open_ones: dict[str, Tracker] = {}
+
+    def guarded(name: str, call: Callable[[], Any]) -> Any:
+        try:
+            with redirect_stdout(sys.stderr):  # stdout is the result's
+                return call()
+        except Exception as error:  # noqa: BLE001  of a package or its network: the run goes on
+            open_ones.pop(name, None)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            logger.warning(f"{name}: failed and is left out from here on ({reason})")
+            return None
+
+    def log(row: Row) -> None:
+        flat = dict(_numbers(row))
+        for name, tracker in list(open_ones.items()):
+            guarded(name, partial(tracker.log, flat))
+
+    for name in names:
+        if (tracker := guarded(name, partial(TRACKERS[name], run))) is not None:
+            open_ones[name] = tracker
+    failed = True
+    try:
+        yield log
+        failed = False
+    finally:
+        for name, tracker in list(open_ones.items()):
+            guarded(name, partial(tracker.finish, failed))
+
+
+def _id_of(run_dir: Path) -> str:
+    """The run's id with trackers, which is made at its beginning and kept in its folder."""
+    file = run_dir / ID_FILE
+    try:
+        return str(json.loads(file.read_text())["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = uuid.uuid4().hex[:8]
+        file.write_text(json.dumps({"id": found}) + "\n")
+        return found
+
+
+def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of a line, nested ones as `time/compute`."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield prefix + name, value

@@ -1,0 +1,140 @@
+"""The cache of tokenised rows: damage is found and mended, it is private, and it is on the disk
+before it has its name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.dataset import TokenRows
+from tests.commands import environment
+from tests.files import names
+
+OPTIONS = DataOptions(seq_len=64)
+FILES = {"ids.bin", "mask.bin", "offsets.npy", "targets.npy", "hashes.npy", "contexts.npy"}
+FILES |= {"counts.json"}
+CORRUPTIONS = 300
+Start = Callable[[], TokenRows]
+
+
+@pytest.fixture
+def start(write_jsonl, make_tokenizer, cache) -> Start:
+    """What a run does at its start: read the rows, or take them from the cache."""
+    pairs = [{"prompt": f"what is {n}?", "completion": f"it is {n}"} for n in range(5)]
+    file, tokenizer = write_jsonl(pairs), make_tokenizer()
+    return lambda: encode_source(file, tokenizer, OPTIONS, cache)
+
+
+def contents(rows: TokenRows) -> list[object]:
+    arrays = (rows.ids, rows.mask, rows.offsets, rows.targets, rows.hashes, rows.contexts)
+    return [rows.counts, rows.digest, *(np.asarray(array).tolist() for array in arrays)]
+
+
+def corrupt(path: Path, draw: random.Random) -> None:
+    """Flip bits, cut, lengthen, overwrite, or remove a file, or put another in its place."""
+    data = bytearray(path.read_bytes())
+    place = draw.randrange(len(data))
+    match draw.choice(["flip", "flip", "cut", "more", "zeros", "remove", "other", "digit"]):
+        case "flip":
+            data[place] ^= 1 << draw.randrange(8)
+        case "cut":
+            del data[place:]
+        case "more":
+            data += data[:8]
+        case "zeros":
+            data[place:] = bytes(len(data) - place)
+        case "remove":
+            path.unlink()
+            return
+        case "other":
+            data[:] = draw.choice([b"", b"{}", b"[]", b"null", b"[" * 10_000, b'{"own": 1}'])
+        case "digit":  # JSON stays JSON, an array stays an array
+            data = bytearray(bytes(data).replace(b"5", b"4"))
+    path.write_bytes(data)
+
+
+def test_every_corruption_is_mended_or_changes_nothing(start, cache, caplog, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # 300 times
+    draw, mended = random.Random(0), 0
+    expected = contents(start())
+    (folder,) = cache.iterdir()
+    assert names(folder) == FILES
+    for _ in range(CORRUPTIONS):
+        corrupt(folder / draw.choice(sorted(FILES)), draw)
+        caplog.clear()
+        assert contents(start()) == expected
+        mended += "are damaged; they are made anew" in caplog.text
+        assert list(cache.iterdir()) == [folder]
+    assert mended > 0.8 * CORRUPTIONS  # the others changed nothing: a 5 that was not there
+
+
+def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):
+    with caplog.at_level(logging.WARNING):
+        start()
+        (folder,) = cache.iterdir()
+        before = (folder / "ids.bin").stat()
+        start()
+    assert (folder / "ids.bin").stat() == before
+    assert caplog.text == ""
+    about = json.loads((folder / "counts.json").read_text())
+    assert set(about["blake2b"]) == FILES - {"counts.json"}
+
+
+def test_only_its_owner_can_read_it(start, cache):
+    before = os.umask(0)
+    try:
+        start()
+    finally:
+        os.umask(before)
+    (folder,) = cache.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+
+
+def test_every_file_is_on_the_disk_before_the_set_has_its_name(start, cache, monkeypatch):
+    synced, fsync, rename = list[str](), os.fsync, os.rename
+
+    def noting_fsync(fd: int) -> None:
+        fsync(fd)
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    def noting_rename(source: str, target: str) -> None:
+        rename(source, target)
+        synced.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", noting_rename)
+    start()
+    *before, folder, renamed, parent = synced
+    assert set(before) == FILES
+    assert folder.startswith(next(cache.iterdir()).name)
+    assert (renamed, parent) == ("renamed", "cache")
+
+
+BUS_ERROR = """
+import mmap, os, sys
+from megatrain.reporting.streams import lasting_streams
+with lasting_streams(), open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+    os.truncate(sys.argv[1], 0)
+    mapped[0]
+"""
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_leaves_a_stack(tmp_path):
+    (tmp_path / "ids.bin").write_bytes(bytes(8192))
+    script = [sys.executable, "-c", BUS_ERROR, str(tmp_path / "ids.bin")]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode < 0
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert 'File "<string>", line 7' in done.stderr

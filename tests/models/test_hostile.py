@@ -1,0 +1,87 @@
+"""Model folders made to hang, to fill memory or to crash: one sentence, and soon."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import ModelError, StorageError
+from megatrain.models.pretrained import read_model_config, resolve_source
+from megatrain.models.skeleton import Skeleton
+from megatrain.storage.safetensors_reader import read_header
+from tests.support import tiny_config
+
+CPU_SECONDS, MORE_BYTES = 5, 2 << 30
+
+
+@pytest.fixture(autouse=True)
+def within_bounds() -> Iterator[None]:
+    """Of processor time, and of address space beyond what is taken."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MORE_BYTES
+    _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    started = time.process_time()
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    assert time.process_time() - started < CPU_SECONDS
+
+
+SIZES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"num_hidden_layers": 10**9}),
+    ("llama", {"hidden_size": 10**9}),
+    ("llama", {"intermediate_size": 10**12}),
+    ("llama", {"vocab_size": 10**12}),
+    ("llama", {"num_attention_heads": 0}),
+    ("llama", {"num_attention_heads": 10**9}),
+    ("llama", {"num_key_value_heads": 0}),
+    ("llama", {"head_dim": 10**9}),
+    ("llama", {"head_dim": -2}),
+    ("llama", {"hidden_size": -64}),
+    ("llama", {"num_hidden_layers": -1}),
+    ("llama", {"num_hidden_layers": 0}),
+    ("llama", {"vocab_size": 0}),
+    ("llama", {"vocab_size": -5}),
+    ("llama", {"hidden_act": "nothing"}),
+    ("llama", {"rope_parameters": {"rope_type": "none such", "rope_theta": 1e4}}),
+    ("gpt2", {"n_layer": 10**9}),
+    ("gpt2", {"n_positions": 10**12}),
+    ("gpt2", {"n_head": 0}),
+    ("mixtral", {"num_local_experts": 10**9}),
+    ("mixtral", {"num_local_experts": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), SIZES, ids=str)
+def test_a_size_that_no_model_has_is_refused(tmp_path, family, changes):
+    tiny_config(family).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ModelError) as refused:
+        Skeleton(read_model_config(resolve_source(tmp_path)), dtype=torch.float32)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+DIGITS = int("9" * 4000)
+HEADERS: dict[str, Any] = {
+    "long numbers": {"a": {"dtype": "F32", "shape": [DIGITS] * 500, "data_offsets": [0, 4]}},
+    "many dimensions": {"a": {"dtype": "F32", "shape": [2] * 10**5, "data_offsets": [0, 4]}},
+    "a long offset": {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, DIGITS]}},
+    "terabytes": {"a": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}},
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_numbers_of_a_weight_file_are_checked_before_they_are_used(tmp_path, header):
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(StorageError, match="malformed safetensors header"):
+        read_header(file)

@@ -1,0 +1,87 @@
+"""The best evaluation is saved wherever it falls, and patience ends a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.recipes import loop
+from tests.commands import steps_of
+
+LOSSES = [6.0, 5.0, 4.0, 4.5, 3.0, 3.5, 3.2, 3.1, 3.3, 3.4, 3.6]  # after steps 0, 1, 2, ...
+CONFIG = ("train.eval_every=1", "checkpoint.every=4", "checkpoint.keep=1")
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """scripted(stop=3): evaluations give LOSSES; SIGTERM comes in the evaluation after step 3."""
+
+    def script(stop: int | None = None) -> None:
+        def evaluate(run: loop.Run, _: Any) -> float:
+            if run.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            loss = LOSSES[run.step]
+            run.writer.write_eval(run.step, loss, 9, 0.1)
+            return loss
+
+        monkeypatch.setattr(loop, "evaluate", evaluate)
+
+    return script
+
+
+def best_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """(where `best` points, what the last checkpoint knows of it)."""
+    state = json.loads((run_dir / "last" / "state.json").read_text())["state"]
+    return os.readlink(run_dir / "best"), state["best"]
+
+
+def test_a_better_evaluation_saves(megatrain, project, scripted):
+    scripted()
+    done = megatrain("train cfg.yaml train.max_steps=7", *CONFIG)
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "loss": 3.0})
+    assert "saved run/checkpoint-2" in done.err
+    assert "saved run/checkpoint-3" not in done.err
+    where = "6.0000 before, 3.1000 after, best 3.0000 at step 4 in run/checkpoint-4"
+    assert where in done.out
+    assert (project / "run" / "checkpoint-4").is_dir(), "whatever `keep` is"
+
+
+@pytest.mark.parametrize(("patience", "end"), [(1, 3), (2, 6), (4, 8)])
+def test_patience_ends_a_run(megatrain, project, scripted, patience, end):
+    scripted()
+    done = megatrain("train cfg.yaml", *CONFIG, f"checkpoint.patience={patience}")
+    words = f"step {end}: the last {patience} evaluations were not better than step "
+    assert words in done.err
+    assert steps_of(project / "run")[-1]["step"] == end
+    assert best_of(project / "run")[0] == ("checkpoint-2" if patience == 1 else "checkpoint-4")
+    assert (project / "run" / "final").is_dir()
+    again = megatrain("resume run")
+    assert "nothing is left to train" in again.err
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+def test_a_resume_in_between_counts_on(megatrain, project, scripted, stop):
+    scripted(stop)
+    megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=4", code=75)
+    scripted()
+    megatrain("resume run")
+    assert steps_of(project / "run")[-1]["step"] == 8
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "loss": 3.0})
+
+
+def test_more_patience_lets_it_go_on(megatrain, project, scripted):
+    scripted()
+    megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=2")
+    megatrain("resume run checkpoint.patience=9")
+    assert steps_of(project / "run")[-1]["step"] == 10
+
+
+def test_patience_without_held_out_rows_is_refused(megatrain, project):
+    done = megatrain("train cfg.yaml data.eval=null checkpoint.patience=2", code=2)
+    assert "checkpoint.patience: counts evaluations of held-out rows; set data.eval" in done.err

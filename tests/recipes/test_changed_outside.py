@@ -1,0 +1,239 @@
+"""What is changed behind a run's back, between its two halves: each change is without effect, taken
+and said, or refused, and always named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatrain import cli
+from tests.commands import chat_rows, make_project, steps_of, write_jsonl
+from tests.files import flip
+from tests.recipes.same_run import same_run
+
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def halves(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path
+) -> tuple[Path, Path]:
+    """(a project with a model of its own whose run was killed after step 7, the same but whole)."""
+    folder = tmp_path_factory.mktemp("changed")
+    project = make_project(folder / "project", model_dir)
+    (project / "model").unlink()
+    shutil.copytree(model_dir, project / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.setenv("MEGATRAIN_CACHE", str(token_cache))
+        assert cli.main(["train", "cfg.yaml"]) == 0
+    shutil.copytree(project, folder / "whole", symlinks=True)
+    for name in ("final", "checkpoint-10"):
+        shutil.rmtree(project / "run" / name)
+    shutil.copytree(project, folder / "untouched", symlinks=True)
+    return project, folder / "whole" / "run"
+
+
+@pytest.fixture
+def stopped(halves: tuple[Path, Path], project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stopped run's project, always at the same place, as the run left it."""
+    folder, _ = halves
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "untouched", folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def edit(file: str, before: str, after: str) -> Change:
+    """Replace text that the file has once."""
+
+    def apply(project: Path) -> None:
+        text = (project / file).read_text()
+        assert text.count(before) == 1, f"{file}: {before}"
+        (project / file).write_text(text.replace(before, after))
+
+    return apply
+
+
+def set_in(file: str, **values: object) -> Change:
+    def apply(project: Path) -> None:
+        known = json.loads((project / file).read_text())
+        (project / file).write_text(json.dumps(known | values))
+
+    return apply
+
+
+def asked(before: str, after: str) -> Change:
+    return edit("run/config.yaml", before, after)
+
+
+def remove(name: str) -> Change:
+    def apply(project: Path) -> None:
+        path = project / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return apply
+
+
+HAS_CHANGED = "has changed since this run began; the checkpoint's is used"
+FROM_CACHE = "the data has changed or is gone since the run began; its rows come from the cache"
+# what changes nothing but the words: the run goes on bit for bit
+NO_EFFECT: dict[str, tuple[Change, str]] = {
+    "rope_theta": (
+        set_in("model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
+        f"model: its configuration {HAS_CHANGED}",
+    ),
+    "heads": (
+        set_in("model/config.json", num_attention_heads=8),
+        f"its configuration {HAS_CHANGED}",
+    ),
+    "broken config.json": (
+        edit("model/config.json", '"model_type":', ""),
+        f"configuration {HAS_CHANGED}",
+    ),
+    "tokenizer": (
+        set_in("model/tokenizer.json", pre_tokenizer=None),
+        f"model: its tokenizer {HAS_CHANGED}",
+    ),
+    "template": (
+        edit("model/chat_template.jinja", "{% for m in messages %}", "{% for m in messages %}x"),
+        f"model: its chat template {HAS_CHANGED}",
+    ),
+    "generation settings": (
+        set_in("model/generation_config.json", temperature=0.1),
+        f"model: its generation settings {HAS_CHANGED}",
+    ),
+    "no model": (remove("model"), "model: is no longer there; the checkpoint describes the model"),
+    "no config.json": (remove("model/config.json"), "model: has no config.json"),
+    "other torch": (
+        set_in("run/env.json", packages={"torch": "1.0"}),
+        "other versions than the run has used may round otherwise: ",
+    ),
+    "no env.json": (remove("run/env.json"), "env.json: cannot be read, so other versions of libr"),
+    "no resolved config": (remove("run/config.resolved.yaml"), "resuming from run/checkpoint-5"),
+    "another seed in the resolved config": (
+        edit("run/config.resolved.yaml", "seed: 0", "seed: 1"),
+        "resuming from run/checkpoint-5",
+    ),
+    "another row": (
+        lambda project: write_jsonl(project / "rows.jsonl", chat_rows(61)),
+        FROM_CACHE,
+    ),
+    "no rows": (remove("rows.jsonl"), FROM_CACHE),
+    "a comment": (asked("method: sft", "# mine\nmethod: sft"), "resuming from run/checkpoint-5"),
+}
+# what is taken: the warning, and the last step then
+TAKEN: dict[str, tuple[Change, str, int]] = {
+    "rate": (
+        asked("learning_rate: 0.01", "learning_rate: 0.5"),
+        "warning: train.learning_rate changed from 0.01 to 0.5: the schedule jumps to the new rate",
+        10,
+    ),
+    "size": (
+        asked("tokens_per_step: 256", "tokens_per_step: 512"),
+        "warning: train.tokens_per_step changed from 256 to 512: steps differ in size",
+        10,
+    ),
+    "decay": (
+        asked("weight_decay: 0.0", "weight_decay: 0.5"),
+        "warning: optimizer.weight_decay changed from 0.0 to 0.5: the update differs",
+        10,
+    ),
+    "length": (
+        asked("max_steps: 10", "max_steps: 12"),
+        "warning: train.max_steps changed from 10 to 12: the schedule is stretched",
+        12,
+    ),
+    "a choice of the planner": (
+        asked("micro_batch_tokens: auto", "micro_batch_tokens: 64"),
+        "warning: train.micro_batch_tokens changed from 256 to 64",
+        10,
+    ),
+}
+# what is refused
+REFUSED: dict[str, tuple[Change, int, str]] = {
+    "seed": (asked("seed: 0", "seed: 1"), 2, "train.seed: cannot change from 0 to 1 in a resumed"),
+    "precision": (
+        asked("precision: auto", "precision: float32"),
+        2,
+        "precision: cannot change from 'bfloat16' to 'float32' in a resumed run",
+    ),
+    "method": (asked("method: sft", "method: pretrain"), 2, "data.train_on: method: pretrain"),
+    "a typo": (asked("seed: 0", "sede: 0"), 2, "train.sede: did you mean seed?"),
+    "broken YAML": (asked("method: sft", "method: [sft"), 2, "run/config.yaml:"),
+    "no config": (remove("run/config.yaml"), 2, "run: is not a run folder (no config.yaml)"),
+    "state": (
+        lambda project: flip(project / "run" / "checkpoint-5" / "state.json"),
+        7,
+        "run/checkpoint-5/state.json: does not match its checksum",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_EFFECT)
+def test_without_effect_and_said(megatrain, halves, stopped, what):
+    change, words = NO_EFFECT[what]
+    change(stopped)
+    assert words in megatrain("resume run").err
+    same_run(stopped / "run", halves[1])
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_taken_and_said(megatrain, stopped, what):
+    change, words, last = TAKEN[what]
+    change(stopped)
+    assert words in megatrain("resume run").err
+    assert steps_of(stopped / "run")[-1]["step"] == last
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(megatrain, stopped, what):
+    change, code, words = REFUSED[what]
+    change(stopped)
+    assert words in megatrain("resume run", code=code).err
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [(61, "rows are not those of the"), (0, "no such file")]
+)
+def test_without_the_cache_other_rows_are_refused(megatrain, stopped, monkeypatch, rows, words):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(stopped / "cache"))
+    file = stopped / "rows.jsonl"
+    write_jsonl(file, chat_rows(rows)) if rows else file.unlink()
+    assert words in megatrain("resume run", code=3).err
+
+
+@pytest.mark.parametrize("place", ["/", "with the same names"])
+def test_a_resume_may_be_started_elsewhere(megatrain, halves, stopped, monkeypatch, place):
+    here = stopped.parent / "elsewhere" if place != "/" else Path("/")
+    if place != "/":
+        shutil.rmtree(here, ignore_errors=True)
+        (here / "model").mkdir(parents=True)
+        (here / "rows.jsonl").write_text("{}")
+    monkeypatch.chdir(here)
+    megatrain("resume", str(stopped / "run"))
+    same_run(stopped / "run", halves[1])
+
+
+def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):
+    asked("max_steps: 10", "max_steps: 12")(copied.parent)
+    done = megatrain("resume run")
+    assert "train.max_steps changed from 10 to 12" in done.err
+    assert steps_of(copied)[-1]["step"] == 12
+
+
+NAMES = ["*.jsonl", "[rows.jsonl]", "{path: rows.jsonl, weight: 1}", "rows", "rows:train"]
+
+
+@pytest.mark.parametrize("named", NAMES)
+def test_however_the_data_was_named_its_rows_are_found_in_the_cache(megatrain, project, named):
+    (project / "rows").mkdir()
+    shutil.copy(project / "rows.jsonl", project / "rows" / "train.jsonl")
+    megatrain("train cfg.yaml train.max_steps=5", f"data.train={named}")
+    for file in ("rows.jsonl", "rows/train.jsonl"):
+        write_jsonl(project / file, chat_rows(61))
+    assert FROM_CACHE in megatrain("resume run train.max_steps=6").err

@@ -1,0 +1,84 @@
+"""`final/`: what one uploads, and no more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from megatrain.recipes.card import printable, public_name
+from megatrain.storage.manifest import read_manifest, verify_checkpoint
+from tests.commands import evaluations_of
+from tests.files import names
+
+FILES = {"model.safetensors", "config.json", "generation_config.json", "README.md"}
+FILES |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "MANIFEST.json"}
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_it_holds_the_model_and_its_card(megatrain, finished):
+    final = finished / "final"
+    assert names(final) == FILES
+    assert set(verify_checkpoint(final).files) == FILES - {"MANIFEST.json"}
+    assert (final / "model.safetensors").samefile(finished / "last" / "model.safetensors")
+    megatrain("export run exported")
+    assert size(Path("exported")) == size(final) - (final / "MANIFEST.json").stat().st_size
+
+
+def test_float32_of_it_is_read_from_its_checkpoint(megatrain, copied):
+    megatrain("export run out --dtype float32 --checkpoint final")
+    assert size(Path("out")) > 1.5 * size(copied / "final")
+    os.rename(copied / "checkpoint-10", "away")
+    done = megatrain("export run out2 --dtype float32 --checkpoint final", code=2)
+    assert "has no remainder" in done.err
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("full", "optimizer"), ("none", None)])
+def test_more_or_nothing_if_asked(megatrain, project, wanted, expected):
+    config = ("train.max_steps=2", f"checkpoint.final={wanted}")
+    done = megatrain("train cfg.yaml --json", *config)
+    final = project / "run" / "final"
+    assert final.is_dir() == (expected is not None)
+    if expected:
+        assert {expected, "state.json", "README.md"} < names(final)
+    assert Path(done.json["final_dir"]).resolve() == (
+        final if expected else project / "run" / "checkpoint-2"
+    )
+    again = megatrain("resume run")
+    assert ("nothing is left to train" in again.err) == (expected is not None)
+    assert read_manifest(project / "run" / "last").step == 2
+
+
+def test_the_card_says_what_it_is(copied):
+    card = ModelCard.load(copied / "final" / "README.md")
+    data = card.data.to_dict()
+    assert data["library_name"] == "transformers"
+    assert data["tags"] == ["megatrain", "sft"]
+    assert "base_model" not in data, "a local folder is nobody else's"
+    for words in ("`model`", "`rows.jsonl`", "0.01, cosine", "| steps | `10` |"):
+        assert words in card.text
+    for row in (evaluations_of(copied)[0], evaluations_of(copied)[-1]):
+        assert f"{row['eval_loss']:.4f}" in card.text
+    assert str(copied.parent) not in card.content, "no path of this machine is published"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("org/model", "org/model"),
+        ("/home/me/secret/rows.jsonl", "rows.jsonl"),
+        (["/a/b.jsonl", "org/set"], "b.jsonl, org/set"),
+        ([{"path": "/a/b.jsonl", "weight": 2}], "b.jsonl"),
+    ],
+)
+def test_of_local_files_only_the_name_is_told(source, name):
+    assert public_name(source) == name
+
+
+def test_a_name_cannot_break_out_of_its_place():
+    assert printable("a`\n# b|\x1b[2J") == "a??# b??[2J"
