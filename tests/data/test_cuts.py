@@ -76,7 +76,7 @@ def test_the_share_is_a_tenth(share):
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):
-    rows = [{"prompt": "x", "completion": "y"}] * 90 + [{"prompt": "x", "completion": "y" * 53}]
+    rows = [{"prompt": "x", "completion": "y"}] * 90 + [{"prompt": "x", "completion": "y" * 63}]
     counts = encode(rows, OPTIONS).counts
     assert counts.cut_answers == counts.truncated == 1
     (line,) = counts.warned
