@@ -29,6 +29,8 @@ HashArray = npt.NDArray[np.uint64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy")  # beside ids.bin and mask.bin
 ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+# what is left of a damaged file may be anything
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
 UNREAD_KEPT = 50  # names of columns
 
 logger = logging.getLogger("megatrain")
@@ -50,6 +52,7 @@ class Counts:
     parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
     choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
     split_texts: int = 0  # texts that are more than one row each
     tokens: int = 0  # before anything was cut
@@ -169,8 +172,11 @@ class RowWriter:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def finish(self, counts: Counts) -> None:
-        """Write the index and, last, the counts and every file's hash: theirs is the last file."""
+    def finish(self, counts: Counts, asked: str = "") -> None:
+        """Write the index and, last, the counts and every file's hash: theirs is the last file.
+
+        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
+        """
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         index = (offsets, *map(np.asarray, (self._targets, self._hashes, self._contexts)))
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
@@ -180,6 +186,7 @@ class RowWriter:
                 np.save(file, values)
         self.close()
         about = {
+            "asked": asked,
             "counts": asdict(counts),
             "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
         }
@@ -248,6 +255,17 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def sets_asked(cache: Path, asked: str) -> Iterator[str]:
+    """The keys of all sets that were finished as `asked`."""
+    for path in sorted(cache.glob(f"*/{ABOUT}")):
+        try:
+            found = json.loads(path.read_bytes()).get("asked")
+        except UNREADABLE:
+            continue
+        if found == asked and "." not in path.parent.name:
+            yield path.parent.name
+
+
 def cached_set(cache: Path, key: str) -> TokenRows | None:
     """`load_cached_set`, with a warning where it gives None for a damaged set."""
     rows = load_cached_set(cache, key)
@@ -272,8 +290,7 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
         counts = Counts(**about["counts"])
-    # what is left of a file may be anything
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError):
+    except UNREADABLE:
         return None
     chosen = np.arange(len(targets))
     return TokenRows(ids, mask, offsets, targets, hashes, contexts, chosen, counts)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,19 @@ OF_ITS_CODE = (ArithmeticError, AttributeError, LookupError, RecursionError, Typ
 # Fields of a turn that are the model's own words besides its content, as templates name them.
 WORDS = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# A template asks transformers for the time, and functions cannot be handed to it: so it is given
+# one of its own, in which each directive of a format has the value of a day.
+CLOCK = "strftime_now"
+DIRECTIVES = [f"%-{letter}" for letter in "dmHIMSj"]
+DIRECTIVES += [f"%{letter}" for letter in "aAwdebBmyYHIpMSfjUWcxXFT%"]
+FIXED_CLOCK = f"""{{%- macro {CLOCK}(format) -%}}
+{{%- set said = namespace(text=format) -%}}
+{{%- for directive, value in directives.items() -%}}
+{{%- set said.text = said.text | replace(directive, value) -%}}
+{{%- endfor -%}}
+{{{{ said.text }}}}
+{{%- endmacro +%}}"""
 
 
 @dataclass(frozen=True)
@@ -87,9 +101,12 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 class Template:
-    """A tokenizer's chat template, and what its text shows of how it writes turns."""
+    """A tokenizer's chat template, and what its text shows of how it writes turns.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    day: the date that it is told when it asks for the time.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
         try:
             self._source: str = tokenizer.get_chat_template()
             # a tokenizer may have another one for tools
@@ -97,9 +114,17 @@ class Template:
         except ValueError as error:  # several, and none of them the default
             raise DataError(f"{tokenizer.name_or_path}: no default chat template") from error
         self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        if day is not None and CLOCK in self._source + self._with_tools:
+            self._source, self._with_tools = (
+                FIXED_CLOCK + source for source in (self._source, self._with_tools)
+            )
+            moment = datetime.combine(day, time())
+            self._variables["directives"] = {each: moment.strftime(each) for each in DIRECTIVES}
         self.eos = tokenizer.eos_token or ""
         tokens = tokenizer.added_tokens_decoder.values()
         self._special = {str(token) for token in tokens if token.special}
+        specials = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._any_special = re.compile(specials or "(?!)")
         # GPT-NeoX adds runs of spaces, which end no turn
         added = sorted(filter(str.strip, map(str, tokens)), key=len, reverse=True)
         any_of = "|".join(map(re.escape, added)) or "(?!)"
@@ -181,6 +206,14 @@ class Template:
         """The added token with which a text ends, but for white space."""
         found = self._last_token.search(text)
         return found[1] if found else None
+
+    def names(self, variable: str) -> bool:
+        """Whether its source has this name in it."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source + self._with_tools) is not None
+
+    def spelt(self, text: str) -> set[str]:
+        """The special tokens that a text spells, and that the tokenizer will read as such."""
+        return set(self._any_special.findall(text))
 
     def ends(self, answer: str) -> bool:
         """Whether an answer's last token is one that ends it, as `</tool_call>` does not."""

@@ -23,6 +23,7 @@ from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import (
     Model,
     check_weights,
+    day_of,
     describe_model,
     quiet_libraries,
     read_model,
@@ -46,7 +47,7 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
-    show_rows(trained, model.tokenizer, rows, shown)
+    show_rows(trained, model.tokenizer, rows, shown, held_out)
     if model.about_stops:
         shown.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:
@@ -71,10 +72,12 @@ def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
     rows_of = {"data.train": data, "data.eval": None} if data else {}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE, rows_of)
+        day = day_of(load_config(run_dir / RESOLVED_FILE))
     else:
         whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         config = load_config(whole, rows_of)
-    trained, held_out = read_rows(config, model)
+        day = day_of(config)
+    trained, held_out = read_rows(config, model, day)
     rows = trained if data else held_out
     if rows is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.config import Config
+from megatrain.data.named_templates import find_template
 from megatrain.engine.build import check_positions, choose_device, choose_precision, hold_to_budget
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("megatrain")
+
+TEMPLATE = "data.chat_template"
+KEPT = "the checkpoint's is used"
 
 
 @dataclass(frozen=True)
@@ -75,17 +81,28 @@ class Parts:
     """A run before anything is allocated: what is asked for, and what that comes to here.
 
     Attributes:
+        day: told to chat templates that ask for the time.
         step_tokens: as in `planner.job.Job`; empty before the rows were read.
     """
 
     config: Config
     model: Model
     resolved: Resolved
+    day: date
     step_tokens: tuple[StepTokens, ...] = ()
 
     @property
     def machine(self) -> Machine:
         return self.resolved.machine
+
+
+def day_of(config: Config) -> date:
+    """The date that chat templates are told: the config's, else today's."""
+    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
+
+
+def today() -> date:
+    return datetime.now().astimezone().date()
 
 
 def prepare(
@@ -138,7 +155,7 @@ def prepare(
         nvme_folders=config.memory.nvme or (),
         gpu_limit=unless_auto(config.memory.gpu),
     )
-    return Parts(config, model, resolved)
+    return Parts(config, model, resolved, day_of(config))
 
 
 def read_model(config: Config) -> Model:
@@ -165,7 +182,13 @@ def describe_model(
     found = resolve_source(source, revision, weights=False)
     check_description(found.path)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    return Model(*read, digests_of(found))
+    return Model(*read, digests_of(found) | digest_of_template(chat_template))
+
+
+def digest_of_template(name: str | None) -> dict[str, str]:
+    """SHA-256 of `data.chat_template`, if it is set. Raises DataError if it cannot be read."""
+    text = None if name is None else find_template(name)
+    return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
 
 
 def check_weights(source: str, *, needed: bool = True) -> None:
@@ -185,18 +208,25 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
 
     then: their digests at that time.
     """
-    path = Path(config.model.source)
+    path, template = Path(config.model.source), config.data.chat_template
+    try:
+        same = digest_of_template(template).get(TEMPLATE) == then.get(TEMPLATE)
+        about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
+    except DataError as error:
+        about = [f"{error}; {KEPT}"]
+    used = KEPT
+    if config.model.trust_remote_code:
+        used = "it is used as it is now, as its code is not in the checkpoint"
     if not path.exists():
         gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [gone] if path.is_absolute() else []  # else it is of the hub
+        return [*about, gone] if path.is_absolute() else about  # else it is of the hub
     try:
         now = digests_of(resolve_source(path, weights=False))
     except ModelError as error:
-        return [f"{error}; the checkpoint describes the model"]
+        return [*about, f"{error}; the checkpoint describes the model"]
     changed = [what for what in now if what in then and now[what] != then[what]]
-    return [
-        f"{path}: its {what} has changed since this run began; the checkpoint's is used"
-        for what in changed
+    return about + [
+        f"{path}: its {what} has changed since this run began; {used}" for what in changed
     ]
 
 

@@ -68,7 +68,8 @@ def test_eval_gives_the_loss_of_the_run(megatrain, finished, folder, line):
     result = megatrain("eval", folder, "--json").json
     written = evaluations_of(finished)[line]
     assert result["eval_target_tokens"] == written["eval_target_tokens"]
-    assert result["eval_loss"] == pytest.approx(written["eval_loss"], rel=1e-5)
+    # micro-batches of another size round otherwise in bfloat16
+    assert result["eval_loss"] == pytest.approx(written["eval_loss"], rel=3e-4)
     assert result["perplexity"] == pytest.approx(2.718281828 ** result["eval_loss"])
 
 

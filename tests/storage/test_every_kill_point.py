@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from megatrain.storage.checkpoint import reopen, save_checkpoint, write_final
+from megatrain.storage.export import export
+from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import find_resumable, load_checkpoint
+from megatrain.storage.saves import find_checkpoint
+from tests.files import names
 
 CALLS = [
     "open",
@@ -126,6 +130,20 @@ def test_a_kill_before_any_system_call_loses_nothing(tmp_path, new_engine, name)
     assert number > 1, "it makes system calls"
 
 
+def test_a_killed_export_is_whole_or_absent_and_leaves_nothing(tmp_path, new_engine):
+    run, out, number = tmp_path / "run", tmp_path / "out", 1
+    saved(run, new_engine(layers=1), 1)
+    expected = names(export(run, tmp_path / "first"))
+    while killed_before(number, lambda: export(run, out)):
+        if not out.exists():
+            export(run, out)
+        assert names(out) == expected
+        assert names(tmp_path) == {"run", "first", "out"}, f"killed before call {number}"
+        shutil.rmtree(out)
+        number += 4
+    assert number > 20
+
+
 def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
     run_dir, engine, save, monkeypatch
 ):
@@ -135,6 +153,16 @@ def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
     with pytest.raises(Exception, match="a checkpoint needs"):
         save(3)
     assert os.readlink(run_dir / "last") == "checkpoint-1"
+
+
+def test_the_save_after_a_lost_one_is_newer_than_its_model(run_dir, engine, save):
+    save(1, 2)
+    write_final(run_dir)
+    shutil.rmtree(run_dir / "checkpoint-2")
+    reopen(run_dir, run_dir / "checkpoint-1")
+    assert read_manifest(run_dir / "final").step == 2, "the model of step 2 is nowhere else"
+    save(3)
+    assert find_checkpoint(run_dir) == run_dir / "checkpoint-3"
 
 
 def test_a_final_newer_than_what_is_resumed_from_stays(run_dir, engine, save):
