@@ -38,6 +38,7 @@ class Plan:
 
     def __init__(self, problem: str = "") -> None:
         self.problem = problem
+        self.fits = not problem
 
     def to_dict(self) -> dict[str, object]:
         return {"host_bytes": 5}
@@ -149,7 +150,10 @@ def test_plan_that_does_not_fit_is_still_shown(recipes, capsys):
     problem = "needs 6 GiB of host RAM, 5 is available; set memory.host"
     recipes.answers["plan"] = Plan(problem)
     assert cli.main(["plan", "cfg.yaml"]) == 4
-    assert capsys.readouterr() == ("5 bytes\n", f"error: {problem}\n")
+    assert capsys.readouterr() == ("5 bytes\n", "")  # its first line says so
+    assert cli.main(["plan", "cfg.yaml", "--json"]) == 4
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == ({"host_bytes": 5}, f"error: {problem}\n")
 
 
 def test_data_shows_rows_or_counts(recipes, capsys):
@@ -228,6 +232,22 @@ def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {words}")
     assert recipes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("world", "code"), [("2", 2), ("16", 2), ("1", 0), ("", 0), ("many", 0), (None, 0)]
+)
+@pytest.mark.parametrize("line", ["train cfg.yaml", "resume run"])
+def test_one_of_several_processes_is_refused(recipes, monkeypatch, capsys, world, code, line):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    assert cli.main(line.split()) == code
+    assert len(recipes.calls) == (code == 0)
+    if code:
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"error: WORLD_SIZE={world} in the environment: ")
+        assert said.endswith("several GPUs are not built yet; start megatrain by itself, once")
 
 
 ERRORS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,17 @@ def options(
     ] = False,
 ) -> None:
     """Train models far larger than GPU memory: every parameter, full precision, one command."""
+
+
+def one_process() -> None:
+    """Raise ConfigError if a launcher started several processes: each would train on its own."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world} in the environment: this is one of {world} processes of a "
+            "launcher such as torchrun, and several GPUs are not built yet; start megatrain by "
+            "itself, once"
+        )
 
 
 def finish(summary: Any, as_json: bool) -> None:

@@ -19,10 +19,11 @@ from megatrain.cli.app import (
     find_shape,
     finish,
     need_folder,
+    one_process,
     print_json,
     show,
 )
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, PlanError
 from megatrain.reporting.streams import console_on
 
 
@@ -34,6 +35,7 @@ def train(
     profile: Timeline = None,
 ) -> None:
     """Train a model as a config file says."""
+    one_process()
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
@@ -51,6 +53,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
+    one_process()
     need_folder(run_dir)
     from megatrain.recipes import run
 
@@ -105,9 +108,11 @@ def plan(
         found = run.plan(settings, shape_alone, described)
     if as_json:
         print_json(found.to_dict())
+        found.check()
     else:
         render(found, console_on())
-    found.check()
+    if not found.fits:  # which the table's first line says
+        raise typer.Exit(PlanError.exit_code)
 
 
 @app.command()
@@ -131,6 +136,7 @@ def bench(
 
     Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
     """
+    one_process()
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]

@@ -21,7 +21,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
 from megatrain.errors import ConfigError, DataError, ModelError, OutOfMemory
-from megatrain.machine.datasheets import board_power_w
+from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
 from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -115,6 +115,7 @@ def prepare(
     keep_heap_small()
     model = model or read_model(config)
     machine = machine or find_machine(config, may_measure=may_measure)
+    say_if_without_bfloat16(machine)
     train, source = config.train, config.model
     skeleton = Skeleton(
         model.config,
@@ -237,6 +238,16 @@ def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
     return Machine(device, precision, hardware, profile, drives_assumed=assumed)
 
 
+def say_if_without_bfloat16(machine: Machine) -> None:
+    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
+    gpu = machine.hardware.gpu
+    if gpu is not None and gpu.capability < FIRST_BFLOAT16:
+        instead = "it computes in float32, several times slower than cards that have them"
+        if machine.precision != "float32":
+            instead = "it emulates them slowly; set precision: float32"
+        logger.warning(f"{gpu.name} has no bf16 units: {instead}")
+
+
 # -- plan ------------------------------------------------------------------------------------------
 
 
@@ -281,7 +292,7 @@ def make_run_plan(
         host_limit=unless_auto(config.memory.host),
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
-    economy = predicted_economy(config, machine.hardware, plan, steps)
+    economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
     assumed = tuple(map(str, machine.drives_assumed))
     return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
 
