@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
     "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
     "CUDA_VISIBLE_DEVICES": "The first GPU named there is used.",
+    "WORLD_SIZE": "Above 1, as launchers of several processes set it: refused.",
     "HF_TOKEN": "Token for gated and private models; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
     "HF_HUB_OFFLINE": "1: nothing is asked of the hub.",

@@ -15,7 +15,7 @@ from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.recipes.day import day_of
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0

@@ -13,7 +13,7 @@ from megatrain.data.dataset import Rows
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.models.stops import stop_ids, with_stops
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
 
 SAMPLE_TOKENS = 48
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
