@@ -19,6 +19,7 @@ from megatrain.config.resuming import asked_again, check_changes, for_state, res
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
 from megatrain.models.rotary import regimes_of
@@ -26,6 +27,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
+from megatrain.recipes.changed import changed_source
 from megatrain.recipes.describe import (
     decided,
     describe_run,
@@ -35,7 +37,7 @@ from megatrain.recipes.describe import (
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.rows import read_rows, say_rows
-from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
+from megatrain.recipes.setup import Model, Parts, describe_model, read_model
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
@@ -283,6 +285,24 @@ def _run(
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
+def restore(
+    config: Config, loader: Loader, engine: Engine, resuming: Resumable, progress: Progress
+) -> dict[str, Any]:
+    """Load the checkpoint into the engine and put the loader where it was; returns its state."""
+    size = folder_bytes(resuming.path) if resuming.path else None
+    with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+        source, state = load_resumable(config.output, engine, resuming)
+    if source != resuming.path:  # which may have been saved under another config
+        before, _ = resumed_configs(config.output, config, state)
+        for change in check_changes(before, config):
+            logger.warning(change)
+    loader.restore(state["position"])
+    reopen(config.output, source)
+    if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+        state["best"] = {}  # another may be the best of what is there
+    return state
+
+
 def open_run(
     ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
 ) -> Run:
@@ -298,22 +318,9 @@ def open_run(
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state, source = dict(BEGINNING), None
-    abandoned: list[Path] = []
     if resuming is not None:
-        size = folder_bytes(resuming.path) if resuming.path else None
-        with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
-            source, state = load_resumable(config.output, engine, resuming)
-        if source != resuming.path:  # which may have been saved under another config
-            before, _ = resumed_configs(config.output, config, state)
-            for change in check_changes(before, config):
-                logger.warning(change)
-        loader.restore(state.pop("position"))
-        reopen(config.output, source)
-        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
-        if resuming.named:
-            abandoned = newer_than(config.output, source)
-        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
-            state["best"] = {}  # another may be the best of what is there
+        state = restore(config, loader, engine, resuming, progress)
+        source = config.output / checkpoint_name(state["step"])
         describe_run(parts, plan)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
@@ -338,7 +345,9 @@ def open_run(
         total_steps=total,
         recent=Spikes(read_metrics(config.output)),
         unproven=source,
-        abandoned=abandoned,
+        abandoned=newer_than(config.output, source)
+        if source and resuming and resuming.named
+        else (),
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
         lock=lock,

@@ -20,7 +20,7 @@ from megatrain.engine.build import check_positions, choose_device, choose_precis
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
-from megatrain.errors import ConfigError, DataError, ModelError, OutOfMemory
+from megatrain.errors import ConfigError, DataError, OutOfMemory
 from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
 from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain")
 
 TEMPLATE = "data.chat_template"
-KEPT = "the checkpoint's is used"
 
 
 @dataclass(frozen=True)
@@ -200,33 +199,6 @@ def check_weights(source: str, *, needed: bool = True) -> None:
         return
     if needed or any(folder.glob("*.safetensors")):
         check_shards(folder)
-
-
-def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """What has changed, since the run began, in the local files that its model came from.
-
-    then: their digests at that time.
-    """
-    path, template = Path(config.model.source), config.data.chat_template
-    try:
-        same = digest_of_template(template).get(TEMPLATE) == then.get(TEMPLATE)
-        about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
-    except DataError as error:
-        about = [f"{error}; {KEPT}"]
-    used = KEPT
-    if config.model.trust_remote_code:
-        used = "it is used as it is now, as its code is not in the checkpoint"
-    if not path.exists():
-        gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [*about, gone] if path.is_absolute() else about  # else it is of the hub
-    try:
-        now = digests_of(resolve_source(path, weights=False))
-    except ModelError as error:
-        return [*about, f"{error}; the checkpoint describes the model"]
-    changed = [what for what in now if what in then and now[what] != then[what]]
-    return about + [
-        f"{path}: its {what} has changed since this run began; {used}" for what in changed
-    ]
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
