@@ -243,4 +243,9 @@ class Template:
         except (jinja2.TemplateError, *OF_ITS_CODE) as error:
             raise RowError(f"the chat template refuses this conversation: {error}") from error
         texts, spans = found
+        try:
+            texts[0].encode()
+        except UnicodeEncodeError as error:  # as JSON can spell it, in tools and variables, too
+            half = f"character {error.start} is half of a surrogate pair"
+            raise RowError(f"the rendered conversation: {half}") from None
         return texts[0], list(spans[0]) if marks else []

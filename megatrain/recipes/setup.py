@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from megatrain.models.stops import about_added, with_stops
 from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
+from megatrain.recipes.day import day_of
 from megatrain.recipes.doctor import measured_or_typical
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
@@ -93,15 +94,6 @@ class Parts:
     @property
     def machine(self) -> Machine:
         return self.resolved.machine
-
-
-def day_of(config: Config) -> date:
-    """The date that chat templates are told: the config's, else today's."""
-    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
-
-
-def today() -> date:
-    return datetime.now().astimezone().date()
 
 
 def prepare(
