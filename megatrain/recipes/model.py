@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.data.named_templates import find_template
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, DataError
 from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
 from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 TEMPLATE = "data.chat_template"
-KEPT = "the checkpoint's is used"
 
 
 @dataclass(frozen=True)
@@ -94,30 +93,3 @@ def check_weights(source: str, *, needed: bool = True) -> None:
         return
     if needed or any(folder.glob("*.safetensors")):
         check_shards(folder)
-
-
-def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """What has changed, since the run began, in the local files that its model came from.
-
-    then: their digests at that time.
-    """
-    path, template = Path(config.model.source), config.data.chat_template
-    try:
-        same = digest_of_template(template).get(TEMPLATE) == then.get(TEMPLATE)
-        about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
-    except DataError as error:
-        about = [f"{error}; {KEPT}"]
-    used = KEPT
-    if config.model.trust_remote_code:
-        used = "it is used as it is now, as its code is not in the checkpoint"
-    if not path.exists():
-        gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [*about, gone] if path.is_absolute() else about  # else it is of the hub
-    try:
-        now = digests_of(resolve_source(path, weights=False))
-    except ModelError as error:
-        return [*about, f"{error}; the checkpoint describes the model"]
-    changed = [what for what in now if what in then and now[what] != then[what]]
-    return about + [
-        f"{path}: its {what} has changed since this run began; {used}" for what in changed
-    ]

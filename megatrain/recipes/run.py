@@ -27,6 +27,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
+from megatrain.recipes.changed import changed_source
 from megatrain.recipes.describe import (
     decided,
     describe_run,
@@ -37,7 +38,6 @@ from megatrain.recipes.describe import (
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import (
     Model,
-    changed_source,
     check_weights,
     describe_model,
     read_model,
