@@ -59,9 +59,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, or None when none is close."""
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), n=1)
+def nearest(name: str, candidates: Iterable[str], alike: float = 0.6) -> str | None:
+    """The candidate most like `name`, or None when none is close. `alike`: 1 only takes equals."""
+    spelt = name.lower().replace("-", "_")
+    found = difflib.get_close_matches(spelt, list(candidates), n=1, cutoff=alike)
     return found[0] if found else None
 
 
