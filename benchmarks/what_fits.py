@@ -30,7 +30,7 @@ MODELS = (
     "llama-3-70b",
 )
 RAM = ("32GiB", "64GiB", "128GiB", "256GiB", "512GiB", "1024GiB")
-GPUS = ("RTX 4090", "H100", "H200")
+GPUS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "H100", "H200")
 MOMENTS = {"float32": "", "bfloat16": " *with bf16*", "int8": " *with int8*"}
 STEP = ("train.seq_len=2048", "train.tokens_per_step=65536")
 

@@ -16,8 +16,8 @@ import gguf
 import torch
 import transformers
 
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.safetensors_writer import WrittenFile
 
 
 def names(folder: Path) -> set[str]:

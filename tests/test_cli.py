@@ -38,6 +38,7 @@ class Plan:
 
     def __init__(self, problem: str = "") -> None:
         self.problem = problem
+        self.fits = not problem
 
     def to_dict(self) -> dict[str, object]:
         return {"host_bytes": 5}
@@ -94,6 +95,7 @@ def recipes(monkeypatch, tmp_path):
     Path("cfg.yaml").write_text(CONFIG)
     Path("rows.jsonl").touch()
     Path("run").mkdir()
+    Path("some/folder").mkdir(parents=True)
     return recorder
 
 
@@ -148,7 +150,10 @@ def test_plan_that_does_not_fit_is_still_shown(recipes, capsys):
     problem = "needs 6 GiB of host RAM, 5 is available; set memory.host"
     recipes.answers["plan"] = Plan(problem)
     assert cli.main(["plan", "cfg.yaml"]) == 4
-    assert capsys.readouterr() == ("5 bytes\n", f"error: {problem}\n")
+    assert capsys.readouterr() == ("5 bytes\n", "")  # its first line says so
+    assert cli.main(["plan", "cfg.yaml", "--json"]) == 4
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == ({"host_bytes": 5}, f"error: {problem}\n")
 
 
 def test_data_shows_rows_or_counts(recipes, capsys):
@@ -166,7 +171,7 @@ def test_eval_prints_the_loss(recipes, capsys):
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
-    assert recipes.calls == [("evaluate", Path("run"), data) for data in ("held.jsonl", None)]
+    assert recipes.calls == [("evaluate", "run", data) for data in ("held.jsonl", None)]
 
 
 def test_export_prints_the_folder(recipes, capsys):
@@ -178,7 +183,8 @@ def test_export_prints_the_folder(recipes, capsys):
 def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
-    assert recipes.calls == [("generate", Path("run"), "Capital of France?", 7)]
+    greedy = {"temperature": 0.0, "top_p": None, "seed": None}
+    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None)]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +200,54 @@ def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, t
 
     monkeypatch.setattr(sys, "stdin", Stdin())
     assert cli.main(["generate", "run", "--json"]) == code
-    assert recipes.calls == ([("generate", Path("run"), "Hi?", 128)] if code == 0 else [])
+    assert [call[:4] for call in recipes.calls] == (
+        [("generate", "run", "Hi?", 128)] if code == 0 else []
+    )
 
 
-@pytest.mark.parametrize("command", [["resume"], ["eval"], ["export", "out"], ["generate", "Hi?"]])
+@pytest.mark.parametrize("command", [["resume"], ["export", "out"]])
 def test_a_missing_folder_is_named(recipes, capsys, command):
     assert cli.main([command[0], "nowhere", *command[1:]]) == 2
     assert capsys.readouterr().err.startswith("error: nowhere: no such folder; ")
     assert recipes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("eval some/model --data rows.jsonl", "some/model: is no local folder"),
+        ("generate some/model hi", "some/model: is no local folder"),
+        ("plan some/model", "some/model: is no local folder"),
+        ("bench some/model", "some/model: is no local folder"),
+        ("train cfg.yaml model=some/model", "some/model: is no local folder"),
+        ("data cfg.yaml model=some/model", "some/model: is no local folder"),
+        (
+            "plan qwen2.5-8b",
+            "qwen2.5-8b: is no local folder or file; known shapes are qwen2.5-0.5b",
+        ),
+        ("bench mine", "mine: is no local folder or file; known shapes are qwen2.5-0.5b"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+    assert recipes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("world", "code"), [("2", 2), ("16", 2), ("1", 0), ("", 0), ("many", 0), (None, 0)]
+)
+@pytest.mark.parametrize("line", ["train cfg.yaml", "resume run"])
+def test_one_of_several_processes_is_refused(recipes, monkeypatch, capsys, world, code, line):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    assert cli.main(line.split()) == code
+    assert len(recipes.calls) == (code == 0)
+    if code:
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"error: WORLD_SIZE={world} in the environment: ")
+        assert said.endswith("several GPUs are not built yet; start megatrain by itself, once")
 
 
 ERRORS = [
@@ -322,6 +368,8 @@ def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
         f"{MAIN}(['train', '--help'])",
         f"{MAIN}(['schema'])",
         f"{MAIN}(['train', 'nowhere.yaml'])",
+        f"{MAIN}(['generate', 'some/model', 'hi'])",
+        f"{MAIN}(['plan', 'qwen2.5-8b'])",
     ],
 )
 def test_help_and_config_import_nothing_heavy(statement):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import config_reference, what_fits, write_page
+from benchmarks import command_reference, config_reference, what_fits, write_page
 from megatrain.config import config_schema, load_config
 from tests.test_house import FLOORS
 
@@ -137,6 +137,19 @@ def test_the_config_reference_has_every_key():
     assert {"learning_rate", "nvme_blocks", "path", "output"} <= set(keys)
 
 
+def test_the_command_reference_is_what_the_commands_say():
+    stale = "run python -m benchmarks.command_reference"
+    assert command_reference.PAGE.read_text() == command_reference.page(), stale
+
+
+def test_every_environment_variable_that_is_read_is_described():
+    reading = re.compile(r"environ(?:\.get\(|\.setdefault\(|\[)\"([A-Z_]+)\"")
+    sources = (ROOT / "megatrain").rglob("*.py")
+    read = {name for path in sources for name in reading.findall(path.read_text())}
+    told = set(command_reference.ENVIRONMENT) | {"XDG_CACHE_HOME"}
+    assert read - told - {"HF_DATASETS_DISABLE_PROGRESS_BARS"} == set()
+
+
 POSITIVE = {"minimum": 1, "type": "integer"}
 
 
@@ -164,7 +177,8 @@ def test_the_page_of_what_fits_has_a_place_for_its_tables():
 def test_the_index_lists_every_decision_by_its_title():
     index = (DECISIONS / "README.md").read_text()
     notes = sorted(DECISIONS.glob("[0-9]*.md"))
-    assert [note.name[:4] for note in notes] == [f"{n:04}" for n in range(1, len(notes) + 1)]
+    numbers = [note.name[:4] for note in notes]
+    assert numbers == sorted(set(numbers)), "no number twice"
     for note in notes:
         title = note.read_text().splitlines()[0].removeprefix(f"# {note.name[:4]}: ")
         assert f"| [{note.name[:4]}]({note.name}) | {title} |" in index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,17 @@ def options(
     """Train models far larger than GPU memory: every parameter, full precision, one command."""
 
 
+def one_process() -> None:
+    """Raise ConfigError if a launcher started several processes: each would train on its own."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world} in the environment: this is one of {world} processes of a "
+            "launcher such as torchrun, and several GPUs are not built yet; start megatrain by "
+            "itself, once"
+        )
+
+
 def finish(summary: Any, as_json: bool) -> None:
     """Print a run's summary and leave with its exit code."""
     show(summary, as_json)
@@ -84,3 +96,33 @@ def need_folder(path: Path) -> None:
         raise ConfigError(
             f"{path}: no such folder; name the folder that a run wrote (`output` in its config)"
         )
+
+
+def find_model(source: str, revision: str | None = None) -> None:
+    """Look for a model on the hub, unless it is on disk, before torch is imported.
+
+    Raises ModelError.
+    """
+    if Path(source).expanduser().exists():
+        return
+    import huggingface_hub
+
+    from megatrain.models.pretrained import resolve_source
+
+    # it warns of every retry
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    resolve_source(source, revision, weights=False)
+
+
+def find_shape(name: str) -> None:
+    """`find_model`, but for the shapes that have a name and no files. Raises ConfigError, too."""
+    from megatrain.models.shapes import SHAPES
+
+    if name in SHAPES:
+        return
+    if "/" not in name and not Path(name).expanduser().exists():
+        raise ConfigError(
+            f"{name}: is no local folder or file; known shapes are {', '.join(SHAPES)}; a model of "
+            "the hub is named with its owner: owner/model"
+        )
+    find_model(name)

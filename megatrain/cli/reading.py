@@ -15,10 +15,17 @@ from megatrain.cli.app import (
     Overrides,
     RunDir,
     app,
+    find_model,
     need_folder,
     print_json,
 )
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, printable
+from megatrain.reporting.streams import console_on
+
+RunOrModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Run, checkpoint, model folder, GGUF file or hub id."),
+]
 
 
 @app.command("data")
@@ -32,6 +39,7 @@ def show_data(
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())
+    find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import inspect
 
     counts = inspect.show_data(settings, rows, as_json)
@@ -41,17 +49,19 @@ def show_data(
 
 @app.command("eval")
 def evaluate(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder or checkpoint.")],
+    model: RunOrModel,
     data: Annotated[
         str | None, typer.Option(help="Rows to evaluate on; default: those the run holds out.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the held-out loss of a run or checkpoint."""
-    need_folder(folder)
+    """Compute the held-out loss of a run, a checkpoint or any other model."""
+    find_model(model)
     from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
 
-    result = inspect.evaluate(folder, data)
+    with logging_on(console_on(stderr=True)):
+        result = inspect.evaluate(model, data)
     if as_json:
         print_json(result)
         return
@@ -79,28 +89,43 @@ def export(
 
 @app.command()
 def generate(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Run, checkpoint, model folder or GGUF file.")
-    ],
+    model: RunOrModel,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="What to answer; default: read stdin.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Of the draws; default: 0. The same seed, the same answer."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a prompt, greedily, with a trained model."""
-    if not folder.is_file():
-        need_folder(folder)
+    """Answer a prompt with a model; on a terminal word by word."""
     if prompt is None and sys.stdin.isatty():
-        missing = "PROMPT is missing; write it after the folder, or pipe it in"
+        missing = "PROMPT is missing; write it after the model, or pipe it in"
         raise ConfigError(f"command line: {missing}")
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
+    find_model(model)
     from megatrain.recipes import inspect
 
-    answer = inspect.generate(folder, question, max_new_tokens)
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    live = sys.stdout.isatty() and not as_json
+    answer = inspect.generate(model, question, max_new_tokens, sampling, _say if live else None)
     if as_json:
         print_json({"prompt": question, "answer": answer})
     else:
-        typer.echo(answer)
+        typer.echo("" if live else answer)
+
+
+def _say(text: str) -> None:
+    typer.echo(printable(text), nl=False)

@@ -15,12 +15,15 @@ from megatrain.cli.app import (
     RunDir,
     Timeline,
     app,
+    find_model,
+    find_shape,
     finish,
     need_folder,
+    one_process,
     print_json,
     show,
 )
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, PlanError
 from megatrain.reporting.streams import console_on
 
 
@@ -32,9 +35,11 @@ def train(
     profile: Timeline = None,
 ) -> None:
     """Train a model as a config file says."""
+    one_process()
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import run
 
     finish(run.train(settings, profile), as_json)
@@ -48,6 +53,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
+    one_process()
     need_folder(run_dir)
     from megatrain.recipes import run
 
@@ -87,11 +93,13 @@ def plan(
     target, given = _target_of(arguments, "plan")
     shape_alone = not names_config(target)
     if shape_alone:
+        find_shape(target)
         from megatrain.recipes.shapes import bench_config
 
         settings = bench_config(target, given)
     else:
         settings = load_config(target, given)
+        find_model(settings.model.source, settings.model.revision)
     from megatrain.planner.explain import render
     from megatrain.recipes import run
     from megatrain.reporting.progress import logging_on
@@ -100,9 +108,11 @@ def plan(
         found = run.plan(settings, shape_alone, described)
     if as_json:
         print_json(found.to_dict())
+        found.check()
     else:
         render(found, console_on())
-    found.check()
+    if not found.fits:  # which the table's first line says
+        raise typer.Exit(PlanError.exit_code)
 
 
 @app.command()
@@ -126,9 +136,14 @@ def bench(
 
     Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
     """
+    one_process()
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
+    from megatrain.config import names_config
+
+    if not names_config(target):
+        find_shape(target)
     from megatrain.recipes.shapes import bench_config
 
     settings = bench_config(target, [*shorts, *given])

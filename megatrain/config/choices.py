@@ -25,6 +25,7 @@ Init = Annotated[Literal["pretrained", "random"], Choice()]
 Format = Annotated[
     Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"], Choice()
 ]
+Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
 Final = Annotated[Literal["model", "full", "none"], Choice()]

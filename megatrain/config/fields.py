@@ -87,6 +87,11 @@ class DataOptions(Options):
     )
     format: c.Format = key("auto", "Row format; auto finds it from the columns.")
     train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
+    prompts: c.Prompts = key(
+        "text",
+        "Rows of two texts, prompt and completion: text trains them as they are, chat makes a "
+        "question and an answer of them.",
+    )
     packing: v.FlagOrAuto = key(
         "auto",
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
@@ -97,6 +102,9 @@ class DataOptions(Options):
         None,
         "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
         "only one.",
+    )
+    date: v.DayOrAuto = key(
+        "auto", "Date that chat templates are told; auto: of the run's first start."
     )
     text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
     chat_template: v.TextOrNull = key(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megatrain.config import names as n
 from megatrain.config.document import (
@@ -20,25 +20,18 @@ from megatrain.config.document import (
     read_yaml,
 )
 from megatrain.config.fields import Config
+from megatrain.config.hints import ALIAS_SECTIONS, SECTIONS, TOP, unknown
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.sources import check_sources
-from megatrain.config.values import nearest, shown
+from megatrain.config.values import shown
 from megatrain.errors import ConfigError
 
 MOST_PROBLEMS = 10  # that are shown at once
-TOP = ""  # the section of top-level keys
-_ALIAS_SECTIONS = (TOP, "train")
 BETAS: Key = ("optimizer", "betas")
 _HINTS = {
     ("model",): "name a hub id, a folder, or {config: folder, init: random}",
     ("data",): "name what to train on: data: {train: rows.jsonl}",
     ("data", "train"): "name a file, a folder or a hub id",
-}
-# Keys of the top level and of every section.
-SECTIONS = {TOP: tuple(Config.model_fields)} | {
-    name: tuple(field.annotation.model_fields)
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
 
 
@@ -88,15 +81,15 @@ def load_config(
         )
     collector = _Collector()
     collector.mapping(document.value or {})
-    in_file = collector.finish()
+    in_file = collector.taken()
     if isinstance(overrides, Mapping):
         for dotted, value in overrides.items():
             collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
     else:
         for override in overrides:
             collector.mapping(_parse_override(override))
-    leaves = _combine_halves(_overlay(in_file, collector.finish()))
-    return _validate(leaves, name)
+    leaves = _overlay(in_file, collector.taken())
+    return _validate(leaves, name, collector.problems)
 
 
 def load_run(
@@ -140,13 +133,9 @@ class _Collector:
         self.leaves: Leaves = {}
         self.problems: list[str] = []
 
-    def finish(self) -> Leaves:
-        """The leaves gathered so far; starts anew. Raises ConfigError with all faults."""
+    def taken(self) -> Leaves:
+        """The leaves gathered so far; starts anew, but for the problems."""
         self._refuse_rivals()
-        if self.problems:
-            more = len(self.problems) - MOST_PROBLEMS
-            rest = [f"and {more:,} more"] if more > 0 else []
-            raise ConfigError("\n".join([*self.problems[:MOST_PROBLEMS], *rest]))
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -159,14 +148,15 @@ class _Collector:
                 self._section(name, entry, leaf)
             elif name in SECTIONS[section]:
                 self._add(leaf)
-            elif section in _ALIAS_SECTIONS and name in ALIASES:
+            elif section in ALIAS_SECTIONS and name in ALIASES:
                 self._alias(ALIASES[name], leaf)
             elif refusal := n.refusal_of(name):
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))
             else:
                 told = len(self.problems) < MOST_PROBLEMS  # a hint takes milliseconds
-                self.problems.append(leaf.problem(_unknown(section, name) if told else "unknown"))
+                reason = unknown(section, name, leaf.value) if told else "unknown"
+                self.problems.append(leaf.problem(reason))
 
     def _section(self, name: str, entry: Located, leaf: Leaf) -> None:
         if isinstance(entry.value, dict):
@@ -181,9 +171,12 @@ class _Collector:
 
     def _alias(self, alias: Alias, leaf: Leaf) -> None:
         try:
-            self._add(Leaf(alias.key, alias.convert(leaf.value), leaf.place, leaf.typed))
+            value = alias.convert(leaf.value)
         except ValueError as error:
             self.problems.append(leaf.problem(str(error)))
+            return
+        if value is not n.NOTHING:
+            self._add(Leaf(alias.key, value, leaf.place, leaf.typed))
 
     def _add(self, leaf: Leaf) -> None:
         pair = isinstance(leaf.value, list) and len(leaf.value) == 2
@@ -211,25 +204,6 @@ def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:
     return next((leaf for leaf in found if leaf.value is not None), None)
 
 
-def _unknown(section: str, name: str) -> str:
-    """The problem of an unknown key: the key that was probably meant, or those that are known."""
-    homes = [other for other, keys in SECTIONS.items() if name in keys and other != section]
-    if not homes and name in ALIASES:
-        homes, name = [ALIASES[name].key[0]], ALIASES[name].key[-1]
-    if homes:
-        return f"did you mean {homes[0] + '.' if homes[0] else ''}{name}?"
-    near = nearest(name, SECTIONS[section])
-    if near is None and section in _ALIAS_SECTIONS:
-        near = nearest(name, ALIASES)
-    if near is None:
-        inside = ((other, key) for other, keys in SECTIONS.items() if other for key in keys)
-        everywhere = {key: f"{other}.{key}" for other, key in inside}
-        near = everywhere.get(nearest(name, everywhere) or "")
-    if near:
-        return f"did you mean {near}?"
-    return f"unknown key; known here are {', '.join(SECTIONS[section])}"
-
-
 def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
     """Upper over lower. One of several rival keys retires the others, another model the first."""
     retired: set[Key] = set()
@@ -242,14 +216,15 @@ def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
     return {key: leaf for key, leaf in lower.items() if key not in retired} | upper
 
 
-def _combine_halves(leaves: Leaves) -> Leaves:
+def _combine_halves(leaves: Leaves, problems: list[str]) -> Leaves:
     """Join keys that are halves of one: rows per device with accumulation, beta1 with beta2."""
     halves = (n.ROWS_PER_DEVICE, n.ACCUMULATION, n.BETA1, n.BETA2)
     whole = {key: leaf for key, leaf in leaves.items() if key not in halves}
     rows, times = leaves.get(n.ROWS_PER_DEVICE), leaves.get(n.ACCUMULATION)
     if rows is None and times is not None:
         reason = "needs per_device_train_batch_size beside it: their product is the rows of a step"
-        raise ConfigError(times.problem(reason))
+        if not problems:  # else the other half may be among them
+            problems.append(times.problem(reason))
     if rows is not None:
         key = ("train", "rows_per_step")
         whole[key] = Leaf(key, rows.value * (times.value if times else 1), rows.place, rows.typed)
@@ -263,18 +238,35 @@ def _combine_halves(leaves: Leaves) -> Leaves:
     return whole
 
 
-def _validate(leaves: Leaves, source: str) -> Config:
+def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
+    """The config of `leaves`. Raises ConfigError with all faults, those of names first.
+
+    problems: of the names. A key that they leave unset is not missed, nor held against another.
+    """
+    misnamed = bool(problems)
+    leaves = _combine_halves(leaves, problems)
     tree: dict[str, Any] = {}
     for (*sections, name), leaf in leaves.items():
         target = tree.setdefault(sections[0], {}) if sections else tree
         target[name] = leaf.value
+    config = None
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        problems = [_problem(leaves, source, dict(fault)) for fault in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+        found = [fault for fault in map(dict, error.errors()) if not (misnamed and _of_many(fault))]
+        problems += [_problem(leaves, source, fault) for fault in found]
+    problems = list(dict.fromkeys(problems))
+    if config is None or problems:
+        more = len(problems) - MOST_PROBLEMS
+        rest = [f"and {more:,} more"] if more > 0 else []
+        raise ConfigError("\n".join([*problems[:MOST_PROBLEMS], *rest]))
     places = {key: f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()}
     return config.with_places({".".join(key): place for key, place in places.items()})
+
+
+def _of_many(fault: dict[str, Any]) -> bool:
+    """Whether a fault is that a key is missing, or that several contradict each other."""
+    return fault["type"] == "missing" or bool(fault.get("ctx", {}).get("key"))
 
 
 def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:

@@ -63,6 +63,18 @@ def _one_of(*pairs: tuple[object, object], **texts: str) -> Callable[[object], o
     return convert
 
 
+NOTHING = object()  # what an alias's value asks for is done anyway
+
+
+def _evaluation(value: object) -> object:
+    if _same("steps", value) or value is None:
+        return NOTHING
+    if _same("no", value) or value is False:
+        return None
+    offered = "only counting steps is offered (train.eval_every), or no evaluation (`no`)"
+    raise ValueError(f"{shown(value)} cannot be honoured: {offered}")
+
+
 def _count(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
@@ -145,6 +157,8 @@ ALIASES: dict[str, Alias] = {
     "dataset_train_split": Alias(("data", "split")),
     "dataset_text_field": Alias(("data", "text_field")),
     **_all("assistant_only_loss completion_only_loss", _only_answers),
+    **_all("eval_strategy evaluation_strategy", Alias(("data", "eval"), _evaluation)),
+    "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
     "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
     **_all("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),
     "torch_compile": Alias(("compile",)),
@@ -177,9 +191,6 @@ _MIXTURE = Refusal(
 )
 _PLANNED = "the planner decides what is saved and what is recomputed; set memory.gpu to bound it"
 _BY_STEPS = "only counting steps is offered"
-_NO_EVALUATION = Refusal(
-    f"{_BY_STEPS} (train.eval_every), or no evaluation (data.eval: null)", ("steps", None)
-)
 _TRACKER = Refusal("not offered; `track` takes wandb, tensorboard and trackio", (None, False))
 _WANDB = Refusal("set in the environment, as WANDB_PROJECT; `track: wandb` turns it on", (None,))
 _HUB = Refusal("nothing is uploaded; use `megatrain export` and upload the folder")
@@ -212,7 +223,6 @@ REFUSED: dict[str, Refusal] = {
     "neftune_noise_alpha": _drop("noise on embeddings is not built yet", 0, 0.0, None),
     "group_by_length": _drop("rows are already sorted by length inside a step"),
     **_all("padding_free pad_to_sequence_len", _PACKING),
-    **_all("eval_strategy evaluation_strategy", _NO_EVALUATION),
     "save_strategy": Refusal(
         f"{_BY_STEPS} (checkpoint.every: 200, or null for the end alone)", ("steps", None)
     ),
@@ -231,6 +241,23 @@ REFUSED: dict[str, Refusal] = {
     "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
     "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
+    "strict": _drop("unknown keys are always refused", True, False, None),
+    "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
+    "do_eval": Refusal("set data.eval: null for no evaluation", (True, None)),
+    "do_predict": Refusal("`megatrain generate` answers prompts, `megatrain eval` evaluates"),
+    "predict_with_generate": Refusal("an evaluation computes the held-out loss alone"),
+    "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
+    "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
+    "max_samples": Refusal(
+        "all rows of data.train are used; name a smaller file, or set train.max_steps", (None,)
+    ),
+    "evals_per_epoch": Refusal(f"{_BY_STEPS}: set train.eval_every", (None,)),
+    "saves_per_epoch": Refusal(f"{_BY_STEPS}: set checkpoint.every", (None,)),
+    "tokenizer_type": _drop("the model's own tokenizer is used", "AutoTokenizer", None),
+    "model_type": _drop(
+        "config.json of the model says its type", "AutoModelForCausalLM", "LlamaForCausalLM", None
+    ),
+    "trackio": Refusal("write `track: trackio`"),
     "data_seed": _drop("train.seed covers shuffling too", None),
     "nproc_per_node": Refusal("one GPU is used; more are not built yet", (None, 1)),
     # Configs of older runs spell out this former key: `auto` and 0 ask for nothing that is gone.

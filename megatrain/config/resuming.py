@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -56,11 +57,19 @@ FLAGGED = {
     **KEPT_OPTIONS,
 }
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
-KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "precision", "optimizer.moments", "compile")
+KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
+KEPT_CHOICES += ("compile",)
 
 
-# Keys that may name files; all but the last two may also be of the hub.
-PATHS = ("model.path", "model.config", "data.train", "data.eval", "memory.nvme", "output")
+PATHS = (
+    "model.path",
+    "model.config",
+    "data.train",
+    "data.eval",
+    "data.chat_template",
+    "memory.nvme",
+    "output",
+)
 
 
 def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
@@ -128,10 +137,12 @@ def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:
 def _absolute(value: Any, always: bool) -> Any:
     if isinstance(value, list):
         return [_absolute(one, always) for one in value]
+    if isinstance(value, dict):  # a source with a weight or a split
+        return {**value, "path": _absolute(value["path"], always)}
     if not isinstance(value, str):
         return value
     folder, colon, split = value.partition(":")
-    if always or os.path.exists(value):
+    if always or os.path.exists(value) or glob.glob(value, recursive=True):
         return os.path.abspath(value)
     return os.path.abspath(folder) + colon + split if colon and os.path.exists(folder) else value
 

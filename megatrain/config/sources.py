@@ -95,7 +95,7 @@ def _short(value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
     dumped = [one.model_dump(mode="json") for one in value]
-    return dumped[0] if len(dumped) == 1 else dumped
+    return dumped[0] if len(dumped) == 1 and isinstance(dumped[0], str) else dumped
 
 
 _TEXT, _MAPPING = {"type": "string"}, SourceOptions.model_json_schema()

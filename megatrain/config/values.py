@@ -6,11 +6,13 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -57,9 +59,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, or None when none is close."""
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), n=1)
+def nearest(name: str, candidates: Iterable[str], alike: float = 0.6) -> str | None:
+    """The candidate most like `name`, or None when none is close. `alike`: 1 only takes equals."""
+    spelt = name.lower().replace("-", "_")
+    found = difflib.get_close_matches(spelt, list(candidates), n=1, cutoff=alike)
     return found[0] if found else None
 
 
@@ -159,8 +162,16 @@ _Share = Annotated[float, Field(gt=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Text = Annotated[str, Field(pattern=r"\S")]
 
+
+def _is_day(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
+
+Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_is_day)]
 Flag = Annotated[bool, wanted("true or false")]
 FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
+DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]

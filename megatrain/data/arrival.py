@@ -1,7 +1,8 @@
 """What a chat template leaves out: it may render a conversation and drop parts of it.
 
 Text to be trained on and system prompts must arrive, or the row is refused. What else is left out
-is counted. White space is not compared: templates trim and indent.
+is counted, and so are messages that spell a special token. White space is not compared: templates
+trim and indent.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def check_arrival(
 
     Raises RowError where text to be trained on or a system prompt is missing.
     """
-    whole, notes, behind = squeezed(text), [], 0
+    whole, behind = squeezed(text), 0
     _check_tools(chat, template, whole)
+    unknown = (name for name in chat.variables if not template.names(name))
+    notes = [f"chat_template_kwargs set {name!r}, which the template has not" for name in unknown]
     for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
+        notes += map(_spelt_note, sorted(template.spelt(message.content)))
         if span is None:
             notes += _of_context(message, index, whole)
             continue
@@ -88,6 +92,10 @@ def _left_out(message: Message, whole: str) -> list[str]:
     others = {name: said for name, said in message.extra.items() if name not in own}
     missing = (name for name, said in others.items() if not _arrives(said, whole))
     return [*map(_field_note, missing)]
+
+
+def _spelt_note(token: str) -> str:
+    return f"messages spell {token}, which becomes the special token itself"
 
 
 def _field_note(name: str) -> str:

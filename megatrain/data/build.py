@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +20,14 @@ from megatrain.data import cuts, dataset, formats, show
 from megatrain.data.chat import Marked
 from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
 from megatrain.data.fields import RowError
+from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
-from megatrain.data.packing import pack
+from megatrain.data.packing import PackedRows, pack
 from megatrain.data.readers import RawRow
 from megatrain.data.sources import Part, Source, open_source
+from megatrain.data.template import CLOCK
 from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 
@@ -32,8 +37,8 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 4  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns")
+CACHE_VERSION = 5  # raise it when the same input gives other tokens
+CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
 ON_BAD_ROW = ("refuse", "skip")
 
 
@@ -45,7 +50,9 @@ class DataOptions:
         seq_len: longest row in tokens; None keeps whole documents, for packing.
         text_field: the column of plain text; None finds it.
         columns: columns that go by another name, ours first.
+        prompts: as in `Encoder`.
         vocab_size: token ids from here on are refused; None allows all.
+        day: told to chat templates that ask for the time; None: today's.
     """
 
     seq_len: int | None
@@ -54,8 +61,10 @@ class DataOptions:
     on_bad_row: str = "refuse"
     text_field: str | None = None
     columns: Mapping[str, str] | None = None
+    prompts: str = "text"
     split: str | None = None
     vocab_size: int | None = None
+    day: date | None = None
 
     def __post_init__(self) -> None:
         for key, known in {"format": ("auto", *FORMATS), "on_bad_row": ON_BAD_ROW}.items():
@@ -74,6 +83,7 @@ def load_data(
     pack_to: int | None = None,
     cache: Path | None = None,
     on_progress: Callable[[int], None] | None = None,
+    expected: str | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows.
 
@@ -84,26 +94,42 @@ def load_data(
         pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
             out are whole documents.
         on_progress: called with the number of rows read so far.
+        expected: the digest of the training rows of a run that goes on; where the source has
+            changed or is gone, they are taken from the cache, if they are there.
 
     Raises as `encode_source`.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
-    rows = encode_source(train, tokenizer, options, cache, on_progress)
-    held: TokenRows | None = None
-    if isinstance(held_out, int | float):
-        if held_out:
+
+    def packed(documents: TokenRows) -> PackedRows:
+        assert pack_to is not None
+        return pack(documents, pack_to, Encoder(tokenizer).eos)
+
+    def chosen(rows: TokenRows) -> tuple[TokenRows, TokenRows | None]:
+        held = None
+        if isinstance(held_out, int | float) and held_out:
             rows, held = hold_out(rows, held_out, seed)
-    elif held_out is not None:
+        if isinstance(train, list | tuple):
+            rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
+        return rows, held
+
+    def as_expected(rows: TokenRows) -> bool:
+        found = chosen(rows)[0]
+        return (found if pack_to is None else packed(found)).digest == expected
+
+    before = None
+    if expected is not None:
+        before = _of_a_changed_source(train, tokenizer, options, cache, as_expected)
+    rows, held = chosen(before or encode_source(train, tokenizer, options, cache, on_progress))
+    if not isinstance(held_out, int | float | None):
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
         look_for_copies(rows, held)
         rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
         rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
-    if isinstance(train, list | tuple):
-        rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
     if pack_to is None:
         return rows, held
-    return pack(rows, pack_to), None if held is None else pack(held, pack_to)
+    return packed(rows), None if held is None else packed(held)
 
 
 def encode_source(
@@ -121,20 +147,31 @@ def encode_source(
         StorageError: the cache cannot be written.
     """
     source = open_source(given, options.split)
-    encoder = Encoder(tokenizer, options.train_on)
+    encoder = Encoder(tokenizer, options.train_on, options.prompts, options.day)
     folder = cache or dataset.default_cache()
-    key = _fingerprint(source, tokenizer, options)
+    asked = _asked(given, tokenizer, options)
+    key = _key(asked, source)
     rows = dataset.cached_set(folder, key)
     if rows is None:
         with dataset.new_cached_set(folder, key) as writer:
             counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
-            writer.finish(counts)
+            writer.finish(counts, asked)
         rows = dataset.load_cached_set(folder, key, check=False)
         assert rows is not None, "a set just written is there"
+    return _ready(rows, source.notes, tokenizer, options)
+
+
+def _ready(
+    rows: TokenRows,
+    notes: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+) -> TokenRows:
+    """Rows from the cache with what is to be said of them. Raises DataError."""
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
     warned = cuts.warnings(rows.counts, options.seq_len)
-    return replace(rows, counts=replace(rows.counts, choices=list(source.notes), warned=warned))
+    return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
 
 
 def _write(
@@ -157,10 +194,12 @@ def _write(
             lengths.append(len(ids))
             counts.rewritten_turns += text.rewritten
             counts.add_notes(text.notes)
+            if text.wrapping:
+                counts.wrapped[text.wrapping] = counts.wrapped.get(text.wrapping, 0) + 1
             fit = cuts.split if is_text else cuts.cut
             for row in fit(ids, mask, options.seq_len, counts):
                 if row[1].any():
-                    writer.add(*row)
+                    writer.add(*row, joined=not raw.ends)
                     counts.parts[raw.part] += 1
                 else:
                     counts.without_target += 1
@@ -205,7 +244,8 @@ def _sample(
         value = {"text": value[column]}
     sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
     if isinstance(sample, Document):
-        return replace(sample, begins=raw.begins, ends=raw.ends)
+        around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
+        return replace(sample, **around)
     counts.add_unread(sample.unread)
     return sample
 
@@ -240,13 +280,62 @@ def _check_vocabulary(
         )
 
 
-def _fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+def _of_a_changed_source(
+    given: Given,
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    cache: Path | None,
+    wanted: Callable[[TokenRows], bool],
+) -> TokenRows | None:
+    """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
+    folder, asked, current = cache or dataset.default_cache(), _asked(given, tokenizer, options), ""
+    with suppress(DataError):
+        current = _key(asked, open_source(given, options.split))
+    for key in sorted(dataset.sets_asked(folder, asked), key=lambda key: key != current):
+        rows = dataset.load_cached_set(folder, key, check=False)
+        with suppress(DataError):
+            if rows is None or not wanted(rows):
+                continue
+            if key == current:
+                return None
+            if (rows := dataset.cached_set(folder, key)) is not None:
+                note = "the data has changed or is gone since the run began; its rows come from"
+                return _ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
+    return None
+
+
+def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+    """A name of everything that tokenised rows follow from, but for what the source holds."""
+    template = tokenizer.chat_template
     state = {
         "version": CACHE_VERSION,
-        "source": source.identity,
-        "template": tokenizer.chat_template,
+        "source": _spelt(given),
+        "split": options.split,
+        "template": template,
+        "day": str(options.day) if CLOCK in str(template) else None,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "options": [getattr(options, name) for name in CACHED_BY],
     }
-    text = json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str()
+    return _hash(json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str())
+
+
+def _spelt(given: Given) -> object:
+    """How a source was named; paths from the root, as a run's folder has them."""
+    if isinstance(given, str | Path):
+        with suppress(DataError):
+            named = resolve(str(given))
+            if named.paths:
+                return os.path.abspath(named.name) + named.spec[len(named.name) :]
+        return str(given)
+    if isinstance(given, list | tuple):
+        parts = [asdict(part) for part in given if isinstance(part, Part)]
+        return [{**part, "path": _spelt(part["path"])} for part in parts]
+    return type(given).__name__
+
+
+def _key(asked: str, source: Source) -> str:
+    return _hash(asked + source.identity)
+
+
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ from megatrain.data.template import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE = "by the chat template"
+
 
 @dataclass(frozen=True)
 class Marked:
@@ -50,8 +53,10 @@ class Marked:
         add_special: let the tokenizer add its special tokens, which a chat template has written
             into the text itself.
         eos: append the end-of-sequence token, as a target.
+        keep: the characters whose tokens are the row's; None for all.
         rewritten: number of answers that the template renders otherwise once others follow.
         notes: what is to be counted and said: what stands behind the count in a sentence.
+        wrapping: how a conversation became this text; empty for other texts.
     """
 
     text: str
@@ -60,6 +65,8 @@ class Marked:
     eos: bool = False
     rewritten: int = 0
     notes: tuple[str, ...] = ()
+    wrapping: str = ""
+    keep: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,20 @@ class Answer:
     rewritten: bool = False
 
 
+def shared_length(one: str, other: str) -> int:
+    """Number of characters with which both texts begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
 class ChatTemplate:
     """A tokenizer's chat template. Raises RowError for conversations that it refuses or garbles."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._template = Template(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
+        self._template = Template(tokenizer, day)
 
     def whole(self, chat: Chat) -> Marked:
         """The conversation with all of it to train on, through the end of its last answer."""
@@ -87,7 +103,10 @@ class ChatTemplate:
         if scene.turns[-1]["role"] == "assistant" and not self._template.ends(text):
             text += self._ending(len(scene.turns) - 1)
         spans = [(0, len(text)) if turn.role == "assistant" else None for turn in chat.messages]
-        return Marked(text, None, notes=(*check_arrival(chat, self._template, text, spans),))
+        notes = (*check_arrival(chat, self._template, text, spans),)
+        if any(turn.role == "assistant" and not turn.trained for turn in chat.messages):
+            notes += ("rows have answers that are context, and data.train_on: all trains them",)
+        return Marked(text, None, notes=notes, wrapping=TEMPLATE)
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -111,7 +130,8 @@ class ChatTemplate:
         dropped = check_arrival(chat, self._template, text, of_each)
         notes = (*dropped, *self._endless(text, spans.values()))
         rewritten = sum(answer.rewritten for answer in answers.values())
-        return Marked(text, tuple(spans.values()), rewritten=rewritten, notes=notes)
+        of_trained = tuple(spans.values())
+        return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=TEMPLATE)
 
     def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, Answer]]:
         """The text, and the answers of these turns, each through a token that ends it."""
@@ -133,10 +153,8 @@ class ChatTemplate:
 
     def _answer(self, scene: Scene, index: int, text: str) -> Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
-        start = None
-        if self._template.prompts:
-            start = self._end_of(scene.beginning(index), text, generation_prompt=True)
-        stop = self._end_of(scene.beginning(index + 1), text, generation_prompt=False)
+        start = self._start(scene.beginning(index), text) if self._template.prompts else None
+        stop = self._end_of(scene.beginning(index + 1), text)
         rewritten = stop is None
         if start is None or stop is None:
             before, after = self._around(scene, index, text)
@@ -146,15 +164,30 @@ class ChatTemplate:
             stop = start + len(text[start:stop].rstrip())
         return Answer(start, stop, rewritten)
 
-    def _end_of(self, beginning: Scene, text: str, generation_prompt: bool) -> int | None:
+    def _start(self, beginning: Scene, text: str) -> int | None:
+        """Where `text` leaves what the generation prompt supplies, None if that is not in it.
+
+        An answer may not have all of a prompt, such as its `<think>`.
+        """
+        prompted = self._rendered(beginning, generation_prompt=True)
+        if prompted is None or text.startswith(prompted):
+            return None if prompted is None else len(prompted)
+        before, shared = self._end_of(beginning, text), shared_length(prompted, text)
+        return shared if before is not None and shared > before else None
+
+    def _end_of(self, beginning: Scene, text: str) -> int | None:
         """Length of what a conversation renders to if `text` begins with it, else None."""
+        rendered = self._rendered(beginning)
+        return len(rendered) if rendered is not None and text.startswith(rendered) else None
+
+    def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
+        """What a conversation's beginning renders to, None if it cannot stand alone."""
         if not beginning.turns:
             return None
         try:
-            rendered = self._template.render(beginning, generation_prompt)
-        except RowError:  # the whole conversation renders: its beginning alone is none
+            return self._template.render(beginning, generation_prompt)
+        except RowError:
             return None
-        return len(rendered) if text.startswith(rendered) else None
 
     def _around(self, scene: Scene, index: int, text: str) -> Span:
         """The characters of `text` that the template made of what turn `index` says."""
@@ -185,9 +218,7 @@ class ChatTemplate:
             self._template.render(beginning.with_turn(index, turn)).partition(STAND_IN)[0]
             for turn in (plain, other)
         ]
-        pairs = enumerate(zip(*heads, strict=False))
-        differ = next((place for place, (one, two) in pairs if one != two), len(heads[0]))
-        return heads[1][differ:]
+        return heads[1][shared_length(*heads) :]
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
         """Number of characters behind an answer's texts that belong to it.

@@ -27,8 +27,10 @@ MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
-INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy")  # beside ids.bin and mask.bin
-ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
+ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
+# what is left of a damaged file may be anything
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
 UNREAD_KEPT = 50  # names of columns
 
 logger = logging.getLogger("megatrain")
@@ -50,6 +52,7 @@ class Counts:
     parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
     choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
     notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
     split_texts: int = 0  # texts that are more than one row each
     tokens: int = 0  # before anything was cut
@@ -109,6 +112,7 @@ class TokenRows:
     offsets: IndexArray
     targets: IndexArray
     hashes: HashArray  # of each row's ids and mask; equal rows have equal ones
+    joined: MaskArray  # rows that are pieces of a text which the next row goes on with
     contexts: HashArray  # of what precedes each row's first target; the row's where nothing does
     chosen: IndexArray
     counts: Counts
@@ -153,13 +157,17 @@ class RowWriter:
         self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
         # 8 bytes a row each, where a list of ints takes 40
         self._lengths, self._targets = array("q"), array("q")
-        self._hashes, self._contexts = array("Q"), array("Q")
+        self._hashes, self._contexts, self._joined = array("Q"), array("Q"), array("b")
 
-    def add(self, ids: IdArray, mask: MaskArray) -> None:
-        """Append a row: ids int32 [tokens], mask bool [tokens]."""
+    def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
+        """Append a row: ids int32 [tokens], mask bool [tokens].
+
+        joined: the next row goes on with its text.
+        """
         data, flags = ids.tobytes(), mask.tobytes()
         self._ids.write(data)
         self._mask.write(flags)
+        self._joined.append(joined)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
         self._hashes.append(_hash64(data + flags))
@@ -169,10 +177,14 @@ class RowWriter:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def finish(self, counts: Counts) -> None:
-        """Write the index and, last, the counts and every file's hash: theirs is the last file."""
+    def finish(self, counts: Counts, asked: str = "") -> None:
+        """Write the index and, last, the counts and every file's hash: theirs is the last file.
+
+        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
+        """
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        index = (offsets, *map(np.asarray, (self._targets, self._hashes, self._contexts)))
+        of_rows = (self._targets, self._hashes, self._contexts, self._joined)
+        index = (offsets, *map(np.asarray, of_rows))
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in zip(INDEX, index, strict=True):
             files[name] = HashedFile(self._folder / name)
@@ -180,6 +192,7 @@ class RowWriter:
                 np.save(file, values)
         self.close()
         about = {
+            "asked": asked,
             "counts": asdict(counts),
             "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
         }
@@ -248,6 +261,17 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def sets_asked(cache: Path, asked: str) -> Iterator[str]:
+    """The keys of all sets that were finished as `asked`."""
+    for path in sorted(cache.glob(f"*/{ABOUT}")):
+        try:
+            found = json.loads(path.read_bytes()).get("asked")
+        except UNREADABLE:
+            continue
+        if found == asked and "." not in path.parent.name:
+            yield path.parent.name
+
+
 def cached_set(cache: Path, key: str) -> TokenRows | None:
     """`load_cached_set`, with a warning where it gives None for a damaged set."""
     rows = load_cached_set(cache, key)
@@ -268,15 +292,15 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         written = about["blake2b"]
         if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
             return None
-        offsets, targets, hashes, contexts = (np.load(folder / name) for name in INDEX)
+        offsets, targets, hashes, contexts, joined = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
         counts = Counts(**about["counts"])
-    # what is left of a file may be anything
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError):
+    except UNREADABLE:
         return None
     chosen = np.arange(len(targets))
-    return TokenRows(ids, mask, offsets, targets, hashes, contexts, chosen, counts)
+    joined = joined.astype(np.bool_)
+    return TokenRows(ids, mask, offsets, targets, hashes, joined, contexts, chosen, counts)
 
 
 def _hash64(data: bytes) -> int:

@@ -54,6 +54,7 @@ class Chat:
 
     Attributes:
         plain: (prompt, completion) for tokenizers without a chat template.
+        literal: the row has two texts, which mean themselves rather than two turns.
         variables: what the row sets of its chat template, such as enable_thinking.
         tools: that the model may call.
         unread: fields of turns that nobody reads.
@@ -64,15 +65,19 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     unread: frozenset[str] = frozenset()
+    literal: bool = False
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text. `begins` and `ends` are False where it is a piece of a longer document."""
+    """Plain text. `begins` and `ends` are False where it is a piece of a longer document, of which
+    the characters `before` and `after` it are given."""
 
     text: str
     begins: bool = True
     ends: bool = True
+    before: str = ""
+    after: str = ""
 
 
 Sample = Chat | Document
@@ -194,7 +199,8 @@ def _from_prompt_completion(row: Row) -> Sample:
         plain = (text_of(row, "prompt"), text_of(row, "completion"))
     asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
     context = [replace(turn, trained=False) for turn in asked.messages]
-    return _chat(row, Turns((*context, *answer.messages), asked.unread | answer.unread), plain)
+    turns = Turns((*context, *answer.messages), asked.unread | answer.unread)
+    return replace(_chat(row, turns, plain), literal=plain is not None)
 
 
 def _from_alpaca(row: Row) -> Sample:

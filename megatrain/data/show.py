@@ -44,6 +44,7 @@ def summary(rows: Rows) -> dict[str, Any]:
         "split_texts": counts.split_texts,
         "cut_answers": counts.cut_answers,
         "choices": list(counts.choices),
+        "wrapped": dict(counts.wrapped),
         "notes": dict(counts.notes),
         "unread_columns": list(counts.unread),
         "warnings": warnings(rows),
@@ -66,16 +67,22 @@ def describe(rows: Rows) -> list[str]:
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
     length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
-    what_was_lost = [f"{count:,} {what}" for count, what in lost if count]
+    more = [f"{count:,} {what}" for count, what in lost if count]
+    ways = [f"{count:,} {way}" for way, count in counts.wrapped.items()]
+    if ways:
+        more.insert(0, f"rows became text: {'; '.join(ways)}")
     if counts.unread:
-        what_was_lost.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *what_was_lost, *counts.choices]
+        more.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
+    return [f"{found['rows']:,} {kind}, {sizes}", length, *more, *counts.choices]
 
 
-def warnings(rows: Rows) -> list[str]:
+def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:
     """What happened to rows that a user may not want."""
     counts = rows.counts
-    return [*counts.warned, *(f"{count:,} {what}" for what, count in counts.notes.items())]
+    lines = [*counts.warned, *(f"{count:,} {what}" for what, count in counts.notes.items())]
+    if held_out is not None and held_out.counts is not counts:  # of a source of their own
+        lines += [f"data.eval: {line}" for line in warnings(held_out)]
+    return lines
 
 
 def histogram(rows: Rows) -> str:
@@ -85,7 +92,13 @@ def histogram(rows: Rows) -> str:
     return "".join(BARS[8 * height // highest] if height else " " for height in heights.tolist())
 
 
-def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, console: Console) -> None:
+def show_rows(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    console: Console,
+    held_out: Rows | None = None,
+) -> None:
     """Print the first `count` rows, targets in green (in brackets without colour), then counts."""
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
@@ -96,7 +109,7 @@ def show_rows(rows: Rows, tokenizer: PreTrainedTokenizerBase, count: int, consol
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for line in warnings(rows):
+    for line in warnings(rows, held_out):
         console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
 
 

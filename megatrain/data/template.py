@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
+from megatrain.data.rendering import LARGEST_CHARACTERS, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,11 +23,23 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
-# What a template's own code may raise, besides errors of the template language.
-OF_ITS_CODE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+LONGEST_REASON = 400  # characters of an error of a template
 # Fields of a turn that are the model's own words besides its content, as templates name them.
 WORDS = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# A template asks transformers for the time, and functions cannot be handed to it: so it is given
+# one of its own, in which each directive of a format has the value of a day.
+CLOCK = "strftime_now"
+DIRECTIVES = [f"%-{letter}" for letter in "dmHIMSj"]
+DIRECTIVES += [f"%{letter}" for letter in "aAwdebBmyYHIpMSfjUWcxXFT%"]
+FIXED_CLOCK = f"""{{%- macro {CLOCK}(format) -%}}
+{{%- set said = namespace(text=format) -%}}
+{{%- for directive, value in directives.items() -%}}
+{{%- set said.text = said.text | replace(directive, value) -%}}
+{{%- endfor -%}}
+{{{{ said.text }}}}
+{{%- endmacro +%}}"""
 
 
 @dataclass(frozen=True)
@@ -87,9 +101,12 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 class Template:
-    """A tokenizer's chat template, and what its text shows of how it writes turns."""
+    """A tokenizer's chat template, and what its text shows of how it writes turns.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    day: the date that it is told when it asks for the time.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
         try:
             self._source: str = tokenizer.get_chat_template()
             # a tokenizer may have another one for tools
@@ -97,9 +114,17 @@ class Template:
         except ValueError as error:  # several, and none of them the default
             raise DataError(f"{tokenizer.name_or_path}: no default chat template") from error
         self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        if day is not None and CLOCK in self._source + self._with_tools:
+            self._source, self._with_tools = (
+                FIXED_CLOCK + source for source in (self._source, self._with_tools)
+            )
+            moment = datetime.combine(day, time())
+            self._variables["directives"] = {each: moment.strftime(each) for each in DIRECTIVES}
         self.eos = tokenizer.eos_token or ""
         tokens = tokenizer.added_tokens_decoder.values()
         self._special = {str(token) for token in tokens if token.special}
+        specials = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._any_special = re.compile(specials or "(?!)")
         # GPT-NeoX adds runs of spaces, which end no turn
         added = sorted(filter(str.strip, map(str, tokens)), key=len, reverse=True)
         any_of = "|".join(map(re.escape, added)) or "(?!)"
@@ -182,6 +207,14 @@ class Template:
         found = self._last_token.search(text)
         return found[1] if found else None
 
+    def names(self, variable: str) -> bool:
+        """Whether its source has this name in it."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source + self._with_tools) is not None
+
+    def spelt(self, text: str) -> set[str]:
+        """The special tokens that a text spells, and that the tokenizer will read as such."""
+        return set(self._any_special.findall(text))
+
     def ends(self, answer: str) -> bool:
         """Whether an answer's last token is one that ends it, as `</tool_call>` does not."""
         last = self.last_token(answer)
@@ -195,19 +228,29 @@ class Template:
             return ""
 
     def _run(self, scene: Scene, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        refuses = "the chat template refuses this conversation"
         try:
-            found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
-                conversations=[list(scene.turns)],
-                tools=[dict(tool) for tool in scene.tools] or None,
-                chat_template=self._with_tools if scene.tools else self._source,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **{**self._variables, **scene.variables},
-            )
-        except (jinja2.TemplateError, *OF_ITS_CODE) as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from error
+            with limited():
+                found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
+                    conversations=[list(scene.turns)],
+                    tools=[dict(tool) for tool in scene.tools] or None,
+                    chat_template=self._with_tools if scene.tools else self._source,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=generation_prompt,
+                    **{**self._variables, **scene.variables},
+                )
+        except Exception as error:  # whatever the code of a template does
+            reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+            raise RowError(f"{refuses}: {reason}") from error
         texts, spans = found
+        if len(texts[0]) > LARGEST_CHARACTERS:
+            most = f"{LARGEST_CHARACTERS >> 20} million characters"
+            raise RowError(f"{refuses}: it makes more than {most} of it")
+        try:
+            texts[0].encode()
+        except UnicodeEncodeError as error:  # as JSON can spell it, in tools and variables, too
+            half = f"character {error.start} is half of a surrogate pair"
+            raise RowError(f"the rendered conversation: {half}") from None
         return texts[0], list(spans[0]) if marks else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,23 +19,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "all")
+PROMPTS = ("text", "chat")
+AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
+STANFORD = "by the Stanford Alpaca prompt, as there is no chat template"
 
 
 class Encoder:
     """A tokenizer with its rules of what is a target.
 
     Conversations go through the chat template, with the loss on what the assistant wrote
-    (`train_on="assistant"`) or on everything ("all"). Without a template, rows that have a prompt
-    and a completion become `prompt completion eos` with the loss on the completion and eos.
-    Documents are `text eos` with the loss on all of it. The first token of a row is never a target,
-    since nothing predicts it.
+    (`train_on="assistant"`) or on everything ("all"). Two texts, prompt and completion, become
+    `prompt completion eos` with the loss on completion and eos, unless `prompts` is "chat", which
+    makes turns of them; so does an Alpaca row without a template, its prompt in the Stanford
+    words. Documents are `text eos` with the loss on all of it. The first token of a row is never a
+    target, since nothing predicts it. Templates that ask for the time are told `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: str = "assistant",
+        prompts: str = "text",
+        day: date | None = None,
+    ) -> None:
         if train_on not in TRAIN_ON:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
+        if prompts not in PROMPTS:
+            raise DataError(f"data.prompts: {prompts!r} is unknown; use {' or '.join(PROMPTS)}")
         if not tokenizer.is_fast:
             raise DataError(
                 f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with "
@@ -42,19 +55,36 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.prompts = prompts
+        self.bos = tokenizer.bos_token
+        self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
     def mark(self, sample: Sample) -> Marked:
         """Text and target characters of a sample. Raises RowError if it cannot be rendered."""
         if isinstance(sample, Document):
-            return Marked(sample.text, None, add_special=sample.begins, eos=sample.ends)
-        if self.template is None:
+            start = len(sample.before)
+            return Marked(
+                sample.before + sample.text + sample.after,
+                None,
+                add_special=sample.begins and not self._has_bos(sample.text),
+                eos=sample.ends,
+                keep=(start, start + len(sample.text)),
+            )
+        if self.template is None or (sample.literal and self.prompts == "text"):
             return self._plain(sample)
         if self.train_on == "all":
             return self.template.whole(sample)
         return self.template.mark(sample)
 
+    def _has_bos(self, text: str) -> bool:
+        return bool(self.bos) and text.startswith(str(self.bos))
+
     def _plain(self, chat: Chat) -> Marked:
+        if chat.plain is None and chat.literal:
+            raise RowError(
+                "a system prompt, tools or variables of the template have no place beside two "
+                "texts; set data.prompts: chat to make turns of these"
+            )
         if chat.plain is None:
             raise RowError(
                 "the tokenizer has no chat template for conversations; name one "
@@ -63,7 +93,9 @@ class Encoder:
         prompt, completion = chat.plain
         text = prompt + completion
         spans = None if self.train_on == "all" else ((len(prompt), len(text)),)
-        return Marked(text, spans, add_special=True, eos=True)
+        wrapping = AS_THEY_ARE if chat.literal else STANFORD
+        add_special = not self._has_bos(text)
+        return Marked(text, spans, add_special=add_special, eos=True, wrapping=wrapping)
 
     def encode(self, batch: Sequence[Marked]) -> list[tuple[IdArray, MaskArray]]:
         """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut."""
@@ -92,7 +124,10 @@ class Encoder:
         if marked.spans is not None:
             mask = target_mask(offsets, marked.spans)
         tokens = np.asarray(ids, np.int32)
-        if marked.eos and (not ids or ids[-1] != self.eos):
+        if marked.keep != (0, len(marked.text)) and marked.keep is not None:
+            chosen = tokens_in(offsets, marked.keep)
+            tokens, mask = tokens[chosen], mask[chosen]
+        if marked.eos and (not len(tokens) or tokens[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
         elif marked.eos:
             mask[-1] = True  # the tokenizer appended it by itself
@@ -126,3 +161,14 @@ def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> MaskArray:
     for start, stop in spans:
         mask |= (starts < stop) & (stops > start)
     return mask
+
+
+def tokens_in(offsets: Sequence[Span], piece: Span) -> MaskArray:
+    """Tokens of a text that belong to a piece of it, as bool [tokens].
+
+    A token belongs where it begins, which is where the one before it ended: so each token belongs
+    to one piece, white space and the spaces that a tokenizer puts in front included.
+    """
+    stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
+    begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
+    return (begins >= piece[0]) & (begins < piece[1])

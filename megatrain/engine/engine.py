@@ -308,16 +308,20 @@ class Engine(Constructors):
         return logits
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: Sequence[int] = ()
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        choose: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> list[int]:
-        """Greedy continuation of input_ids [1, tokens].
+        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
 
         Every token streams the whole model once: for a look, not for serving.
         """
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(int(self.logits(context, slice(-1, None))[0, 0].argmax()))
+            tokens.append(choose(self.logits(context, slice(-1, None))[0, 0]))
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

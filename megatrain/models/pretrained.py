@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.named_templates import use_template
 from megatrain.errors import ModelError
+from megatrain.models.hub import download
 from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
@@ -124,7 +125,22 @@ def resolve_source(
     if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
         raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
-    return ModelSource("folder", _download(name, revision, path, files))
+    return ModelSource("folder", download(name, revision, files, _nearest(path)))
+
+
+def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
+    """What this machine has of a hub id's description, newest commit known; None: nothing."""
+    from huggingface_hub import snapshot_download
+
+    if not HUB_ID.fullmatch(name):
+        return None
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=HUB_DESCRIPTION, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    return ModelSource("folder", Path(folder))
 
 
 def _resolve_folder(folder: Path) -> ModelSource:
@@ -150,21 +166,6 @@ def _nearest(path: Path) -> str:
         return f" (nor is there a folder {parent})"
     close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
     return f" (did you mean {parent / close[0]}?)" if close else ""
-
-
-def _download(name: str, revision: str | None, path: Path, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except (OSError, ValueError) as error:  # what the hub's own errors derive from
-        at = f" at revision {revision}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{name}{at}: is no local folder{_nearest(path)}, and the hub did not deliver a model "
-            f"of that name ({reason}); check the name, or download the model where the hub can be "
-            "reached and name its folder"
-        ) from error
 
 
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -45,7 +45,7 @@ def with_stops(
     known = stop_ids(generation or config)
     tokens = dict.fromkeys(filter(None, (tokenizer.eos_token, *ends_of_turns(tokenizer))))
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    lacking = [token for token, number in ids.items() if number not in known]
+    lacking = [token for token, number in ids.items() if number not in (None, *known)]
     if not lacking:
         return generation, []
     settings: Any = copy.deepcopy(generation) or GenerationConfig.from_model_config(config)

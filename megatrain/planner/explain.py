@@ -18,23 +18,37 @@ NUMBERS = {"seconds", "share", "size", "B/parameter", "needs", "has", "used"}
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print `plan` as tables and a verdict."""
+    """Print the verdict, what to change, what the run costs, and then why, as tables."""
+    style = "bold green" if plan.fits else "bold red"
+    console.print(Text(verdict(plan), style=style), soft_wrap=True)
+    for line in (*_changes(plan), *_economy(plan)):
+        console.print(Text(line), soft_wrap=True)
     for table in (_choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
         console.print(table)
-    if plan.drives_assumed:
-        doctor = " ".join(["megatrain doctor", *(f"--nvme {name}" for name in plan.drives_assumed)])
-        assumed = f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
-        console.print(Text(assumed))
-    for line in _economy(plan):
-        console.print(Text(line))
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the run fits: in which time and memory, or what it lacks."""
     if not plan.fits:
-        console.print(Text(f"does not fit: {plan.fix}", style="bold red"))
-        return
-    console.print(Text("fits", style="bold green"))
+        return f"does not fit: {plan.lack}"
+    speed = f"{plan.timing.seconds:.3g} s a step, {plan.timing.tokens_per_s:,.0f} tokens/s"
+    used = [
+        f"{human_bytes(need)} of {human_bytes(have)} of {TIER_WORDS[name]}"
+        for name, need, have in plan.tiers
+        if name != "disk"
+    ]
+    return f"fits: {speed}; {', '.join(used)}"
+
+
+def _changes(plan: Plan) -> Iterable[str]:
+    if not plan.fits:
+        yield f"to change: {plan.fix}"
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
-        line = f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
-        console.print(Text(line))
+        yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
+    if plan.drives_assumed:
+        doctor = " ".join(["megatrain doctor", *(f"--nvme {name}" for name in plan.drives_assumed)])
+        yield f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
 
 
 def _table(title: str, *headings: str) -> Table:

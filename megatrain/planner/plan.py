@@ -83,16 +83,20 @@ class Plan:
     def fits(self) -> bool:
         return not self.short
 
-    def check(self) -> None:
-        """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
-        if self.fits:
-            return
+    @property
+    def lack(self) -> str:
+        """What a plan that does not fit needs, and what there is of it."""
         lacks = [
             f"{need / GIB:.2f} GiB of {TIER_WORDS[name]}, where {have / GIB:.2f} GiB can be had"
             for name, need, have in self.tiers
             if name in self.short
         ]
-        raise PlanError(f"the run does not fit: it needs {' and '.join(lacks)}; {self.fix}")
+        return f"it needs {' and '.join(lacks)}"
+
+    def check(self) -> None:
+        """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
+        if not self.fits:
+            raise PlanError(f"the run does not fit: {self.lack}; {self.fix}")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values, for plan.json and `plan --json`. Bytes throughout."""

@@ -79,9 +79,13 @@ def resume(run_dir: str | Path, *, checkpoint: str | None = None, **keys: Any) -
 
 
 def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:
-    """Held-out loss of a run or checkpoint: checkpoint, eval_loss, perplexity, eval_target_tokens.
+    """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
-    data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+    Args:
+        folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
+        data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+
+    Raises MegaTrainError.
     """
     return inspect.evaluate(_path_of(folder), None if data is None else str(data))
 

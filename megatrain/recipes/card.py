@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.sources import SourceOptions
 
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
@@ -56,8 +57,8 @@ def settings_of(config: Config, precision: str) -> dict[str, object]:
 
 def public_name(source: object) -> str:
     """A source's name: of a local file or folder the last part of its path, of others all."""
-    if isinstance(source, Mapping):
-        return public_name(source.get("path"))
+    if isinstance(source, SourceOptions | Mapping):
+        return public_name(source.path if isinstance(source, SourceOptions) else source["path"])
     if isinstance(source, list | tuple):
         return ", ".join(map(public_name, source))
     text = str(source)

@@ -48,6 +48,7 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
     chosen = {option.key: getattr(plan.choices, option.field) for option in OPTIONS if option.key}
     return chosen | {
         "data.packing": parts.resolved.packed_to is not None,
+        "data.date": parts.day.isoformat(),
         "precision": parts.machine.precision,
         "compile": plan.job.compiled,
         "device": parts.machine.device.type,

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from megatrain.data.loader import StepBatch
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
-from megatrain.storage.safetensors_writer import write_bytes
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.saves import prove
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
     if not result.skipped:
         run.non_finite = 0
         if run.unproven is not None and math.isfinite(result.loss):
-            prove(run.config.output, run.unproven, run.config.checkpoint.keep)
+            try:
+                prove(run.config.output, run.unproven, run.config.checkpoint.keep)
+            except StorageError as error:  # the next save meets it, too
+                logger.warning(str(error))
             run.unproven = None
         return
     run.non_finite += 1

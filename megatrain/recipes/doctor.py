@@ -19,11 +19,13 @@ from megatrain.machine.profile import DriveRates, MachineProfile, Rates
 from megatrain.measure.checks import Finding, check
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
+from megatrain.storage.export import left_overs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 logger = logging.getLogger("megatrain")
+DEAD = "the process that wrote it died: remove it"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def examine(
     guess = profiles.typical(hardware)
     guessed = [field for field, *_ in ROWS if getattr(profile, field) == getattr(guess, field) != 0]
     findings, saved = check(hardware, profile, load), profiles.save(profile)
+    findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
     for folder in one_of_each_drive(nvme):
         note(f"the drive of {folder}")
         profiles.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
+from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
 from megatrain.data.loader import held_out_batches
 from megatrain.data.show import show_rows, summary
@@ -16,10 +17,12 @@ from megatrain.errors import ConfigError
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.day import day_of
 from megatrain.recipes.loop import mean_loss
-from megatrain.recipes.rows import read_rows
-from megatrain.recipes.sample import answer
-from megatrain.recipes.setup import describe_model, quiet_libraries, read_model
+from megatrain.recipes.model import Model, check_weights, describe_model, read_model
+from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.sample import Sampling, answer, unseen
+from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
@@ -39,7 +42,7 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
-    show_rows(trained, model.tokenizer, rows, shown)
+    show_rows(trained, model.tokenizer, rows, shown, held_out)
     if model.about_stops:
         shown.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:
@@ -47,24 +50,33 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     return None
 
 
-def evaluate(folder: Path, data: str | None) -> dict[str, Any]:
-    """Held-out loss of a run folder's model, or of one checkpoint.
+def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
+    """Held-out loss of a run folder's model, of one checkpoint or of any other model.
 
-    data: rows to evaluate on, all of them; None: those that the run holds out.
+    Args:
+        named: a run folder, a checkpoint, a model folder, a GGUF file or a hub id.
+        data: rows to evaluate on, all of them; None: those that the run holds out.
     """
     quiet_libraries()
-    run_dir = run_folder_of(folder)
-    if run_dir is None:
-        neither = "is neither a run folder nor one of its checkpoints"
-        raise ConfigError(f"{folder}: {neither} (no {CONFIG_FILE})")
-    checkpoint = checkpoint_of(folder)
-    named = f"data.train={json.dumps(data, ensure_ascii=False)}"
-    config = load_config(run_dir / CONFIG_FILE, [named, "data.eval=null"] if data else [])
+    run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(Path(named))
+    if run_dir is None and data is None:
+        neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
+        raise ConfigError(f"{named}: {neither}; name rows with --data")
     model = describe_model(str(checkpoint))
-    trained, held_out = read_rows(config, model)
+    check_weights(str(checkpoint))
+    rows_of = {"data.train": data, "data.eval": None} if data else {}
+    if run_dir is not None:
+        config = load_config(run_dir / CONFIG_FILE, rows_of)
+        day = day_of(load_config(run_dir / RESOLVED_FILE))
+    else:
+        whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+        config = load_config(whole, rows_of)
+        day = day_of(config)
+    trained, held_out = read_rows(config, model, day)
     rows = trained if data else held_out
     if rows is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
+    say_rows(rows)
     with reader(checkpoint, run_dir) as engine:
         size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
         limit = None if data else config.train.eval_rows
@@ -89,16 +101,33 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def generate(folder: Path, prompt: str, max_new_tokens: int) -> str:
-    """The model's greedy answer to a prompt.
+def longest_row(model: Model) -> int:
+    """Tokens of the longest row that a model which no run wrote is evaluated on."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    default: int = TrainOptions().seq_len
+    return min(default, positions or default)
 
-    folder: a run folder, a checkpoint, any model folder or a GGUF file.
+
+def generate(
+    named: str | Path,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any] | None = None,
+    show: Callable[[str], None] | None = None,
+) -> str:
+    """The model's answer to a prompt.
+
+    Args:
+        named: as for `evaluate`.
+        sampling: fields of `Sampling`; by default greedy.
+        show: gets the text as it grows.
     """
+    drawn = Sampling(**(sampling or {}))
     quiet_libraries()
-    checkpoint = checkpoint_of(folder)
+    checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint))
-    with reader(checkpoint, run_folder_of(folder)) as engine:
-        return answer(engine, model, prompt, max_new_tokens)
+    with reader(checkpoint, run_folder_of(Path(named))) as engine:
+        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 
 
 def reader(checkpoint: Path, run_dir: Path | None) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
@@ -38,6 +38,7 @@ from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.run_folder import RunLock, checkpoint_name
 
 logger = logging.getLogger("megatrain")
 
@@ -64,6 +65,8 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
+    lock: RunLock
+    describe: Callable[[], None]  # writes what describes the run into its folder
     asked: Mapping[str, Any]  # of the config, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
@@ -320,6 +323,8 @@ def save(run: Run, loss: float | None) -> None:
     loss: held-out loss of this step, if it was computed.
     """
     model, before, started = run.model, run.best, time.perf_counter()
+    if not run.lock.in_place():
+        write_folder_anew(run)
     if better(run, loss):
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
@@ -342,6 +347,18 @@ def save(run: Run, loss: float | None) -> None:
         raise
     run.unproven, run.abandoned = path, ()
     run.progress.saved(path, time.perf_counter() - started)
+
+
+def write_folder_anew(run: Run) -> None:
+    """After somebody has removed or replaced the run folder. Raises StorageError."""
+    folder = run.config.output
+    logger.warning(f"{folder}: was removed or replaced while the run goes on; it is written anew")
+    run.lock.retake()
+    run.describe()
+    run.writer.reopen()
+    if not (folder / checkpoint_name(run.best.get("step", -1))).is_dir():
+        run.best = {}
+    run.unproven, run.abandoned = None, ()
 
 
 def try_to_save(run: Run, loss: float | None) -> bool:

@@ -5,31 +5,41 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from datetime import date
 from typing import TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
-from megatrain.recipes.setup import Model
+from megatrain.recipes.day import day_of
+from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
 # of the config's data section: options of the rows, too
-SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns")
+SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
 
 logger = logging.getLogger("megatrain")
 
 
-def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
+def read_rows(
+    config: Config, model: Model, day: date | None = None, expected: str | None = None
+) -> tuple[Rows, Rows | None]:
     """Tokenised training and held-out rows. Raises DataError.
 
     For `pretrain` documents are packed into rows of seq_len tokens.
+
+    Args:
+        day: told to chat templates; None: the config's.
+        expected: the digest of the training rows of a run that goes on.
     """
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include=set(SAME_KEYS))
-    options = DataOptions(seq_len, vocab_size=model.vocab_size, **same)
+    day = day or day_of(config)
+    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, **same)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
         train,
@@ -39,7 +49,16 @@ def read_rows(config: Config, model: Model) -> tuple[Rows, Rows | None]:
         seed=config.train.seed,
         pack_to=seq_len if config.method == "pretrain" else None,
         on_progress=rows_logger(),
+        expected=expected,
     )
+
+
+def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
+    """Log how many rows and tokens there are, and what was lost or looks wrong."""
+    for line in describe(rows):
+        logger.info(line)
+    for line in warnings(rows, held_out):
+        logger.warning(line)
 
 
 def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:

@@ -18,8 +18,8 @@ from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
-from megatrain.data.show import describe, warnings
 from megatrain.engine.context import deterministic
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
 from megatrain.models.rotary import regimes_of
@@ -27,6 +27,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
+from megatrain.recipes.changed import changed_source
 from megatrain.recipes.describe import (
     decided,
     describe_run,
@@ -35,8 +36,14 @@ from megatrain.recipes.describe import (
     summarize,
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
-from megatrain.recipes.rows import read_rows
-from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
+from megatrain.recipes.model import (
+    Model,
+    check_weights,
+    describe_model,
+    read_model,
+)
+from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
@@ -59,7 +66,13 @@ from megatrain.storage.restore import (
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import checkpoint_name, checkpoints, folder_bytes, run_lock
+from megatrain.storage.run_folder import (
+    RunLock,
+    checkpoint_name,
+    checkpoints,
+    folder_bytes,
+    run_lock,
+)
 from megatrain.storage.saves import newer_than, sequence_of
 
 logger = logging.getLogger("megatrain")
@@ -88,6 +101,8 @@ def plan(
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
+    if shape_alone or config.model.init == "pretrained":
+        check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
@@ -101,13 +116,13 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
-    with run_folder(config.output) as console:
+    with run_folder(config.output) as opened:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
-        return _run(get_ready(config), console, resuming=None, profile=profile)
+        return _run(get_ready(config), opened, resuming=None, profile=profile)
 
 
 def resume(
@@ -123,7 +138,7 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     check_installed(asked.track, asked.where("track"))
-    with run_folder(run_dir) as console:
+    with run_folder(run_dir) as opened:
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
@@ -135,9 +150,11 @@ def resume(
                 )
                 end, losses = run_dir / "final", held_out_losses(run_dir)
                 return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+        if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
+            logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
-        return _run(get_ready(going.config, going.model()), console, going.found)
+        return _run(get_ready(going.config, going.model(), going.rows), opened, going.found)
 
 
 @dataclass(frozen=True)
@@ -146,6 +163,7 @@ class GoingOn:
 
     found: Resumable
     digests: Mapping[str, str]  # of the model's files, when the run began
+    rows: str  # the digest of its training rows
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
@@ -182,31 +200,40 @@ def where_to_go_on(
     before, config = resumed_configs(run_dir, asked, about["state"])
     changes = check_changes(before, config)
     digests = about["made_of"].get("source", {})
-    return GoingOn(found, digests, before, config, (*found.warnings, *changes))
+    rows = about["state"]["position"]["data"]
+    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that is ours alone, and the console, stderr, to which its log goes, too."""
+
+    lock: RunLock
+    console: Console
 
 
 @contextmanager
-def run_folder(path: Path) -> Iterator[Console]:
-    """Lock the run folder and log to its train.log and to the console that is yielded, stderr."""
+def run_folder(path: Path) -> Iterator[Opened]:
+    """Lock the run folder and log to its train.log and to the console."""
     console = console_on(stderr=True)
-    with run_lock(path), logging_to(path, console):
+    with run_lock(path) as lock, logging_to(path, console):
         setup.quiet_libraries()
-        yield console
+        yield Opened(lock, console)
 
 
-def get_ready(config: Config, model: Model | None = None) -> Ready:
+def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
     model: another than the config's.
+    expected: the digest of the rows of a run that goes on.
     """
+    if model is None and config.model.init == "pretrained":
+        check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
-    rows, held_out = read_rows(config, parts.model)
-    for line in describe(rows):
-        logger.info(line)
-    for line in warnings(rows):
-        logger.warning(line)
+    rows, held_out = read_rows(config, parts.model, parts.day, expected)
+    say_rows(rows, held_out)
     for line in filter(None, [parts.model.about_stops]):
         logger.info(line)
     if held_out is not None:
@@ -247,7 +274,7 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
 
 
 def _run(
-    ready: Ready, console: Console, resuming: Resumable | None, profile: Path | None = None
+    ready: Ready, opened: Opened, resuming: Resumable | None, profile: Path | None = None
 ) -> RunSummary:
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
@@ -255,15 +282,40 @@ def _run(
     exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
     watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
     with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
-        progress = stack.enter_context(Progress(console, log_every=config.train.log_every))
-        run = open_run(ready, progress, stack, resuming)
+        log_every = config.train.log_every
+        progress = stack.enter_context(Progress(opened.console, log_every=log_every))
+        run = open_run(ready, opened.lock, progress, stack, resuming)
         run.trace = profile
         with stop_requests() as stop:
             done = fit(run, stop)
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
-def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None) -> Run:
+def load(
+    ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    """Load the checkpoint to go on from; (its folder, what was saved).
+
+    Raises StorageError, and DataError if the rows are others.
+    """
+    config = ready.parts.config
+    size = folder_bytes(resuming.path) if resuming.path else None
+    with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+        source, state = load_resumable(config.output, engine, resuming)
+    if source != resuming.path:  # which may have been saved under another config
+        before, _ = resumed_configs(config.output, config, state)
+        for change in check_changes(before, config):
+            logger.warning(change)
+    ready.loader.restore(state.pop("position"))
+    reopen(config.output, source)  # only now: before this nothing in the folder has changed
+    if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+        state["best"] = {}  # another may be the best of what is there
+    return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
+
+
+def open_run(
+    ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> Run:
     """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
 
     What was decided is written into the run folder; on resuming not before it is known that the run
@@ -276,23 +328,10 @@ def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resum
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state, source = dict(BEGINNING), None
-    abandoned: list[Path] = []
     if resuming is not None:
-        size = folder_bytes(resuming.path) if resuming.path else None
-        with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
-            source, state = load_resumable(config.output, engine, resuming)
-        if source != resuming.path:  # which may have been saved under another config
-            before, _ = resumed_configs(config.output, config, state)
-            for change in check_changes(before, config):
-                logger.warning(change)
-        loader.restore(state.pop("position"))
-        reopen(config.output, source)
-        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
-        if resuming.named:
-            abandoned = newer_than(config.output, source)
-        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
-            state["best"] = {}  # another may be the best of what is there
+        source, state = load(ready, engine, resuming, progress)
         describe_run(parts, plan)
+    named = resuming is not None and resuming.named
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -316,9 +355,11 @@ def open_run(ready: Ready, progress: Progress, stack: ExitStack, resuming: Resum
         total_steps=total,
         recent=Spikes(read_metrics(config.output)),
         unproven=source,
-        abandoned=abandoned,
+        abandoned=newer_than(config.output, source) if named and source else [],
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        lock=lock,
+        describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)),
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},

@@ -1,32 +1,140 @@
-"""A look at what the model says: the summary's sampled answer, and `megatrain generate`."""
+"""What the model says: the summary's sampled answer, and `megatrain generate`."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.data.dataset import Rows
+from megatrain.data.rendering import limited
 from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError, ModelError
 from megatrain.models.stops import stop_ids, with_stops
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_TOKENS = 48
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
 
 
-def answer(engine: Engine, model: Model, prompt: str, max_new_tokens: int) -> str:
-    """Greedy answer to a user's prompt in the model's chat format; without one its continuation."""
+def unseen(text: str) -> None:
+    """Shows nothing."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the likeliest at temperature 0, else drawn.
+
+    top_p: of the likeliest tokens that together have this probability; None: of all. At temperature
+        0 it and the seed would have no effect, and are refused with ConfigError.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int | None = None  # None: 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf):
+            wanted = "must be a number of at least 0, where 0 takes the likeliest token"
+            raise ConfigError(f"--temperature: {wanted}, not {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p: must be above 0 and at most 1, not {self.top_p}")
+        for name, value in {"--top-p": self.top_p, "--seed": self.seed}.items():
+            if value is not None and self.temperature == 0:
+                raise ConfigError(
+                    f"{name}: has no effect at temperature 0, where nothing is drawn; add "
+                    "--temperature 0.7, for example"
+                )
+
+    def chooser(self) -> Callable[[torch.Tensor], int]:
+        """Takes logits [vocab], returns a token id; equal for equal seeds, whatever the device."""
+        if self.temperature == 0:
+            return lambda logits: int(logits.argmax())
+        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+        warpers = [TemperatureLogitsWarper(self.temperature), TopPLogitsWarper(self.top_p or 1.0)]
+        draws = torch.Generator().manual_seed(self.seed or 0)
+
+        def choose(logits: torch.Tensor) -> int:
+            scores = logits[None].float().cpu()
+            for warper in warpers:
+                scores = warper(None, scores)
+            return int(torch.multinomial(scores.softmax(-1), 1, generator=draws))
+
+        return choose
+
+
+GREEDY = Sampling()
+
+
+def answer(
+    engine: Engine,
+    model: Model,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    show: Callable[[str], None] = unseen,
+) -> str:
+    """Answer to a user's prompt in the model's chat format; without one its continuation.
+
+    show: gets the text in pieces of whole words as it grows.
+    """
     tokenizer = model.tokenizer
     turns, text = [{"role": "user", "content": prompt}], prompt
     if chats := tokenizer.chat_template is not None:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = rendered(tokenizer, turns)
     # a template writes the special tokens itself
     ids = tokenizer(text, add_special_tokens=not chats).input_ids
-    return continuation(engine, model, list(ids), max_new_tokens)
+    return continuation(engine, model, list(ids), max_new_tokens, sampling, show)
 
 
-def continuation(engine: Engine, model: Model, ids: list[int], max_new_tokens: int) -> str:
-    tokens = engine.generate(torch.tensor([ids]), max_new_tokens, end_tokens(model))
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """The prompt in the chat's format. Raises ModelError where the template refuses it."""
+    try:
+        with limited():
+            made = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the code of a template does
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"the chat template refuses this prompt: {reason}") from error
+    return str(made)
+
+
+def continuation(
+    engine: Engine,
+    model: Model,
+    ids: list[int],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    show: Callable[[str], None] = unseen,
+) -> str:
+    """What follows token ids; `sampling` and `show` as in `answer`."""
+    choose, words = sampling.chooser(), _words(model, show)
+
+    def chosen(logits: torch.Tensor) -> int:
+        token = choose(logits)
+        words.put(torch.tensor([token]))
+        return token
+
+    tokens = engine.generate(torch.tensor([ids]), max_new_tokens, end_tokens(model), chosen)
+    words.end()
     return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def _words(model: Model, show: Callable[[str], None]) -> Any:
+    """Takes tokens, and shows their text as soon as words are whole."""
+    from transformers import TextStreamer
+
+    class Words(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    return Words(model.tokenizer, skip_special_tokens=True)
 
 
 def end_tokens(model: Model) -> list[int]:

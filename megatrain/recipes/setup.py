@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,56 +17,28 @@ from megatrain.engine.build import check_positions, choose_device, choose_precis
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
-from megatrain.errors import ConfigError, DataError, ModelError, OutOfMemory
-from megatrain.machine.datasheets import board_power_w
+from megatrain.errors import ConfigError, OutOfMemory
+from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
-from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
+from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.stops import about_added, with_stops
 from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
+from megatrain.recipes.day import day_of
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.model import Model, read_model
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
-from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    pass
 
 logger = logging.getLogger("megatrain")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model as its files describe it: everything but the weights.
-
-    `digests`: of those files (models/pretrained.py), where a run began.
-    """
-
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig | None
-    digests: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.get_text_config().vocab_size)
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills rows; any will do: no real token sees it, and it has no target."""
-        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((token for token in ids if token is not None), 0)
-
-    @property
-    def about_stops(self) -> str:
-        """What is said of tokens that saved generation settings get; empty for none."""
-        return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
 
 
 @dataclass(frozen=True)
@@ -74,12 +46,14 @@ class Parts:
     """A run before anything is allocated: what is asked for, and what that comes to here.
 
     Attributes:
+        day: told to chat templates that ask for the time.
         step_tokens: as in `planner.job.Job`; empty before the rows were read.
     """
 
     config: Config
     model: Model
     resolved: Resolved
+    day: date
     step_tokens: tuple[StepTokens, ...] = ()
 
     @property
@@ -105,6 +79,7 @@ def prepare(
     keep_heap_small()
     model = model or read_model(config)
     machine = machine or find_machine(config, may_measure=may_measure)
+    say_if_without_bfloat16(machine)
     train, source = config.train, config.model
     skeleton = Skeleton(
         model.config,
@@ -136,54 +111,7 @@ def prepare(
         nvme_folders=config.memory.nvme or (),
         gpu_limit=unless_auto(config.memory.gpu),
     )
-    return Parts(config, model, resolved)
-
-
-def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model. Raises ModelError and ConfigError."""
-    model, template = config.model, config.data.chat_template
-    try:
-        return describe_model(model.source, model.revision, model.trust_remote_code, template)
-    except DataError as error:
-        raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
-
-
-def describe_model(
-    source: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
-) -> Model:
-    """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
-
-    chat_template: as in `load_tokenizer`.
-
-    Raises ModelError, StorageError, and DataError for the template.
-    """
-    found = resolve_source(source, revision, weights=False)
-    check_description(found.path)
-    read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    return Model(*read, digests_of(found))
-
-
-def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """What has changed, since the run began, in the local files that its model came from.
-
-    then: their digests at that time.
-    """
-    path = Path(config.model.source)
-    if not path.exists():
-        gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [gone] if path.is_absolute() else []  # else it is of the hub
-    try:
-        now = digests_of(resolve_source(path, weights=False))
-    except ModelError as error:
-        return [f"{error}; the checkpoint describes the model"]
-    changed = [what for what in now if what in then and now[what] != then[what]]
-    return [
-        f"{path}: its {what} has changed since this run began; the checkpoint's is used"
-        for what in changed
-    ]
+    return Parts(config, model, resolved, day_of(config))
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
@@ -200,6 +128,16 @@ def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
     profile, assumed = with_drives(profile, config, hardware, may_measure=may_measure)
     precision = choose_precision(config.precision, device)
     return Machine(device, precision, hardware, profile, drives_assumed=assumed)
+
+
+def say_if_without_bfloat16(machine: Machine) -> None:
+    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
+    gpu = machine.hardware.gpu
+    if gpu is not None and gpu.capability < FIRST_BFLOAT16:
+        instead = "it computes in float32, several times slower than cards that have them"
+        if machine.precision != "float32":
+            instead = "it emulates them slowly; set precision: float32"
+        logger.warning(f"{gpu.name} has no bf16 units: {instead}")
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -246,7 +184,7 @@ def make_run_plan(
         host_limit=unless_auto(config.memory.host),
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
-    economy = predicted_economy(config, machine.hardware, plan, steps)
+    economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
     assumed = tuple(map(str, machine.drives_assumed))
     return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from megatrain.errors import StorageError
 logger = logging.getLogger("megatrain")
 
 METRICS_FILE = "metrics.jsonl"
+# Not through a link that somebody else may have put there.
+APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
 SHARE_DIGITS = 4
 
@@ -118,6 +122,18 @@ def json_able(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+@contextmanager
+def cannot_be_written(path: Path) -> Iterator[None]:
+    """Raise a StorageError for an OSError in opening a file of a run folder."""
+    try:
+        yield
+    except OSError as error:
+        reason, advice = error.strerror, "free space or choose another output folder"
+        if error.errno == errno.ELOOP:
+            reason, advice = "it is a symbolic link", "remove it"
+        raise StorageError(f"{path}: cannot be written ({reason}); {advice}") from error
+
+
 class MetricsWriter:
     """Appends to `metrics.jsonl` of a run folder.
 
@@ -134,11 +150,8 @@ class MetricsWriter:
         """
         self._also = also
         self.path = Path(run_dir) / METRICS_FILE
-        try:
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            reason = f"{self.path}: cannot be written ({error.strerror})"
-            raise StorageError(f"{reason}; free space or choose another output folder") from error
+        with cannot_be_written(self.path):
+            self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
 
     def __enter__(self) -> MetricsWriter:
@@ -152,6 +165,22 @@ class MetricsWriter:
             missing = self._waiting.count(b"\n")
             logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")
         self._file.close()
+
+    def reopen(self) -> None:
+        """Write the file anew, with what it held, if it was removed. Raises StorageError."""
+        held = os.fstat(self._file.fileno())
+        with cannot_be_written(self.path):
+            fd = os.open(self.path, APPENDED, 0o600)
+            there = os.fstat(fd)
+        if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+            os.close(fd)
+            return
+        before = os.pread(self._file.fileno(), held.st_size, 0)  # a removed file lives on
+        self._file.close()
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        os.ftruncate(fd, 0)
+        self._waiting = before + self._waiting
+        self._write_waiting()
 
     def write_step(self, metrics: StepMetrics) -> None:
         self._write(metrics.to_dict())

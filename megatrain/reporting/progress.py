@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, StorageError, printable
+from megatrain.errors import MegaTrainError, printable
 from megatrain.machine.heartbeat import beats
-from megatrain.reporting.metrics import RECENT_STEPS, StepMetrics, StepTime
+from megatrain.reporting.metrics import (
+    APPENDED,
+    RECENT_STEPS,
+    StepMetrics,
+    StepTime,
+    cannot_be_written,
+)
 from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds
 
 LOG_FILE = "train.log"
@@ -45,11 +54,8 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
     Raises StorageError.
     """
     path = Path(run_dir) / LOG_FILE
-    try:
+    with cannot_be_written(path):
         file = _LogFile(path, encoding="utf-8")
-    except OSError as error:
-        reason = f"{path}: cannot be written ({error.strerror})"
-        raise StorageError(f"{reason}; free space or choose another output folder") from error
     file.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
     with logging_on(console, file):
         try:
@@ -86,8 +92,19 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-class _LogFile(logging.FileHandler):
-    """On a full disk lines wait for room until the file is closed, and the run goes on."""
+class _LogFile(WatchedFileHandler):
+    """On a full disk lines wait for room until the file is closed, and the run goes on.
+
+    A removed file is written anew once its folder is there.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, APPENDED, 0o600)  # not through a link
+        return open(fd, self.mode, encoding=self.encoding)  # type: ignore[return-value]
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +23,10 @@ from megatrain.models.names import published_names
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
 from megatrain.storage.export import Exportable, array_sources, weight_plan, write_description
+from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.safetensors_writer import TensorSource, WrittenFile, write_bytes, write_model
-from megatrain.storage.system_calls import sync_folder, system_errors
+from megatrain.storage.safetensors_writer import TensorSource, write_model
+from megatrain.storage.system_calls import sync_tree, system_errors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -91,8 +91,7 @@ def save_checkpoint(
             files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
-            newest = max(map(saves.sequence_of, saves.newest_first(run_dir)), default=0)
-            _write_manifest(folder, step, int(newest) + 1, files)
+            _write_manifest(folder, step, saves.next_sequence(run_dir), files)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
             run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
@@ -127,11 +126,7 @@ def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenF
     known = {file.name for file in files}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     others = [name for name in names if name not in known]  # written by a library
-    for name in others:
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-    for subfolder in sorted(path for path in folder.rglob("*") if path.is_dir()):
-        sync_folder(subfolder)
+    sync_tree(folder, but=known)
     listed = {file.name: file for file in (*files, *describe_files(folder, others))}
     manifest = Manifest(step, sequence, listed)
     write_bytes(folder / MANIFEST, manifest.encode())
@@ -197,6 +192,7 @@ def write_final(
         files = {name: manifest.files[name] for name in names}
         if card is not None:
             files["README.md"] = write_bytes(folder / "README.md", card.encode())
+        sync_tree(folder)
         write_bytes(folder / MANIFEST, replace(manifest, files=files).encode())
     return target
 

@@ -6,9 +6,10 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,15 +24,19 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import stray_files, verify_checkpoint
-from megatrain.storage.run_folder import link_or_copy, new_folder
+from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_bytes, write_model
-from megatrain.storage.saves import find_checkpoint, model_files, with_state
+from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
+from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
+from megatrain.storage.system_calls import sync_tree
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
+TRIES = 20  # of an export beside a run that removes checkpoints
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 T = TypeVar("T")
@@ -122,13 +127,29 @@ def _or_none(read: Callable[[], T]) -> T | None:
         return None
 
 
-def _model_folder(out: Path) -> AbstractContextManager[Path]:
+@contextmanager
+def _model_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` once it is complete. Raises ConfigError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
-    return new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp"))
+    for left in left_overs(out.parent):
+        if UNFINISHED.fullmatch(left.name)[1] == out.name:  # type: ignore[index]
+            logger.warning(f"{left}: was left by a process that died; it is removed")
+            shutil.rmtree(left, ignore_errors=True)
+    partial_folder = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    with ExitStack() as until_renamed, new_folder(out, partial_folder) as folder:
+        with suppress(OSError):  # a file system without locks
+            until_renamed.callback(os.close, hold(folder))
+        yield folder
+        sync_tree(folder)
+
+
+def left_overs(folder: Path) -> list[Path]:
+    """Model folders below `folder` that processes which died left unfinished."""
+    found = (path for path in folder.glob("*.tmp") if UNFINISHED.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not held_by_a_process(path)]
 
 
 def write_description(
@@ -190,7 +211,7 @@ def export(
 ) -> Path:
     """Make a model folder from a checkpoint without loading the model.
 
-    Weights are linked, or rewritten piece by piece in another dtype.
+    Files are copied, and weights rewritten piece by piece if they are to be of another dtype.
 
     Args:
         run_dir: a run folder, or one checkpoint's folder.
@@ -205,40 +226,56 @@ def export(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}")
-    out = Path(out)
-    source = find_checkpoint(Path(run_dir), checkpoint)
-    if dtype == "float32":
-        source = with_state(source)  # which has the other half of the master weights
-    with _model_folder(out) as folder:
-        manifest = verify_checkpoint(source)
-        for name in stray_files(source, manifest):
-            logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
-        stored = open_shards(source)
-        held = next(iter(stored.values())).dtype
-        wanted = held if dtype is None else DTYPES[dtype]
-        for name in model_files(manifest):
-            path, target = source / name, folder / name
-            if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
-                continue
-            target.parent.mkdir(exist_ok=True)  # of several chat templates
-            if path.suffix == ".safetensors":
-                link_or_copy(path, target)
-            else:
-                _copy_description(path, target, wanted)
-        if wanted != held:
-            write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
-        _complete_stops(source, folder)
-    return out
+    out, run_dir = Path(out), Path(run_dir)
+    for _ in range(TRIES):
+        source = find_checkpoint(run_dir, checkpoint)
+        if dtype == "float32":
+            source = with_state(source)  # which has the other half of the master weights
+        save = sequence_of(source)
+        try:
+            with _model_folder(out) as folder:
+                _fill(folder, source, dtype)
+                if sequence_of(source) == save:
+                    return out
+                raise StorageError(f"{source}: was replaced while it was read")
+        except (StorageError, ModelError):
+            if sequence_of(source) == save:
+                raise
+            logger.info(f"{source}: was removed by its run while it was read; trying the next")
+    raise StorageError(
+        f"{run_dir}: its checkpoints are removed faster than one is copied; raise checkpoint.keep, "
+        "or export the run when it has ended"
+    )
+
+
+def _fill(folder: Path, source: Path, dtype: str | None) -> None:
+    """Copy the model of a checkpoint. Raises as `export`."""
+    manifest = verify_checkpoint(source)
+    for name in stray_files(source, manifest):
+        logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
+    stored = open_shards(source)
+    held = next(iter(stored.values())).dtype
+    wanted = held if dtype is None else DTYPES[dtype]
+    for name in model_files(manifest):
+        path, target = source / name, folder / name
+        if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
+            continue
+        target.parent.mkdir(exist_ok=True)  # of several chat templates
+        if name == "config.json":
+            write_bytes(target, _with_dtype(path, wanted))
+        else:
+            copy_file(path, target)
+    if wanted != held:
+        write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
+    _complete_stops(source, folder)
 
 
 def _complete_stops(checkpoint: Path, folder: Path) -> None:
     """Add to generation settings what they lack; checkpoints of earlier versions may."""
     source = pretrained.ModelSource("folder", checkpoint)
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        return
-    tokenizer, generation = describe_source(source, trust_remote_code=False)
-    config = _or_none(partial(pretrained.read_model_config, source))
-    if tokenizer is None or config is None:
+    try:
+        config, tokenizer, generation = pretrained.load_config_and_tokenizer(source)
+    except ModelError:  # no tokenizer, or one of its own code: nothing can be told
         return
     generation, added = with_stops(config, tokenizer, generation)
     if added and generation is not None:
@@ -246,15 +283,12 @@ def _complete_stops(checkpoint: Path, folder: Path) -> None:
         _write_generation(folder, generation)
 
 
-def _copy_description(path: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a small file: edits of a link would reach the checkpoint. config.json gets `dtype`."""
-    if path.name != "config.json":
-        shutil.copyfile(path, target)
-        return
+def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:
+    """config.json for weights of `dtype`."""
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)  # its old name
-    write_bytes(target, json.dumps(config, indent=2).encode() + b"\n")
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def _converted(

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import DamagedError, StorageError
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.run_folder import CHECKPOINT, REPLACED
 from megatrain.storage.safetensors_reader import (
     HashedReader,
@@ -19,7 +20,6 @@ from megatrain.storage.safetensors_reader import (
     open_regular,
     read_header,
 )
-from megatrain.storage.safetensors_writer import WrittenFile
 from megatrain.storage.system_calls import system_errors
 
 MANIFEST = "MANIFEST.json"

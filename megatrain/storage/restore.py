@@ -30,6 +30,7 @@ from megatrain.storage.checkpoint import (
     optimizer_file,
     saved_arrays,
 )
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     USE_ANOTHER,
     check_files,
@@ -46,7 +47,6 @@ from megatrain.storage.safetensors_reader import (
     open_shards,
     read_header,
 )
-from megatrain.storage.safetensors_writer import WrittenFile
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
 
 # A tensor in a file, and the array, block and tensor of the block that it is read into.

@@ -10,59 +10,112 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
 FINAL = "final"
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
+FICLONE = 0x40049409  # of linux/fs.h
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+LOCK = ".lock"
+LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 ANOTHER_OUTPUT = "choose another `output`"
 
 
-@contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a run's folder while the block lasts, or until the process dies.
+class RunLock:
+    """Keeps other runs out of a run's folder until it is closed, or until the process dies."""
 
-    Makes the folder if needed, readable by its owner only.
+    def __init__(self, run_dir: Path) -> None:
+        """Makes the folder if needed, readable by its owner only.
 
-    Raises:
-        ConfigError: another process holds it.
-        StorageError: the folder cannot be made.
-    """
-    make_run_dir(run_dir)
-    try:
-        fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise storage_error(run_dir, error, "write in the run folder", ANOTHER_OUTPUT) from error
-    try:
+        Raises:
+            ConfigError: another process holds it, or others may write in it.
+            StorageError: the folder cannot be made.
+        """
+        self.run_dir = run_dir
+        self._fd = self._take()
+
+    def _take(self) -> int:
+        path = self.run_dir / LOCK
+        make_run_dir(self.run_dir)
+        try:
+            fd = os.open(path, LOCK_FILE, 0o600)
+        except OSError as error:
+            raise storage_error(path, error, "write it", ANOTHER_OUTPUT) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
             raise ConfigError(
-                f"{run_dir}: in use by another run (process {holder}); "
+                f"{self.run_dir}: in use by another run (process {holder}); "
                 f"wait for it, or {ANOTHER_OUTPUT} folder"
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield
+        return fd
+
+    def in_place(self) -> bool:
+        """False: the folder was removed, or is another one, since it was locked."""
+        try:
+            there, held = (self.run_dir / LOCK).stat(), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+    def retake(self) -> None:
+        """Make and lock the folder anew. Raises StorageError, also if another run has it."""
+        try:
+            fd = self._take()
+        except ConfigError as error:
+            raise StorageError(str(error)) from error
+        os.close(self._fd)
+        self._fd = fd
+
+    def close(self) -> None:
+        os.close(self._fd)  # releases the lock
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[RunLock]:
+    """A run folder's lock while the block lasts. Raises as `RunLock`."""
+    lock = RunLock(run_dir)
+    try:
+        yield lock
     finally:
-        os.close(fd)  # releases the lock
+        lock.close()
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Create the folder with mode 0700; an existing one is left as it is. Raises StorageError."""
+    """Create the folder with mode 0700, if it is not there.
+
+    Raises:
+        ConfigError: it is there, and others may write in it.
+        StorageError: it cannot be made.
+    """
     try:
+        made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(mode=0o700, exist_ok=True)
+        for path in made:
+            sync_folder(path.parent)
+        found = run_dir.stat()
     except OSError as error:
         raise storage_error(run_dir, error, "make the run folder", ANOTHER_OUTPUT) from error
+    if run_dir not in made and found.st_uid != os.geteuid():
+        raise ConfigError(f"{run_dir}: belongs to another user; {ANOTHER_OUTPUT} folder")
+    if run_dir not in made and found.st_mode & WRITABLE_BY_OTHERS:
+        safe = f"make it yours alone (chmod go-w {run_dir})"
+        raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
 
 
 def checkpoint_name(step: int) -> str:
@@ -99,11 +152,10 @@ def bytes_of_checkpoints(run_dir: Path) -> int:
 def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole; a kill leaves the old one. Raises StorageError."""
     partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
+    write_bytes(partial, text.encode())
+    with system_errors(path, "write it"):
         partial.replace(path)
-    except OSError as error:
-        raise storage_error(path, error, "write it") from error
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -181,4 +233,35 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        copy_file(source, target)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file; where the file system can, as a reflink, which takes no space until a change."""
+    with source.open("rb") as old, target.open("xb") as new:
+        try:
+            fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
+            return
+        except OSError:
+            pass
+    shutil.copyfile(source, target)
+
+
+def held_by_a_process(folder: Path) -> bool:
+    """Whether `hold` of a living process is on the folder, or that cannot be known."""
+    try:
+        os.close(hold(folder))
+    except OSError:
+        return True
+    return False
+
+
+def hold(folder: Path) -> int:
+    """Lock a folder until the descriptor is closed, or the process dies. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -232,6 +232,24 @@ def open_shards(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def check_shards(folder: Path) -> None:
+    """Read the headers of a folder to begin with, and no weights.
+
+    Raises ModelError if a file that the index names is not there, and as `open_shards`.
+    """
+    index = folder / INDEX
+    if not (folder / "model.safetensors").exists() and index.exists():
+        files = set(_read_index(index).values())
+        missing = sorted(file for file in files if not (folder / file).exists())
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            raise ModelError(
+                f"{index}: names {len(files)} shards, {len(missing)} {are} missing ({missing[0]}); "
+                "download it again"
+            )
+    open_shards(folder)
+
+
 def _read_index(index: Path) -> dict[str, str]:
     """The weight map of an index file: tensor name -> file name inside the same folder."""
     try:

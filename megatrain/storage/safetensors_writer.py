@@ -6,10 +6,8 @@ hashed in memory: a checkpoint's manifest says what was to be written, not what 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +17,11 @@ from typing import Any
 
 import torch
 
-from megatrain.machine.heartbeat import BYTES_WRITTEN, beat
+from megatrain.storage.hashed_file import HashedFile, WrittenFile, write_bytes
 from megatrain.storage.safetensors_reader import DTYPES, INDEX, bytes_of, in_parallel
-from megatrain.storage.system_calls import system_errors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
-WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
-# Per file: then dirty pages are written and dropped, as the RAM is the run's.
-FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -42,70 +36,6 @@ class TensorSource:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file as it was written. `name` is relative to a model folder or checkpoint."""
-
-    name: str
-    nbytes: int
-    sha256: str
-
-
-class HashedFile:
-    """A new file, hashed (SHA-256) while it is written, and removed again if its block fails.
-
-    Raises StorageError if a system call fails, most likely as the disk is full.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.nbytes = 0
-        self._hash = hashlib.sha256()
-        self._unflushed = 0
-        with system_errors(path, "create it"):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        complete = False
-        try:
-            if kind is None:
-                self._flush()
-                complete = True
-        finally:
-            os.close(self._fd)
-            if not complete:
-                self.path.unlink(missing_ok=True)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`; a short write is continued."""
-        view = memoryview(data).cast("B")
-        for begin in range(0, len(view), WRITE_BYTES):
-            piece = view[begin : begin + WRITE_BYTES]
-            self._hash.update(piece)
-            done = 0
-            while done < len(piece):
-                with system_errors(self.path, "write it"):
-                    done += os.write(self._fd, piece[done:])
-            beat(BYTES_WRITTEN, len(piece))
-            self.nbytes += len(piece)
-            self._unflushed += len(piece)
-            if self._unflushed >= FLUSH_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        """Wait until the bytes are on the disk, and drop them from the page cache."""
-        with system_errors(self.path, "write it"):  # a full disk may show only here
-            os.fsync(self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._unflushed = 0
-
-    def written(self) -> WrittenFile:
-        return WrittenFile(self.path.name, self.nbytes, self._hash.hexdigest())
 
 
 def encode_header(sources: Sequence[TensorSource], metadata: Mapping[str, str]) -> bytes:
@@ -170,13 +100,6 @@ def encode_index(plan: Mapping[str, Sequence[TensorSource]]) -> bytes:
     weight_map = {source.name: file for file, shard in plan.items() for source in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"
-
-
-def write_bytes(path: Path, data: bytes) -> WrittenFile:
-    """Write a small file; hashed, and on the disk when it returns. Raises StorageError."""
-    with HashedFile(path) as file:
-        file.write(data)
-    return file.written()
 
 
 def write_files(

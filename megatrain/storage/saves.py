@@ -30,6 +30,11 @@ def sequence_of(folder: Path, unreadable: float = 0) -> float:
     return unreadable if manifest is None else manifest.sequence
 
 
+def next_sequence(run_dir: Path) -> int:
+    """The number of the next save: above all that are there, `final/` of a lost one included."""
+    return int(max(map(sequence_of, (*checkpoints(run_dir), run_dir / FINAL)))) + 1
+
+
 def holds_state(folder: Path) -> bool:
     """True unless the folder is intact and holds no more than a model."""
     manifest = manifest_of(folder)

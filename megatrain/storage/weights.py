@@ -19,6 +19,7 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import published_names
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.optim.split import split_master
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model
 from megatrain.storage.safetensors_reader import (
     HashedReader,
@@ -27,7 +28,6 @@ from megatrain.storage.safetensors_reader import (
     open_shards,
     read_chunks,
 )
-from megatrain.storage.safetensors_writer import WrittenFile
 
 Copied = tuple[int, TensorSpec, StoredTensor]  # a block, a tensor of it, and its source
 SUFFIX = ".safetensors"

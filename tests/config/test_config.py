@@ -9,7 +9,8 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import Config, config_schema, example_config, load_config
-from megatrain.config.load import SECTIONS, TOP
+from megatrain.config.hints import SECTIONS, TOP
+from megatrain.config.resuming import with_absolute_paths
 
 FULL = """\
 model:
@@ -26,9 +27,11 @@ data:
   on_bad_row: skip
   packing: true
   split: train
+  date: 2026-11-23
   text_field: body
   columns: {text: body}
   chat_template: chatml
+  prompts: chat
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
@@ -271,3 +274,17 @@ def test_the_schema_takes_a_model_as_text_or_mapping():
 def test_not_a_number_never_gets_in(write):
     found = load_config(write(FULL)).train.model_dump().values()
     assert all(math.isfinite(value) for value in found if isinstance(value, float))
+
+
+def test_sources_of_every_kind_are_told_from_the_root(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "b.jsonl", "c.jinja"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    sources = [{"path": path, "weight": 2} for path in ("*.jsonl", "b.jsonl", "owner/name")]
+    data = {"train": sources, "eval": "a.jsonl", "chat_template": "c.jinja"}
+    told = with_absolute_paths(load_config({"model": "owner/model", "data": data}))
+    here = str(tmp_path)
+    found = [source.path for source in told.data.train]
+    assert found == [f"{here}/*.jsonl", f"{here}/b.jsonl", "owner/name"]
+    assert told.data.chat_template == f"{here}/c.jinja"
+    assert (told.model.path, str(told.output)) == ("owner/model", f"{here}/runs/my-first")

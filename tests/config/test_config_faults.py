@@ -86,3 +86,34 @@ def test_what_must_be_there(write, text, reason):
 def test_all_faults_of_a_file_are_told_at_once(write):
     text = refusal(write(MINIMAL + "train:\n  sed: 1\n  seq_le: 3\nlora_r: 8\n"))
     assert [line.split(":")[1] for line in text.splitlines()] == ["4", "5", "6"]
+
+
+def test_faults_of_names_and_values_are_told_together(write):
+    path = write(
+        MINIMAL + "train:\n  seq_len: many\n  sed: 1\noptimizer: {name: adamv}\nlora_r: 8\n"
+    )
+    found = refusal(path, "precision=fp17", "threds=2")
+    told = {line.split(": ")[1] for line in found.splitlines()}
+    named = {"train.sed", "lora_r", "threds"}
+    assert told == named | {"train.seq_len", "optimizer.name", "precision"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "modle: some/folder\ndata: {train: rows.jsonl}\n",
+        "model: some/folder\ndata: {train: rows.jsonl, trian: x}\ncheckpoint: {patiense: 2}\n",
+        MINIMAL + "train: {epochs: null, max_step: 3}\n",
+        MINIMAL + "gradient_accumulation_steps: 4\nper_device_train_batchsize: 2\n",
+    ],
+)
+def test_what_a_wrong_name_leaves_unset_is_not_held_against_the_rest(write, text):
+    assert all(" did you mean " in line for line in refusal(write(text)).splitlines())
+
+
+def test_ten_faults_are_told_and_the_others_counted(write):
+    wrong = "".join(f"  {name}: wrong\n" for name in ("seq_len", "epochs", "seed", "warmup"))
+    keys = "".join(f"unknown_{n}: 1\n" for n in range(8))
+    lines = refusal(write(MINIMAL + "train:\n" + wrong + keys)).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "and 2 more"

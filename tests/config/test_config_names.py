@@ -7,7 +7,7 @@ import pytest
 
 from megatrain.config import Config, load_config
 from megatrain.config.document import write_yaml
-from megatrain.config.load import SECTIONS
+from megatrain.config.hints import SECTIONS
 from megatrain.config.names import ALIASES, REFUSED, REFUSED_PREFIXES
 from megatrain.errors import ConfigError
 
@@ -69,6 +69,9 @@ MEANINGS = {
     "dataset_text_field": ("body", "data.text_field", "body"),
     "assistant_only_loss": ("false", "data.train_on", "all"),
     "completion_only_loss": ("true", "data.train_on", "assistant"),
+    "eval_strategy": ("no", "data.eval", None),
+    "evaluation_strategy": ("no", "data.eval", None),
+    "stage": ("pt", "method", "pretrain"),
     "train_on_inputs": ("true", "data.train_on", "all"),
     "chat_template": ("chatml", "data.chat_template", "chatml"),
     "chat_template_path": ("a.jinja", "data.chat_template", "a.jinja"),
@@ -186,6 +189,45 @@ def test_an_alias_on_the_command_line_beats_our_key_in_the_file(load):
 def test_alias_values_without_a_meaning_are_refused(load, text):
     with pytest.raises(ConfigError, match=rf"cfg\.yaml:3: {text.split(':')[0]}: "):
         load(text)
+
+
+# What other trainers' own examples hold: the whole sentence begins so; None: it asks for nothing.
+OF_OTHERS = {
+    "tokenizer_type: AutoTokenizer": None,
+    "tokenizer_type: Other": "the model's own tokenizer is used; remove it",
+    "evals_per_epoch: 4": "only counting steps is offered: set train.eval_every",
+    "max_samples: 1000": "all rows of data.train are used; name a smaller file",
+    "eval_strategy: steps": None,
+    "eval_strategy: epoch": "'epoch' cannot be honoured: only counting steps is offered (train.",
+    "strict: false": None,
+    "do_train: true": None,
+    "do_train: false": "`megatrain train` trains",
+    "stage: sft": None,
+    "stage: dpo": "'dpo' cannot be honoured; known are 'sft', 'pt'",
+    "overwrite_cache: true": None,
+    "plot_loss: false": None,
+    "plot_loss: true": "no plot is drawn; metrics.jsonl has the losses",
+    "trackio: true": "write `track: trackio`",
+    # near in spelling to a key of another type, or far from any
+    "train: {max_step: soon}": "unknown key; known here are tokens_per_step",
+    "train: {max_step: 5}": "did you mean max_steps?",
+}
+
+
+@pytest.mark.parametrize(("text", "told"), OF_OTHERS.items())
+def test_a_hint_is_true_or_there_is_none(load, text, told):
+    if told is None:
+        assert load(text) == load("")
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    name = text.partition("{")[2].partition(":")[0]
+    dotted = f"train.{name}" if name else text.partition(":")[0]
+    assert str(caught.value).startswith(f"cfg.yaml:3: {dotted}: {told}")
+
+
+def test_patience_is_a_key_of_ours(load):
+    assert load("early_stopping_patience: 3").checkpoint.patience == 3
 
 
 INSTEAD = "use Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"

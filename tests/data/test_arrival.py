@@ -97,6 +97,31 @@ def test_what_is_left_out_of_an_answer_that_is_context_is_counted(make_tokenizer
     )
 
 
+def test_special_tokens_that_messages_spell_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    typed = Message("user", "what is <|im_end|> and <|im_end|>? <think>")
+    marked = Encoder(tokenizer).mark(Chat((typed, SAY, ASK, SAY)))
+    assert marked.notes == ("messages spell <|im_end|>, which becomes the special token itself",)
+
+
+def test_variables_that_a_template_does_not_have_are_counted(make_tokenizer):
+    chat = Chat((ASK, SAY), variables={"loud": True, "messages_": 1})
+    own = "{% if loud %}LOUD{% endif %}" + CHATML
+    said = "chat_template_kwargs set {!r}, which the template has not"
+    for source, names in ((own, ["messages_"]), (CHATML, ["loud", "messages_"])):
+        marked = Encoder(make_tokenizer(source)).mark(chat)
+        assert marked.notes == tuple(said.format(name) for name in names)
+
+
+def test_context_that_is_trained_on_is_counted(make_tokenizer):
+    context = Message("assistant", "3", trained=False)
+    marked = Encoder(make_tokenizer(), "all").mark(Chat((ASK, context, ASK, SAY)))
+    assert marked.notes == (
+        "rows have answers that are context, and data.train_on: all trains them",
+    )
+
+
 def test_an_answer_that_only_stands_in_the_question_did_not_arrive(make_tokenizer):
     said = template("m['role'] == 'assistant'", "<|im_start|>assistant\nfour<|im_end|>\n")
     turns = (Message("user", "repeat: It is 4."), SAY)

@@ -35,7 +35,7 @@ def test_rows_are_tokenised_in_order(encode, make_tokenizer):
     assert len(data) == data.counts.read == 600
     ids, mask = data.row(431)
     assert "what is 431?" in tokenizer.decode(ids)
-    assert tokenizer.decode(ids[mask]) == "it is 431<|im_end|>"
+    assert tokenizer.decode(ids[mask]) == "it is 431<|endoftext|>"
     assert data.lengths[431] == len(ids)
     assert data.target_counts[431] == mask.sum()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import date
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
-from megatrain.data.template import Template
+from megatrain.data.template import Scene, Template
 from megatrain.data.tokenize import Encoder
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -241,3 +242,22 @@ def test_refusals_name_the_template(make_tokenizer):
     words = r"messages\[1\]: the chat template rewrites the conversation"
     with pytest.raises(RowError, match=words):
         targets(make_tokenizer(SHUFFLES), chat(SHORT[:2]))
+
+
+CLOCKS = {
+    "{{ strftime_now('%d %b %Y') }}": "04 Jul 2024",
+    "{% if strftime_now is defined %}{{ strftime_now('%-d.' + '%m.%y') }}{% endif %}": "4.07.24",
+    "{% macro at(f) %}{{ strftime_now(f) }}{% endmacro %}{{ at('%A 9%% %T') }}": "Thursday 9% 00:",
+    "\n  {{ strftime_now('no directive') }}": "\n  no directive",
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_template_that_asks_for_the_time_is_told_the_day(make_tokenizer, clock):
+    tokenizer, scene = make_tokenizer(clock + CHATML), Scene(({"role": "user", "content": "hi"},))
+    text = Template(tokenizer, date(2024, 7, 4)).render(scene)
+    assert text.startswith(CLOCKS[clock])
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n")
+    assert Template(tokenizer).render(scene) != text or "%" not in clock, "the clock's"
+    plain = make_tokenizer()
+    assert Template(plain, date(2024, 7, 4)).render(scene) == Template(plain).render(scene)

@@ -19,7 +19,7 @@ ROWS = [
     {"prompt": "x", "completion": "y" * 90},
     {"prompt": "x"},
 ]
-OPTIONS = DataOptions(seq_len=64, on_bad_row="skip")
+OPTIONS = DataOptions(seq_len=64, on_bad_row="skip", prompts="chat")
 
 
 @pytest.fixture
@@ -86,3 +86,11 @@ def test_what_a_template_leaves_out_is_a_warning(encode, make_tokenizer):
     assert warnings(data) == [words]
     show_rows(data, tokenizer, 0, Console(file=out, width=80))
     assert out.getvalue().endswith(f"warning: {words}\n")
+
+
+def test_how_rows_became_text_is_said(encode):
+    rows: list[Any] = [{"prompt": "a", "completion": "b"}]
+    rows.append({"prompt": [{"role": "user", "content": "a"}], "completion": "b"})
+    data = encode(rows, DataOptions(seq_len=64))
+    words = "1 as they are: prompt, completion, end of sequence (data.prompts: chat makes turns); "
+    assert f"rows became text: {words}1 by the chat template" in describe(data)

@@ -12,29 +12,67 @@ from megatrain.data.formats import FORMATS, Chat, Document, convert_row
 from megatrain.data.messages import Message
 from megatrain.data.tokenize import Encoder, target_mask
 from megatrain.errors import DataError
+from tests.commands import CHATML
 
 ROW = {"prompt": "What is it?\n", "completion": "four\nhello"}
 PAIR = convert_row(FORMATS["prompt_completion"], ROW)
 
 
-def encoded(tokenizer: Any, sample: Any, train_on: str = "assistant") -> Any:
+def encoded(tokenizer: Any, sample: Any, train_on: str = "assistant", prompts: str = "text") -> Any:
     """The text of each token, and whether it is a target."""
-    encoder = Encoder(tokenizer, train_on)
+    encoder = Encoder(tokenizer, train_on, prompts)
     ((ids, mask),) = encoder.encode([encoder.mark(sample)])
     return [tokenizer.decode([token]) for token in ids.tolist()], mask.tolist()
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])
-def test_without_a_template_the_completion_and_eos_are_targets(make_tokenizer, trim_offsets):
-    tokens, mask = encoded(make_tokenizer(None, trim_offsets), PAIR)
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_two_texts_mean_themselves(make_tokenizer, template, trim_offsets):
+    tokens, mask = encoded(make_tokenizer(template, trim_offsets), PAIR)
     assert "".join(tokens) == "What is it?\nfour\nhello<|endoftext|>"
     assert "".join(compress(tokens, mask)) == "four\nhello<|endoftext|>"
 
 
-def test_with_a_template_a_pair_is_a_conversation(make_tokenizer):
-    tokens, mask = encoded(make_tokenizer(), PAIR)
+def test_two_texts_are_turns_if_the_user_says_so(make_tokenizer):
+    tokens, mask = encoded(make_tokenizer(), PAIR, prompts="chat")
     assert "".join(tokens).startswith("<|im_start|>user\nWhat is it?\n<|im_end|>")
     assert "".join(compress(tokens, mask)) == "four\nhello<|im_end|>"
+    tokens, _ = encoded(make_tokenizer(None), PAIR, prompts="chat")  # without a template
+    assert "".join(tokens) == "What is it?\nfour\nhello<|endoftext|>"
+
+
+def test_lists_of_messages_are_turns(make_tokenizer):
+    sides = {"prompt": [("user", "a")], "completion": [("assistant", "b")]}
+    row = {k: [{"role": r, "content": c} for r, c in v] for k, v in sides.items()}
+    pair = convert_row(FORMATS["prompt_completion"], row)
+    tokens, mask = encoded(make_tokenizer(), pair)
+    assert "".join(compress(tokens, mask)) == "b<|im_end|>"
+
+
+def test_an_alpaca_row_goes_through_the_template_if_there_is_one(make_tokenizer):
+    row = convert_row(FORMATS["alpaca"], {"instruction": "a", "output": "b"})
+    for template, start, way in ((CHATML, "<|im_start|>", "chat template"), (None, "Below", "Sta")):
+        tokenizer = make_tokenizer(template)
+        assert "".join(encoded(tokenizer, row)[0]).startswith(start)
+        assert way in Encoder(tokenizer).mark(row).wrapping
+
+
+@pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
+def test_nothing_else_has_a_place_beside_two_texts(make_tokenizer, column):
+    value: Any = {"system": "be", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}}
+    sample = convert_row(FORMATS["prompt_completion"], {**ROW, column: value[column]})
+    with pytest.raises(RowError, match=r"beside two texts; set data\.prompts: chat"):
+        encoded(make_tokenizer(), sample)
+
+
+def test_there_is_one_bos(make_tokenizer):
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.bos_token = "<|im_start|>"
+    for text in ("hello", "<|im_start|>hello"):
+        pair = convert_row(FORMATS["prompt_completion"], {"prompt": text, "completion": "four"})
+        for sample in (Document(text), pair):
+            tokens, mask = encoded(tokenizer, sample)
+            assert [tokens[0], tokens.count("<|im_start|>"), mask[0]] == ["<|im_start|>", 1, False]
 
 
 def test_train_on_all(make_tokenizer):
@@ -74,7 +112,9 @@ def test_a_text_needs_an_eos(make_tokenizer):
         encoded(make_tokenizer(None, eos=None), Document("a"))
 
 
-def test_unknown_train_on(make_tokenizer):
+def test_unknown_options(make_tokenizer):
+    with pytest.raises(DataError, match=r"data\.prompts: 'turns' is unknown"):
+        Encoder(make_tokenizer(), prompts="turns")
     with pytest.raises(DataError, match=r"data\.train_on: 'answers' is unknown"):
         Encoder(make_tokenizer(), "answers")
 

@@ -21,6 +21,14 @@ DEVICE_NAMES = {  # as drivers give them: the row's name, or None
     "NVIDIA A100-SXM4-80GB": "A100",
     "NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB",
     "NVIDIA L4": "L4",
+    "Tesla T4": "T4",
+    "Tesla V100-SXM2-32GB": "V100 32GB",
+    "Tesla V100-PCIE-16GB": "V100",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX 2080 Ti",
+    "NVIDIA GeForce RTX 3060": "RTX 3060",
+    "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti",
+    "NVIDIA GeForce RTX 4070": "RTX 4070",
+    "NVIDIA GeForce RTX 4070 SUPER": "RTX 4070 SUPER",
     "NVIDIA A10": "A10",
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 3080 Ti": "RTX 3080 Ti",
@@ -66,8 +74,8 @@ def test_figures_are_not_rounded():
 
 @pytest.mark.parametrize("tflops", [30, 60, 120])
 def test_a_card_is_described_by_hand(tflops):
-    name, sheet, listed = find_gpu("RTX 4070", 12 * GIB, tflops, 12.5)
-    assert (name, listed, sheet.bfloat16, sheet.mebibytes) == ("RTX 4070", False, tflops, 12 * 1024)
+    name, sheet, listed = find_gpu("RTX 2070", 12 * GIB, tflops, 12.5)
+    assert (name, listed, sheet.bfloat16, sheet.mebibytes) == ("RTX 2070", False, tflops, 12 * 1024)
     assert sheet.memory / UNKNOWN_GPU.memory == tflops / UNKNOWN_GPU.bfloat16
     hardware = hypothetical(name, sheet, 64 * GIB)
     guess = typical(hardware, sheet)
@@ -93,8 +101,8 @@ def test_a_description_replaces_figures_of_a_row():
     ("gpu", "memory", "tflops", "reason"),
     [
         ("RTX 4090 Laptop GPU", None, None, "did you mean RTX 4090.* Or describe it: --gpu-memory"),
-        ("Voodoo 2", None, None, "choose one of B200, .*RTX 3080. Or describe it"),
-        ("RTX 4070", GIB, 60.0, "a GPU that is not listed needs --pcie, too"),
+        ("Voodoo 2", None, None, "choose one of B200, .*RTX 2080 Ti. Or describe it"),
+        ("RTX 2070", GIB, 60.0, "a GPU that is not listed needs --pcie, too"),
         (None, GIB, None, "needs --gpu-tflops and --pcie, too"),
     ],
 )

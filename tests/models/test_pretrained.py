@@ -72,12 +72,6 @@ def test_a_missing_parent_is_named(tmp_path: Path) -> None:
         resolve_source(tmp_path / "gone" / "model")
 
 
-def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
-    message = r"^nobody/nothing at revision v1: is no local folder.* hub did not deliver"
-    with pytest.raises(ModelError, match=message):
-        resolve_source("nobody/nothing", revision="v1")
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -3,9 +3,11 @@ line."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,12 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`precision: auto` is float32, as on a processor that is not fast at bf16."""
+    monkeypatch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
+
+
 @pytest.fixture(scope="session")
 def finished_project(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path
@@ -89,3 +97,20 @@ def finished(finished_project: Path, project: Path, monkeypatch: pytest.MonkeyPa
 def copied(finished_project: Path, project: Path) -> Path:
     """A finished run in this test's own project, to do anything with."""
     return Path(shutil.copytree(finished_project / "run", project / "run", symlinks=True))
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """stop_after(5): SIGTERM arrives during step 5."""
+    from megatrain.recipes import loop
+
+    original = loop.train_step
+    at: list[int] = []
+
+    def train_step(run: Any, *rest: Any, **named: Any) -> None:
+        original(run, *rest, **named)
+        if at and run.step == at[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return lambda step: at.__setitem__(slice(None), [step])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from megatrain import cli
 from tests.commands import chat_rows, make_project, steps_of, write_jsonl
@@ -80,6 +81,7 @@ def remove(name: str) -> Change:
 
 
 HAS_CHANGED = "has changed since this run began; the checkpoint's is used"
+FROM_CACHE = "the data has changed or is gone since the run began; its rows come from the cache"
 # what changes nothing but the words: the run goes on bit for bit
 NO_EFFECT: dict[str, tuple[Change, str]] = {
     "rope_theta": (
@@ -118,6 +120,11 @@ NO_EFFECT: dict[str, tuple[Change, str]] = {
         edit("run/config.resolved.yaml", "seed: 0", "seed: 1"),
         "resuming from run/checkpoint-5",
     ),
+    "another row": (
+        lambda project: write_jsonl(project / "rows.jsonl", chat_rows(61)),
+        FROM_CACHE,
+    ),
+    "no rows": (remove("rows.jsonl"), FROM_CACHE),
     "a comment": (asked("method: sft", "# mine\nmethod: sft"), "resuming from run/checkpoint-5"),
 }
 # what is taken: the warning, and the last step then
@@ -160,11 +167,6 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
     "a typo": (asked("seed: 0", "sede: 0"), 2, "train.sede: did you mean seed?"),
     "broken YAML": (asked("method: sft", "method: [sft"), 2, "run/config.yaml:"),
     "no config": (remove("run/config.yaml"), 2, "run: is not a run folder (no config.yaml)"),
-    "another row": (
-        lambda project: write_jsonl(project / "rows.jsonl", chat_rows(61)),
-        3,
-        "rows are not those of the checkpoint",
-    ),
     "state": (
         lambda project: flip(project / "run" / "checkpoint-5" / "state.json"),
         7,
@@ -196,6 +198,16 @@ def test_refused(megatrain, stopped, what):
     assert words in megatrain("resume run", code=code).err
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"), [(61, "rows are not those of the"), (0, "no such file")]
+)
+def test_without_the_cache_other_rows_are_refused(megatrain, stopped, monkeypatch, rows, words):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(stopped / "cache"))
+    file = stopped / "rows.jsonl"
+    write_jsonl(file, chat_rows(rows)) if rows else file.unlink()
+    assert words in megatrain("resume run", code=3).err
+
+
 @pytest.mark.parametrize("place", ["/", "with the same names"])
 def test_a_resume_may_be_started_elsewhere(megatrain, halves, stopped, monkeypatch, place):
     here = stopped.parent / "elsewhere" if place != "/" else Path("/")
@@ -208,8 +220,43 @@ def test_a_resume_may_be_started_elsewhere(megatrain, halves, stopped, monkeypat
     same_run(stopped / "run", halves[1])
 
 
+def in_hub_cache(name: str, commit: str, folder: Path) -> Path:
+    """Put a model into the hub's cache as its newest commit; returns its config.json."""
+    repo = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir(exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    return repo / "snapshots" / commit / "config.json"
+
+
+def test_a_new_commit_on_the_hub_is_said_and_not_taken(megatrain, halves, project):
+    in_hub_cache("some/model", "a" * 40, project / "model")
+    megatrain("train cfg.yaml model=some/model")
+    for name in ("final", "checkpoint-10"):
+        shutil.rmtree(project / "run" / name)
+    config = in_hub_cache("some/model", "b" * 40, project / "model")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.1}))
+    done = megatrain("resume run")
+    for what in ("commit", "configuration"):
+        assert f"some/model: its {what} {HAS_CHANGED}" in done.err
+    same_run(project / "run", halves[1])
+
+
 def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):
     asked("max_steps: 10", "max_steps: 12")(copied.parent)
     done = megatrain("resume run")
     assert "train.max_steps changed from 10 to 12" in done.err
     assert steps_of(copied)[-1]["step"] == 12
+
+
+NAMES = ["*.jsonl", "[rows.jsonl]", "{path: rows.jsonl, weight: 1}", "rows", "rows:train"]
+
+
+@pytest.mark.parametrize("named", NAMES)
+def test_however_the_data_was_named_its_rows_are_found_in_the_cache(megatrain, project, named):
+    (project / "rows").mkdir()
+    shutil.copy(project / "rows.jsonl", project / "rows" / "train.jsonl")
+    megatrain("train cfg.yaml train.max_steps=5", f"data.train={named}")
+    for file in ("rows.jsonl", "rows/train.jsonl"):
+        write_jsonl(project / file, chat_rows(61))
+    assert FROM_CACHE in megatrain("resume run train.max_steps=6").err

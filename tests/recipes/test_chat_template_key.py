@@ -36,17 +36,23 @@ def test_a_base_model_is_trained_with_a_named_template(megatrain, project, base)
     assert megatrain("eval run --data rows.jsonl --json").json["eval_target_tokens"] > 0
 
 
-def test_a_file_that_changes_makes_other_rows_than_the_checkpoint_s(megatrain, project, base):
+def test_a_resume_keeps_the_checkpoint_s_and_says_that_the_file_has_changed(
+    megatrain, project, base
+):
     file = project / "mine.jinja"
     file.write_text(find_template("chatml"))
     run = f"train cfg.yaml model={base} chat_template=mine.jinja {TWO_STEPS} checkpoint.every=1"
     megatrain(run)
     shutil.rmtree(project / "run" / "final")
-    more = "resume run train.max_steps=3"
     file.write_text(find_template("mistral"))
-    assert "not those of the checkpoint" in megatrain(more, code=3).err
-    file.write_text(find_template("chatml"))
-    megatrain(more)
+    said = megatrain("resume run train.max_steps=3").err
+    assert f"{file}: has changed since this run began; the checkpoint's is used" in said
+    assert (project / "run" / "final" / "chat_template.jinja").read_text() == find_template(
+        "chatml"
+    )
+    file.unlink()
+    said = megatrain("resume run train.max_steps=4").err
+    assert "no such file, and no such name" in said and "the checkpoint's is used" in said
 
 
 def test_what_cannot_be_used_is_named_with_its_line(megatrain, project):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -59,7 +60,39 @@ def test_it_says_what_the_run_takes(megatrain):
 
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain):
     done = megatrain("plan qwen2.5-7b --gpu 'RTX 4090' --ram 66GiB", *SHORT, code=4)
-    assert "set optimizer.moments: bfloat16" in done.err
+    verdict, change, *rest = done.out.splitlines()
+    lack = r"does not fit: it needs \d+\.\d\d GiB of host RAM, where \d+\.\d\d GiB can be had"
+    assert re.fullmatch(lack, verdict)
+    assert change.startswith("to change: set optimizer.moments: bfloat16")
+    told = " ".join(rest) + done.err
+    assert "does not fit" not in told and "energy" not in told
+    as_json = megatrain("plan qwen2.5-7b --gpu 'RTX 4090' --ram 66GiB --json", *SHORT, code=4)
+    assert as_json.json["economy"] is None
+    assert as_json.err.startswith(f"error: the run {verdict[:21]}")
+    assert as_json.err.endswith(f"; {as_json.json['fix']}\n")
+
+
+def test_the_verdict_comes_first_then_what_to_change(megatrain):
+    asked = ("plan qwen2.5-0.5b --gpu 'RTX 3060' --ram 32GiB train.tokens_per_step=1024", SHORT[0])
+    verdict, change, *rest = megatrain(*asked).out.splitlines()
+    assert re.fullmatch(
+        r"fits: [\d.]+ s a step, [\d,]+ tokens/s; [\d.]+ GiB of [\d.]+ GiB of GPU memory, "
+        r"[\d.]+ GiB of [\d.]+ GiB of host RAM",
+        verdict,
+    )
+    assert change.startswith("faster: train.tokens_per_step: ")
+    assert any(line.startswith("energy: ") for line in rest[:5])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("auto", "several times slower"), ("bfloat16", "set")]
+)
+def test_a_gpu_without_bf16_says_so(megatrain, given, words):
+    asked = ("plan tiny --ram 32GiB --json", *TINY, f"precision={given}", "--gpu")
+    done = megatrain(*asked, "T4")
+    assert done.json["job"]["precision"] == ("float32" if given == "auto" else given)
+    assert "NVIDIA T4 has no bf16 units: it" in done.err and words in done.err
+    assert "bf16 units" not in megatrain(*asked, "RTX 3060").err
 
 
 def test_a_gpu_that_is_not_listed_is_described(megatrain):
@@ -92,7 +125,7 @@ NO_MACHINES = {
     "--gpu-tflops 60": "--gpu and --ram belong together",
     "--cores 4": "and --cores to them",
     "--ram 64GiB --gpu 'Voodoo 2'": "--gpu: 'Voodoo 2' is not known; choose one of B200, H200 NVL",
-    "--ram 64GiB --gpu 'RTX 4070'": "'RTX 4070' is not known; did you mean RTX 4070 Ti SUPER?",
+    "--ram 64GiB --gpu 'RTX 6000'": "is not known; did you mean RTX PRO 6000 or RTX 6000 Ada?",
     "--ram 64GiB --gpu A6000": "--gpu: 'A6000' is not known; did you mean RTX A6000?",
     "--ram 64GiB --gpu 'RTX 4090 Laptop'": "Or describe it: --gpu-memory 12GiB --gpu-tflops 60 --p",
     "--ram 64GiB --gpu mine --gpu-memory 12GiB --pcie 25": "is not listed needs --gpu-tflops, too",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +22,12 @@ from transformers import AutoTokenizer, GenerationConfig
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
 from megatrain.optim.split import join_master
+from megatrain.storage import run_folder
 from megatrain.storage.checkpoint import save_checkpoint, write_final
-from megatrain.storage.export import export, save_pretrained
+from megatrain.storage.export import export, left_overs, save_pretrained
 from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.run_folder import hold
+from megatrain.storage.safetensors_reader import read_header
 from megatrain.storage.safetensors_writer import plan_shards
 from tests.files import flip, largest_file, logits_of, names
 
@@ -110,14 +117,13 @@ def test_large_models_are_cut_into_shards(tmp_path, bf16_engine, monkeypatch):
     assert load_file(next(whole.glob("model-00001-*")))
 
 
-def test_an_export_is_the_checkpoints_model_without_copying_weights(tmp_path, engine):
+def test_an_export_is_a_copy_of_the_checkpoints_model(tmp_path, engine):
     expected = engine.logits(IDS).float()
     folder = save_checkpoint(tmp_path / "run", 1, engine, tokenizer(), {})
     out = export(tmp_path / "run", tmp_path / "out")
     assert torch.equal(logits_of(out, IDS), expected)
-    assert (out / "model.safetensors").samefile(folder / "model.safetensors")
     # an edit of the export must not reach the checkpoint
-    assert not (out / "config.json").samefile(folder / "config.json")
+    assert not any((out / name).samefile(folder / name) for name in names(out))
     assert names(out) == names(folder) - {"optimizer", "state.json", "MANIFEST.json"}
 
 
@@ -155,8 +161,8 @@ def test_best_last_and_final_are_found(tmp_path, bf16_engine):
     write_final(run, "checkpoint-2")
     which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 3}
     for name, step in which.items():
-        out, file = export(run, tmp_path / f"out-{name}", checkpoint=name), "model.safetensors"
-        assert (out / file).samefile(run / f"checkpoint-{step}" / file), name
+        out = export(run, tmp_path / f"out-{name}", checkpoint=name)
+        assert read_header(out / "model.safetensors").metadata["step"] == str(step), name
 
 
 def test_one_checkpoint_can_be_named_by_its_folder(tmp_path, bf16_engine):
@@ -208,6 +214,73 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_storage_error(tmp_path, 
     with largest_file(32 << 10), pytest.raises(StorageError, match="27"):
         save_pretrained(bf16_engine, tmp_path / "out", large)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_killed_export_is_removed_by_the_next_and_a_living_one_is_not(
+    tmp_path, bf16_engine, caplog
+):
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    dead, alive, other = (tmp_path / name for name in ("out.1.tmp", "out.2.tmp", "x.1.tmp"))
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    (dead / "model.safetensors").write_text("half")
+    fd = hold(alive)
+    assert set(left_overs(tmp_path)) == {dead, other}
+    export(tmp_path / "run", tmp_path / "out")
+    assert names(tmp_path) == {"run", "out", "out.2.tmp", "x.1.tmp"}
+    assert f"{dead}: was left by a process that died" in caplog.text
+    os.close(fd)
+    assert set(left_overs(tmp_path)) == {alive, other}
+
+
+def test_an_export_is_held_while_it_is_written(tmp_path, bf16_engine, monkeypatch):
+    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
+    seen: list[list[Path]] = []
+    original = run_folder.copy_file
+
+    def noted(*paths: Path) -> None:
+        seen.append([*left_overs(tmp_path), *tmp_path.glob("out.*.tmp")])
+        original(*paths)
+
+    monkeypatch.setattr("megatrain.storage.export.copy_file", noted)
+    export(tmp_path / "run", tmp_path / "out")
+    assert {len(paths) for paths in seen} == {1}
+
+
+def test_an_export_beside_a_run_that_prunes_follows_it(tmp_path, new_engine):
+    run, engine, ended = tmp_path / "run", new_engine(layers=1), threading.Event()
+
+    def train() -> None:
+        for step in itertools.count(2):
+            if ended.is_set():
+                break
+            save_checkpoint(run, step, engine, None, {}, keep=1)
+
+    save_checkpoint(run, 1, engine, None, {}, keep=1)
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for number in range(30):
+            out = export(run, tmp_path / f"out-{number}")
+            assert names(out) == {"config.json", "model.safetensors"}
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_export_that_is_never_quick_enough_says_so(tmp_path, new_engine, monkeypatch):
+    run, engine = tmp_path / "run", new_engine(layers=1)
+    steps = itertools.count(1)
+
+    def pruned(_source: Path, target: Path) -> None:
+        save_checkpoint(run, next(steps), engine, None, {}, keep=1)
+        raise FileNotFoundError(2, "No such file or directory", str(target))
+
+    save_checkpoint(run, next(steps), engine, None, {}, keep=1)
+    monkeypatch.setattr("megatrain.storage.export.copy_file", pruned)
+    with pytest.raises(StorageError, match="removed faster than one is copied; raise checkpoint"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_resumed_engine_continues_bit_for_bit(tmp_path, engine):

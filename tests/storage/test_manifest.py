@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import write_final
 from megatrain.storage.export import export
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.safetensors_writer import WrittenFile
 from tests.files import as_an_ordinary_user, flip, forge, names
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import Resumable, find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors_reader import HashedReader
-from megatrain.storage.safetensors_writer import WrittenFile, write_safetensors
+from megatrain.storage.safetensors_writer import write_safetensors
 from tests.files import flip
 
 CHECKSUM = "does not match its checksum"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.storage import safetensors_reader, safetensors_writer
+from megatrain.storage import hashed_file, safetensors_reader
 from megatrain.storage.safetensors_reader import (
     DTYPES,
     HashedReader,
@@ -163,8 +163,8 @@ def test_a_disk_that_fails_at_fsync_is_named_and_leaves_nothing(path, monkeypatc
 
 
 def test_large_files_are_flushed_on_the_way(path, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "FLUSH_BYTES", 1 << 12)
-    monkeypatch.setattr(safetensors_writer, "WRITE_BYTES", 1 << 10)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(hashed_file, "WRITE_BYTES", 1 << 10)
     syncs: list[int] = []
     monkeypatch.setattr(os, "fsync", syncs.append)
     write_safetensors(path, sources(a=sample(torch.uint8, 1 << 15)), {})

@@ -1,0 +1,87 @@
+"""Downloads from the hub, and why it delivered nothing: in its own words, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from megatrain.errors import STORAGE_ERRNOS, ModelError
+
+ANSWERS_IN_S = 2.0  # unless HF_HUB_ETAG_TIMEOUT says otherwise
+ELSEWHERE = "download the model where the hub can be reached and name its folder"
+LOG_IN = "run `hf auth login`, or set HF_TOKEN"
+
+# By the hub library's own classes, the special before the general.
+REASONS = {
+    "GatedRepoError": "it is gated on the hub: {said}; ask for access on {page}, then {LOG_IN}",
+    "RepositoryNotFoundError": "the hub shows no model of that name ({said}); check the name on "
+    "{page}, and if it is private, ask its owner for access, then {LOG_IN}",
+    "RevisionNotFoundError": "the hub has no such revision of it ({said}); choose one of "
+    "{page}/tree/main",
+    "DisabledRepoError": "the hub has disabled it ({said}); see {page}",
+    "HFValidationError": "it cannot be a name on the hub: {said}; write owner/model",
+    "LocalEntryNotFoundError": "the hub did not answer ({said}); try again, or {ELSEWHERE}",
+}
+OTHERWISE = "the hub did not deliver it ({said}); see {page}; if it asks for a login, {LOG_IN}"
+
+
+def download(name: str, revision: str | None, files: list[str], hint: str = "") -> Path:
+    """The folder in the hub's cache that holds these files of a model, downloaded if need be.
+
+    hint: at a local folder that may have been meant. Raises ModelError.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        silent = f"HF_HUB_OFFLINE allows only what is in the hub's cache; unset it, or {ELSEWHERE}"
+    elif reachable(constants.ENDPOINT):
+        silent = ""
+    else:
+        silent = f"{constants.ENDPOINT} cannot be reached; check the network, or {ELSEWHERE}"
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=files, local_files_only=bool(silent)
+        )
+    except (OSError, ValueError) as error:  # what the hub's own errors derive from
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+            raise
+        at = f" at revision {revision}" if revision else ""
+        why = silent or why_not(error, f"{constants.ENDPOINT}/{name}")
+        raise ModelError(f"{name}{at}: is no local folder{hint}, and {why}") from error
+    return Path(found)
+
+
+def reachable(endpoint: str) -> bool:
+    """Whether the hub takes a connection in time. Its library waits much longer for one, and a
+    look-up of its address has no limit at all."""
+    if urllib.request.getproxies():
+        return True  # that is for the proxy to find out
+    url = urllib.parse.urlsplit(endpoint)
+    address = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+    limit = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", ANSWERS_IN_S))
+    answered: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=limit):
+            answered.append(True)
+
+    asking = threading.Thread(target=connect, daemon=True)  # a look-up may outlast the limit
+    asking.start()
+    asking.join(limit)
+    return bool(answered)
+
+
+def why_not(error: Exception, page: str) -> str:
+    """Why the hub delivered nothing, with its own sentence, and what to do. `page`: the model's."""
+    lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
+    said = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    reason = next((REASONS[kind] for kind in REASONS if kind in kinds), OTHERWISE)
+    said = " ".join(str(said).split()).rstrip(".")
+    return reason.format(said=said, page=page, LOG_IN=LOG_IN, ELSEWHERE=ELSEWHERE)

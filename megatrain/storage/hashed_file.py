@@ -1,0 +1,88 @@
+"""A new file that is hashed while it is written, and on the disk when it is closed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.machine.heartbeat import BYTES_WRITTEN, beat
+from megatrain.storage.system_calls import system_errors
+
+WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
+# Per file: then dirty pages are written and dropped, as the RAM is the run's.
+FLUSH_BYTES = 256 << 20
+# Not through a link that somebody else may have put there.
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file as it was written. `name` is relative to a model folder or checkpoint."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class HashedFile:
+    """A new file, hashed (SHA-256) while it is written, and removed again if its block fails.
+
+    Raises StorageError if a system call fails, most likely as the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._hash = hashlib.sha256()
+        self._unflushed = 0
+        with system_errors(path, "create it"):
+            self._fd = os.open(path, NEW_FILE, 0o666)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        complete = False
+        try:
+            if kind is None:
+                self._flush()
+                complete = True
+        finally:
+            os.close(self._fd)
+            if not complete:
+                self.path.unlink(missing_ok=True)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`; a short write is continued."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), WRITE_BYTES):
+            piece = view[begin : begin + WRITE_BYTES]
+            self._hash.update(piece)
+            done = 0
+            while done < len(piece):
+                with system_errors(self.path, "write it"):
+                    done += os.write(self._fd, piece[done:])
+            beat(BYTES_WRITTEN, len(piece))
+            self.nbytes += len(piece)
+            self._unflushed += len(piece)
+            if self._unflushed >= FLUSH_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Wait until the bytes are on the disk, and drop them from the page cache."""
+        with system_errors(self.path, "write it"):  # a full disk may show only here
+            os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unflushed = 0
+
+    def written(self) -> WrittenFile:
+        return WrittenFile(self.path.name, self.nbytes, self._hash.hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> WrittenFile:
+    """Write a small file; hashed, and on the disk when it returns. Raises StorageError."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.written()

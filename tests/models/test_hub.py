@@ -1,0 +1,92 @@
+"""What a user reads when the hub delivers no model: its own sentence, the page, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from megatrain.errors import ModelError
+from megatrain.models.pretrained import resolve_source
+
+PAGE = "https://huggingface.co/some/model"
+LOG_IN = "`hf auth login`, or set HF_TOKEN"
+SENTENCE = "Access to model some/model is restricted. Please log in."
+TOP = "403 Client Error. (Request ID: Root=1-6)"
+TOLD = f"Cannot access it for url {PAGE}"
+OFFLINE = "HF_HUB_OFFLINE allows only what is in the hub's cache; unset it, or download the model"
+
+WORDS = {
+    errors.GatedRepoError: ("gated", SENTENCE[:-1], f"ask for access on {PAGE}, then run", LOG_IN),
+    errors.RepositoryNotFoundError: ("no model of that name", "check the name", PAGE, LOG_IN),
+    errors.RevisionNotFoundError: ("no such revision", f"choose one of {PAGE}/tree/main"),
+    errors.DisabledRepoError: ("has disabled it", PAGE),
+    errors.HfHubHTTPError: ("did not deliver it", SENTENCE[:-1], PAGE, LOG_IN),
+    errors.HFValidationError: ("cannot be a name on the hub", TOLD, "owner/model"),
+    errors.LocalEntryNotFoundError: ("did not answer", TOLD, "try again, or download the model"),
+    errors.FileMetadataError: ("did not deliver it", TOLD, PAGE),
+    errors.LocalTokenNotFoundError: ("did not deliver it", LOG_IN),
+}
+
+
+def error_of(kind: Any) -> Any:
+    """As the hub's library raises it."""
+    text = f"{TOP}\n\nCannot access it for url {PAGE}.\n{SENTENCE}"
+    if not issubclass(kind, errors.HfHubHTTPError):
+        return kind(text)
+    response = SimpleNamespace(headers={}, request=None)
+    return kind(text, response=response, server_message=SENTENCE)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub can be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("megatrain.models.hub.reachable", lambda endpoint: True)
+
+
+@pytest.mark.parametrize(("kind", "words"), WORDS.items())
+def test_each_error_of_the_hub_says_what_to_do(monkeypatch, online, kind, words):
+    def refuse(*_: object, **__: object) -> None:
+        raise error_of(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelError) as caught:
+        resolve_source("some/model", "v1", weights=False)
+    said = str(caught.value)
+    assert said.startswith("some/model at revision v1: is no local folder")
+    assert [part for part in words if part not in said] == []
+    assert "\n" not in said and ".)" not in said and ".;" not in said
+
+
+def test_a_full_disk_is_not_the_hubs_fault(monkeypatch, online):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        resolve_source("some/model")
+
+
+def test_offline_by_choice_is_said():
+    with pytest.raises(ModelError) as caught:
+        resolve_source("some/model")
+    assert OFFLINE in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_soon(monkeypatch):
+    """Nor is it waited for when nothing tells that it cannot."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("megatrain.models.hub.ANSWERS_IN_S", 0.05)
+    started = time.monotonic()
+    with pytest.raises(ModelError, match=r"https://huggingface.co cannot be reached; check the ne"):
+        resolve_source("some/model")
+    assert time.monotonic() - started < 2

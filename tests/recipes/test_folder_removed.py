@@ -1,0 +1,80 @@
+"""A run folder that is removed while its run goes on is written anew at the next save."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.recipes import loop
+from megatrain.storage.run_folder import run_lock
+from tests.commands import metrics_of, steps_of
+from tests.recipes.same_run import same_run
+
+
+@pytest.fixture
+def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
+    """after_step(7, action): calls it once that step is done."""
+
+    def patch(step: int, action: Callable[[], Any]) -> None:
+        original = loop.train_step
+
+        def train_step(run: loop.Run, *rest: Any) -> None:
+            original(run, *rest)
+            if run.step == step:
+                action()
+
+        monkeypatch.setattr(loop, "train_step", train_step)
+
+    return patch
+
+
+@pytest.mark.parametrize(("how", "step"), [("removed", 7), ("moved", 3), ("replaced", 7)])
+def test_the_run_goes_on_and_its_folder_is_whole(
+    megatrain, project, finished_project, after_step, step, how
+):
+    folder = project / "run"
+
+    def act() -> None:
+        shutil.rmtree(folder) if how == "removed" else folder.rename(project / "away")
+        if how == "replaced":
+            folder.mkdir(0o700)
+
+    after_step(step, act)
+    done = megatrain("train cfg.yaml")
+    warning = "warning: run: was removed or replaced while the run goes on; it is written anew"
+    assert done.err.count(warning) == 1
+    same_run(folder, finished_project / "run")
+    files = {path.name for path in (finished_project / "run").iterdir()}
+    lost = {"checkpoint-5", "proven"} if step == 7 else set()
+    assert {path.name for path in folder.iterdir()} == files - lost
+    assert "saved run/checkpoint-10" in (folder / "train.log").read_text()
+    assert "nothing is left to train" in megatrain("resume run").err
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(megatrain, project, after_step):
+    with ExitStack() as stack:
+
+        def take() -> None:
+            shutil.rmtree(project / "run")
+            stack.enter_context(run_lock(project / "run"))
+
+        after_step(3, take)
+        done = megatrain("train cfg.yaml", code=7)
+    assert "error: step 5 is not saved, training goes on: run: in use by another" in done.err
+    assert [path.name for path in (project / "run").glob("checkpoint*")] == []
+
+
+def test_a_removed_file_of_metrics_comes_back_with_the_folder(megatrain, project, after_step):
+    def remove() -> None:
+        for name in (".lock", "metrics.jsonl"):
+            Path("run", name).unlink()
+
+    after_step(7, remove)
+    megatrain("train cfg.yaml")
+    assert [row["step"] for row in steps_of(project / "run")] == list(range(1, 11))
+    assert len(metrics_of(project / "run")) == 13

@@ -1,0 +1,91 @@
+"""`megatrain generate`: tokens as transformers draws them, and words as they come."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.recipes.sample import Sampling
+
+ASK = ("generate", "model", "Count to 3.", "--max-new-tokens")
+
+
+def transformers_answer(length: int, **options: Any) -> str:
+    """Of transformers' own `generate`, computing as we do."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained("model", dtype="float32")
+    tokenizer: Any = AutoTokenizer.from_pretrained("model")
+    turns = [{"role": "user", "content": "Count to 3."}]
+    given = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ends: Any = {"eos_token_id": [tokenizer.eos_token_id, turn], "pad_token_id": 0}
+    torch.manual_seed(5)
+    made = model.generate(**given, max_new_tokens=length, **ends, **options)
+    new = made[0, given["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True)).strip()
+
+
+def test_temperature_0_takes_the_likeliest_tokens(megatrain, in_float32):
+    greedy = transformers_answer(8, do_sample=False)
+    assert megatrain("", *ASK, "8").out == f"{greedy}\n"
+    assert megatrain("", *ASK, "8", "--temperature", "0").out == f"{greedy}\n"
+
+
+def test_tokens_are_drawn_as_transformers_draws_them(megatrain, in_float32):
+    expected = transformers_answer(12, do_sample=True, temperature=0.7, top_p=0.8, top_k=0)
+    drawn = ("--temperature", "0.7", "--top-p", "0.8", "--json", "--seed")
+    first, again, other = (megatrain("", *ASK, "12", *drawn, seed) for seed in "556")
+    assert first.json["answer"] == expected == again.json["answer"] != other.json["answer"]
+
+
+class Terminal(io.StringIO):
+    """Notes what is on it each time it is flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.seen.append(self.getvalue())
+
+
+def test_a_terminal_gets_the_words_as_they_come(megatrain, finished, monkeypatch):
+    ask = ("generate", "run", "Count to 9.", "--max-new-tokens", "24")
+    whole = megatrain("", *ask).out
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    megatrain("", *ask)
+    assert terminal.seen[-1].split() == whole.split()
+    assert len(set(terminal.seen)) > 4
+
+
+REFUSED = {
+    ("--top-p", "0.9"): "--top-p: has no effect at temperature 0",
+    ("--seed", "3"): "--seed: has no effect at temperature 0",
+    ("--temperature", "-1"): "--temperature: must be a number of at least 0",
+    ("--temperature", "nan"): "--temperature: must be a number of at least 0",
+    ("--temperature", "1", "--top-p", "0"): "--top-p: must be above 0 and at most 1, not 0.0",
+}
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.items())
+def test_an_option_without_effect_is_refused(megatrain, options, words):
+    assert megatrain("", *ASK, "1", *options, code=2).err.startswith(f"error: {words}")
+
+
+def test_equal_seeds_draw_the_same():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    draws = [
+        [choose(logits) for _ in range(20)]
+        for choose in (Sampling(1.0, seed=seed).chooser() for seed in (None, 0, 1))
+    ]
+    assert draws[0] == draws[1] != draws[2]
