@@ -19,7 +19,7 @@ from megatrain.config.resuming import asked_again, check_changes, for_state, res
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
@@ -63,6 +63,7 @@ from megatrain.storage.run_folder import (
     checkpoint_name,
     checkpoints,
     folder_bytes,
+    forget_unused,
     run_lock,
 )
 from megatrain.storage.saves import newer_than, sequence_of
@@ -207,10 +208,16 @@ class Opened:
 @contextmanager
 def run_folder(path: Path) -> Iterator[Opened]:
     """Lock the run folder and log to its train.log and to the console."""
-    console = console_on(stderr=True)
-    with run_lock(path) as lock, logging_to(path, console):
-        setup.quiet_libraries()
-        yield Opened(lock, console)
+    console, made = console_on(stderr=True), not path.exists()
+    with run_lock(path) as lock:
+        try:
+            with logging_to(path, console):
+                setup.quiet_libraries()
+                yield Opened(lock, console)
+        except MegaTrainError:  # of any other the log has the traceback
+            if made:
+                forget_unused(path)
+            raise
 
 
 def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
