@@ -14,6 +14,7 @@ import pytest
 import megatrain
 from megatrain import cli, errors
 from megatrain.config import config_schema, example_config, load_config
+from megatrain.models.shapes import SHAPES
 
 CONFIG = "model: some/folder\ndata: {train: rows.jsonl}\n"
 ENV = {"PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}
@@ -163,7 +164,9 @@ def test_data_shows_rows_or_counts(recipes, capsys):
     recipes.answers["show_data"] = None
     assert cli.main(["data", "cfg.yaml"]) == 0
     assert capsys.readouterr().out == ""
-    assert recipes.calls == [("show_data", config, 5, True), ("show_data", config, 3, False)]
+    assert cli.main(["data", "cfg.yaml", "--full"]) == 0
+    options = [(5, True, False), (3, False, False), (3, False, True)]
+    assert recipes.calls == [("show_data", config, *given) for given in options]
 
 
 def test_eval_prints_the_loss(recipes, capsys):
@@ -178,6 +181,8 @@ def test_export_prints_the_folder(recipes, capsys):
     assert cli.main(["export", "run", "out", "--dtype", "float32", "--checkpoint", "best"]) == 0
     assert capsys.readouterr().out == "out\n"
     assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best")]
+    assert cli.main(["export", "run", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": "out"}
 
 
 def test_generate_prints_the_answer(recipes, capsys):
@@ -285,6 +290,12 @@ def test_errors_are_a_sentence_and_a_code(recipes, capsys, command, error, code)
     [
         (RuntimeError("a\nb"), 1, "unexpected RuntimeError: a b; run again with --debug"),
         (AssertionError(), 1, "unexpected AssertionError; run again with --debug"),
+        (
+            ModuleNotFoundError("No", name="fcntl"),
+            2,
+            "MegaTrain needs Linux (there is no fcntl); on",
+        ),
+        (ModuleNotFoundError("No", name="numba"), 1, "unexpected ModuleNotFoundError: No; run"),
         (MemoryError(), 5, "out of host memory"),
         (OSError(errno.ENOSPC, "No space", "runs/x"), 7, "runs/x: No space; free some space"),
         (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
@@ -327,6 +338,38 @@ def test_wrong_usage_is_2(recipes, line):
     assert recipes.calls == []
 
 
+@pytest.mark.parametrize("command", ["train cfg.yaml", "plan cfg.yaml", "bench tiny"])
+@pytest.mark.parametrize("option", ["--lr 1e-5", "--set train.seed=1"])
+def test_a_key_given_as_an_option_is_told_how_it_is_written(recipes, capsys, command, option):
+    assert cli.main([*command.split(), *option.split()]) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"Usage: megatrain {command.split()[0]} ")
+    keys = "keys of the config are set as key=value, such as train.learning_rate=1e-5"
+    assert error.startswith(f"error: No such option: {option.split()[0]}") and keys in error
+    assert error.endswith(f"; see `megatrain {command.split()[0]} --help`")
+
+
+@pytest.mark.parametrize(
+    "line", ["trian", "train", "export run", "data cfg.yaml --rows -1", "--no"]
+)
+def test_wrong_usage_is_an_error_as_any_other(recipes, capsys, line):
+    assert cli.main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "\nerror: " in said and "Error" not in said and "key=value" not in said
+
+
+def test_nothing_at_all_is_answered_with_help(capsys):
+    assert cli.main([]) == 2
+    told = capsys.readouterr()
+    assert "doctor" in told.out + told.err
+
+
+def test_the_help_of_bench_lists_every_shape(capsys):
+    assert cli.main(["bench", "--help"]) == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert f"Named shapes: {', '.join(SHAPES)}." in listed
+
+
 def test_a_config_error_needs_no_recipes(capsys):
     assert cli.main(["train", "nowhere.yaml"]) == 2
     words = "error: nowhere.yaml: no such file; write one with `megatrain init nowhere.yaml`\n"
@@ -338,6 +381,7 @@ def test_init_writes_once(tmp_path, monkeypatch, capsys):
     assert cli.main(["init"]) == 0
     assert capsys.readouterr().out == example_config()
     assert cli.main(["init", "mine.yaml"]) == 0
+    assert "`megatrain schema` lists every key" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == example_config()
     Path("mine.yaml").write_text("precious")
     assert cli.main(["init", "mine.yaml"]) == 2
