@@ -18,6 +18,7 @@ from benchmarks.campaign.damage import DamagedCheckpoints, damage, files_in
 from benchmarks.campaign.fuzz import Configs, Models, Rows
 from benchmarks.campaign.project import put_back
 from benchmarks.campaign.saves import contents
+from benchmarks.write_page import filled
 from megatrain.errors import StorageError
 
 
@@ -130,23 +131,25 @@ def test_corruptions_of_checkpoints(tmp_path):
 
 
 def test_odd_input_is_drawn_from_the_case_and_given_to_a_command(tmp_path):
+    trials_of = []
     for kind in (Rows, Models, Configs):
         folder = tmp_path / kind.__name__
         folder.mkdir()
-        trial = kind(folder)
+        trials_of.append(kind(folder))
+    for trial in trials_of:
         drawn = []
         for _ in range(2):
             put_back(trial.copy, trial.project)
             drawn.append((trial.odd(random.Random("0-1")), contents(trial.project)))
         assert drawn[0] == drawn[1]
-    ended = trials.run_case(trial, "0-1")
+    ended = trials.run_case(trials_of[-1], "0-1")
     assert ended.code == 0, ended.words
 
 
 def test_the_page_is_what_the_campaigns_gave():
     text = page.PAGE.read_text()
     stale = "run python -m benchmarks.campaign.page"
-    assert text == page.filled(text, page.tables(page.campaigns())), stale
+    assert text == filled(text, page.tables(page.campaigns())), stale
     for name in parts.PARTS:
         assert f"| {name} |" in text
 
