@@ -6,6 +6,7 @@ import errno
 import re
 
 UNEXPECTED = 1
+OF_UNIX = ("fcntl", "resource", "termios")  # modules that Python lacks on Windows
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
@@ -84,6 +85,9 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
     if isinstance(error, MemoryError):
         advice = "set memory.host, or a smaller train.micro_batch_tokens"
         return OutOfMemory.exit_code, f"out of host memory; {advice}"
+    if isinstance(error, ImportError) and error.name in OF_UNIX:
+        instead = "on Windows run it inside WSL 2, elsewhere in a Linux container"
+        return ConfigError.exit_code, f"MegaTrain needs Linux (there is no {error.name}); {instead}"
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         what = f"{error.filename or 'storage'}: {error.strerror}"
         return StorageError.exit_code, f"{what}; free some space or choose another folder"

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -28,6 +29,7 @@ from megatrain.cli import machine
 __all__ = ["app", "machine", "main", "reading", "training"]
 
 INTERRUPTED = 130
+UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of typer contain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code_of(words: list[str], debug: bool) -> int:
     """The exit code of a command, which is run; its error is printed."""
     try:
-        app(args=words, prog_name="megatrain")
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0
+        done = app(args=words, prog_name="megatrain", standalone_mode=False)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 0
+    except UsageError as error:
+        return _usage(error, words)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  every error becomes a sentence and a code
@@ -65,4 +69,18 @@ def _code_of(words: list[str], debug: bool) -> int:
         for line in sentence.splitlines():
             typer.echo(f"error: {printable(line)}", err=True)
         return code
-    return 0
+    return done if isinstance(done, int) else 0
+
+
+def _usage(error: Any, words: list[str]) -> int:
+    """Print how the command is used and what is wrong with `words`; the exit code."""
+    usage = "" if error.ctx is None else error.ctx.get_usage()
+    if not words:
+        error.show()  # help
+        return int(error.exit_code)
+    said = str(error.format_message()).rstrip(".")
+    if said.startswith("No such option") and "KEY=VALUE" in usage:
+        said += "; keys of the config are set as key=value, such as train.learning_rate=1e-5"
+    command = "megatrain" if error.ctx is None else error.ctx.command_path
+    typer.echo(f"{usage}\nerror: {printable(said)}; see `{command} --help`", err=True)
+    return int(error.exit_code)

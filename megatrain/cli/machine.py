@@ -56,7 +56,7 @@ def init(
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
     then = f"name your model and data in it, then `megatrain plan {path}`"
-    typer.echo(f"wrote {path}; {then}", err=True)
+    typer.echo(f"wrote {path}; {then}; `megatrain schema` lists every key", err=True)
 
 
 @app.command()

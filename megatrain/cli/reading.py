@@ -33,6 +33,9 @@ def show_data(
     config: ConfigFile,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    full: Annotated[
+        bool, typer.Option("--full", help="Whole rows, however long; default: a screen of each.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show rows with their loss mask, and counts."""
@@ -42,7 +45,7 @@ def show_data(
     find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import inspect
 
-    counts = inspect.show_data(settings, rows, as_json)
+    counts = inspect.show_data(settings, rows, as_json, full)
     if counts is not None:
         print_json(counts)
 
@@ -79,12 +82,17 @@ def export(
         str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
     ] = None,
     checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
-    typer.echo(export_model(run_dir, out, dtype, checkpoint))
+    folder = export_model(run_dir, out, dtype, checkpoint)
+    if as_json:
+        print_json({"folder": str(folder)})
+    else:
+        typer.echo(folder)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from megatrain.cli.app import (
     show,
 )
 from megatrain.errors import ConfigError, PlanError
+from megatrain.models.shapes import SHAPES
 from megatrain.reporting.streams import console_on
 
 
@@ -115,7 +116,10 @@ def plan(
         raise typer.Exit(PlanError.exit_code)
 
 
-@app.command()
+@app.command(
+    help="Time a model's training on this machine: random weights, random tokens, no data.\n\n"
+    f"Named shapes: {', '.join(SHAPES)}."
+)
 def bench(
     arguments: ConfigOrModel = None,
     model: Annotated[str | None, typer.Option(help="Model, if not the first argument.")] = None,
@@ -132,10 +136,7 @@ def bench(
     ] = False,
     profile: Timeline = None,
 ) -> None:
-    """Time a model's training on this machine: random weights, random tokens, no data.
-
-    Named shapes: qwen2.5-0.5b, -1.5b, -7b, -14b, -32b, llama-3-8b, -70b.
-    """
+    """Time a model's training on this machine."""
     one_process()
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}

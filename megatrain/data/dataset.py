@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tokenize import TokenError
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy
 ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
 # what is left of a damaged file may be anything
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
+UNREADABLE += (SyntaxError, TokenError)  # numpy parses headers of arrays as Python
 UNREAD_KEPT = 50  # names of columns
 
 logger = logging.getLogger("megatrain")

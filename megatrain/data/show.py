@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
+# Of a row, unless it is shown in full: a screen of 80 x 24.
+HEAD_CHARACTERS, HEAD_LINES = 1280, 16
+TAIL_CHARACTERS, TAIL_LINES = 640, 8
 TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
 TARGET_BRACKETS = ("⟦", "⟧")  # on a terminal without colour
 
@@ -98,19 +101,43 @@ def show_rows(
     count: int,
     console: Console,
     held_out: Rows | None = None,
+    full: bool = True,
 ) -> None:
-    """Print the first `count` rows, targets in green (in brackets without colour), then counts."""
+    """Print the first `count` rows, targets in green (in brackets without colour), then counts.
+
+    full: false cuts what does not fit a screen out of the middle of a row, and says so.
+    """
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
         ids, mask = rows.row(index)
         title = f"row {index}: {len(ids)} tokens, {int(mask.sum())} targets"
         console.rule(title, style=CONTEXT_STYLE)
-        console.print(painted(ids, mask, tokenizer, colour), soft_wrap=True)
+        text = painted(ids, mask, tokenizer, colour)
+        console.print(text if full else on_a_screen(text), soft_wrap=True)
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for line in warnings(rows, held_out):
         console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def on_a_screen(text: Text) -> Text:
+    """`text`, or its beginning and its end with what is left out between them."""
+    head = _lines(text[:HEAD_CHARACTERS], HEAD_LINES)
+    tail = _lines(text[-TAIL_CHARACTERS:], TAIL_LINES, last=True)
+    left_out = len(text) - len(head) - len(tail)
+    if left_out <= 0:
+        return text
+    between = f"\n[... {left_out:,} characters more; --full shows them ...]\n"
+    return head.append(between).append(tail)
+
+
+def _lines(text: Text, count: int, last: bool = False) -> Text:
+    """The first or last lines of a text."""
+    ends = [index for index, letter in enumerate(text.plain) if letter == "\n"]
+    if len(ends) < count:
+        return text
+    return text[ends[-count] + 1 :] if last else text[: ends[count - 1]]
 
 
 def painted(

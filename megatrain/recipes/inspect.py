@@ -31,10 +31,12 @@ from megatrain.storage.saves import find_checkpoint
 SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights
 
 
-def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None:
+def show_data(
+    config: Config, rows: int, as_json: bool, full: bool = False
+) -> dict[str, Any] | None:
     """Show rows with their loss mask, and counts, on stdout; needs no weights.
 
-    as_json: return the counts instead.
+    as_json: return the counts instead. full: rows as long as they are, not a screen of each.
     """
     quiet_libraries()
     model = read_model(config)
@@ -42,7 +44,7 @@ def show_data(config: Config, rows: int, as_json: bool) -> dict[str, Any] | None
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
-    show_rows(trained, model.tokenizer, rows, shown, held_out)
+    show_rows(trained, model.tokenizer, rows, shown, held_out, full)
     if model.about_stops:
         shown.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:

@@ -20,7 +20,7 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
@@ -71,6 +71,7 @@ from megatrain.storage.run_folder import (
     checkpoint_name,
     checkpoints,
     folder_bytes,
+    forget_unused,
     run_lock,
 )
 from megatrain.storage.saves import newer_than, sequence_of
@@ -215,10 +216,16 @@ class Opened:
 @contextmanager
 def run_folder(path: Path) -> Iterator[Opened]:
     """Lock the run folder and log to its train.log and to the console."""
-    console = console_on(stderr=True)
-    with run_lock(path) as lock, logging_to(path, console):
-        setup.quiet_libraries()
-        yield Opened(lock, console)
+    console, made = console_on(stderr=True), not path.exists()
+    with run_lock(path) as lock:
+        try:
+            with logging_to(path, console):
+                setup.quiet_libraries()
+                yield Opened(lock, console)
+        except MegaTrainError:  # of any other the log has the traceback
+            if made:
+                forget_unused(path)
+            raise
 
 
 def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:

@@ -6,6 +6,7 @@ that end in `.tmp` are work in progress and never read; the next save removes th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -116,6 +117,13 @@ def make_run_dir(run_dir: Path) -> None:
     if run_dir not in made and found.st_mode & WRITABLE_BY_OTHERS:
         safe = f"make it yours alone (chmod go-w {run_dir})"
         raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
+
+
+def forget_unused(run_dir: Path) -> None:
+    """Remove the folder of a run that failed before it wrote anything but its lock and its log."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in run_dir.iterdir()} <= {LOCK, "train.log"}:
+            shutil.rmtree(run_dir)
 
 
 def checkpoint_name(step: int) -> str:

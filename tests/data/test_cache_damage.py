@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import TokenRows
+from megatrain.data.dataset import TokenRows, load_cached_set
 from tests.commands import environment
 from tests.files import names
 
@@ -77,6 +77,15 @@ def test_every_corruption_is_mended_or_changes_nothing(start, cache, caplog, mon
         mended += "are damaged; they are made anew" in caplog.text
         assert list(cache.iterdir()) == [folder]
     assert mended > 0.8 * CORRUPTIONS  # the others changed nothing: a 5 that was not there
+
+
+@pytest.mark.parametrize("header", [b"({\n", b"{'descr': 1 1}\n", b"\x00\n"])
+def test_a_header_that_is_no_python_is_damage_also_before_hashes_are_compared(start, cache, header):
+    start()
+    (folder,) = cache.iterdir()
+    start_of_file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    (folder / "joined.npy").write_bytes(start_of_file + header)
+    assert load_cached_set(cache, folder.name, check=False) is None
 
 
 def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):

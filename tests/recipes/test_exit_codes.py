@@ -28,6 +28,16 @@ from tests.commands import (
 )
 
 
+def test_a_start_that_fails_leaves_no_folder(megatrain, project):
+    """One that was there stays, with what is in it."""
+    write_jsonl(project / "rows.jsonl", [{"nothing": 1}])
+    megatrain("train cfg.yaml output=new/run", code=3)
+    assert not (project / "new" / "run").exists()
+    (project / "mine").mkdir(mode=0o700)
+    megatrain("train cfg.yaml output=mine", code=3)
+    assert (project / "mine" / "train.log").exists()
+
+
 def sentence(done: Answer) -> str:
     """The error: the last line of stderr, and the only one that is an error."""
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -143,8 +153,8 @@ def test_too_little_memory_is_4_before_rows_are_read(megatrain, project, command
     (project / "rows.jsonl").write_text("{broken")
     done = megatrain(command, "cfg.yaml", "memory.host=64MiB", code=4)
     # how much it needs depends on the machine: the process itself counts
-    words = r"does not fit: it needs \d+\.\d\d GiB of host RAM, where 0\.06 GiB can be had; "
-    assert re.search(words, done.err)
+    words = r"does not fit: it needs \d+\.\d\d GiB of host RAM, where 0\.06 GiB can be had"
+    assert re.search(words, done.out + done.err)
     assert not (project / "run" / "checkpoint-5").exists()
 
 
@@ -159,7 +169,7 @@ def test_a_small_budget_that_fits_is_kept_to(megatrain, project):
 def test_too_small_a_disk_is_4(megatrain, project, monkeypatch, command):
     monkeypatch.setattr(hardware, "disk_free", lambda _: 10_000)
     done = megatrain(command, "cfg.yaml", code=4)
-    assert "GiB of disk space, where 0.00 GiB can be had; " in done.err
+    assert "GiB of disk space, where 0.00 GiB can be had" in done.out + done.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -53,6 +54,22 @@ def test_data_shows_rows_with_their_targets(megatrain):
     assert f"{question}⟦1 2 3 4 5 6 7 (0)<|im_end|>⟧" in done.out
     assert "8 rows are held out for evaluation" in done.out
     assert "\x1b" not in done.out
+
+
+def test_a_long_row_is_cut_to_a_screen(megatrain, project):
+    lines = "\n".join(f"line {n}" for n in range(2_000))
+    write_jsonl(project / "rows.jsonl", [conversation(f"Say {lines}", lines)])
+    asked = "data cfg.yaml data.eval=null train.seq_len=100000 --rows 1"
+    cut, full = megatrain(asked).out, megatrain(f"{asked} --full").out
+    assert cut.splitlines()[1:3] == full.splitlines()[1:3]
+    assert "characters more; --full shows them ...]" in cut and "--full" not in full
+    assert len(cut.splitlines()) < 40 and len(full.splitlines()) > 4_000
+    (number,) = re.findall(r"\[\.\.\. ([\d,]+) characters", cut)
+    left_out = int(number.replace(",", ""))
+    row = full.partition("\n")[2].partition("\n───")[0]
+    shown = re.split(r"\n\[\.\.\. .* \.\.\.\]\n", cut.partition("\n")[2].partition("\n───")[0])
+    assert row.startswith(shown[0]) and row.endswith(shown[1])
+    assert len(shown[0]) + left_out + len(shown[1]) == len(row)
 
 
 def test_data_as_json_is_counts(megatrain):
