@@ -41,6 +41,8 @@ class Changes(Trial):
         given = draw.random() < 0.3
         what = self._damage(draw, given) if draw.random() < 0.5 else self._change(draw, child.id)
         ended = child.wait(COMMAND_S)
+        if what == "end" and ended.code == -signal.SIGTERM and not checkpoints(run):
+            return 1  # before the first step there is nothing to save
         try:
             check_told(ended)
             if not given:

@@ -29,7 +29,7 @@ from megatrain.data.readers import RawRow
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.data.tokenize import Encoder
-from megatrain.errors import DataError
+from megatrain.errors import DataError, StorageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,7 +144,7 @@ def encode_source(
     Raises:
         DataError: the source cannot be read, holds no row or no target token, has bad rows (under
             `refuse`; names the first), or token ids outside `options.vocab_size`.
-        StorageError: the cache cannot be written.
+        StorageError: the cache cannot be written, or not be read back.
     """
     source = open_source(given, options.split)
     encoder = Encoder(tokenizer, options.train_on, options.prompts, options.day)
@@ -158,7 +158,11 @@ def encode_source(
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts, asked)
         rows = dataset.load_cached_set(folder, key, check=False)
-        assert rows is not None, "a set just written is there"
+        if rows is None:
+            raise StorageError(
+                f"{folder / key}: cannot be read back after it was written; check the disk, or set "
+                "MEGATRAIN_CACHE to another folder"
+            )
     return _ready(rows, source.notes, tokenizer, options)
 
 

@@ -31,8 +31,17 @@ BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
 ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
 # what is left of a damaged file may be anything
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
-UNREADABLE += (SyntaxError, TokenError)  # numpy parses headers of arrays as Python
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    EOFError,
+    RecursionError,
+    SyntaxError,  # numpy parses headers of arrays as Python
+    TokenError,
+)
 UNREAD_KEPT = 50  # names of columns
 
 logger = logging.getLogger("megatrain")

@@ -181,6 +181,17 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_toke
     assert len(list(cache.iterdir())) == 4
 
 
+def test_a_cache_that_cannot_be_read_back_is_a_storage_error(
+    write_jsonl, make_tokenizer, cache, monkeypatch
+):
+    def fail(*_: Any, **named: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(np, "memmap", fail)
+    with pytest.raises(StorageError, match="cannot be read back after it was written; check the d"):
+        encode_source(write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, cache)
+
+
 def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     file, cache = write_jsonl([pair(1)]), tmp_path / "file" / "cache"
