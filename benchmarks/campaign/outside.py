@@ -45,7 +45,7 @@ class Changes(Trial):
             return 1  # before the first step there is nothing to save
         try:
             check_told(ended)
-            if not given:
+            if what == "stop" or ": cache/" in what:  # of its own files the next resume can know
                 check_same(ended, self.project / "whole", run)
             if checkpoints(run):
                 check_told(command(self.project, "resume", "run"))
