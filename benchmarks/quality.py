@@ -36,6 +36,7 @@ from megatrain.models.transforms.fp8 import ATTENTION, ROUTERS, Fp8Policy, apply
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes import rows as rows_of
 from megatrain.recipes import setup
+from megatrain.recipes.model import Model, read_model
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.schedule import UNCHANGED, kept_row_bytes
 from megatrain.settings import Settings
@@ -110,9 +111,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def make_engine(
-    config: Config, model: setup.Model, variant: Variant, compile_layers: bool
-) -> Engine:
+def make_engine(config: Config, model: Model, variant: Variant, compile_layers: bool) -> Engine:
     resolved, policy = setup.prepare(config, model).resolved, variant.policy
     machine, skeleton = resolved.machine, resolved.skeleton
     if policy is not None:
@@ -137,7 +136,7 @@ def make_engine(
     return engine
 
 
-def make_loader(args: argparse.Namespace, config: Config, model: setup.Model, rows: Rows) -> Loader:
+def make_loader(args: argparse.Namespace, config: Config, model: Model, rows: Rows) -> Loader:
     return Loader(
         rows,
         micro_batch_tokens=args.micro_batch_tokens,
@@ -153,7 +152,7 @@ def make_loader(args: argparse.Namespace, config: Config, model: setup.Model, ro
 def train(
     args: argparse.Namespace,
     config: Config,
-    model: setup.Model,
+    model: Model,
     rows: Rows,
     held_out: Rows,
     name: str,
@@ -229,7 +228,7 @@ def main() -> None:
         args.config, ["precision=bfloat16", "train.max_steps=100", *args.overrides]
     )
     setup.quiet_libraries()
-    model = setup.read_model(config)
+    model = read_model(config)
     rows, held_out = rows_of.read_rows(config, model)
     assert held_out is not None, "data.eval must hold rows out"
     results = {name: train(args, config, model, rows, held_out, name) for name in args.variants}

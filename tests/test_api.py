@@ -232,3 +232,18 @@ def test_a_wrong_loss_or_rate_gets_a_sentence():
         with pytest.raises(mt.errors.MegaTrainError, match="lr: 'fast' is not a number"):
             train([BATCH], lr="fast")
         assert engine.train_step([BATCH]).target_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("given", ["tokens", "position_ids"])
+def test_a_sequence_that_is_too_long_is_refused_before_it_computes(family, given):
+    longest = {"gpt2": {"n_positions": 8}, "llama": {"max_position_embeddings": 8}}[family]
+    ids = torch.zeros(1, 9 if given == "tokens" else 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    if given == "position_ids":
+        batch["position_ids"] = torch.arange(5, 9)[None]
+    settings: dict[str, Any] = {"precision": "float32", "settings": mt.Settings(), "device": "cpu"}
+    with mt.Engine.from_config(tiny_config(family, **longest), **settings) as engine:
+        for call in (engine.forward_backward, engine.evaluate):
+            with pytest.raises(mt.errors.DataError, match="a sequence of 9 tokens, but the model"):
+                call([batch])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import config_reference, what_fits, write_page
+from benchmarks import command_reference, config_reference, what_fits, write_page
 from megatrain.config import config_schema, load_config
 from tests.test_house import FLOORS
 
@@ -135,6 +135,19 @@ def test_the_config_reference_has_every_key():
     keys = [key for _, _, keys in sections for key in keys]
     assert {"train", "memory"} <= {name for name, _, _ in sections}
     assert {"learning_rate", "nvme_blocks", "path", "output"} <= set(keys)
+
+
+def test_the_command_reference_is_what_the_commands_say():
+    stale = "run python -m benchmarks.command_reference"
+    assert command_reference.PAGE.read_text() == command_reference.page(), stale
+
+
+def test_every_environment_variable_that_is_read_is_described():
+    reading = re.compile(r"environ(?:\.get\(|\.setdefault\(|\[)\"([A-Z_]+)\"")
+    sources = (ROOT / "megatrain").rglob("*.py")
+    read = {name for path in sources for name in reading.findall(path.read_text())}
+    told = set(command_reference.ENVIRONMENT) | {"XDG_CACHE_HOME"}
+    assert read - told - {"HF_DATASETS_DISABLE_PROGRESS_BARS"} == set()
 
 
 POSITIVE = {"minimum": 1, "type": "integer"}

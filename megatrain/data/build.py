@@ -24,7 +24,7 @@ from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
-from megatrain.data.packing import pack
+from megatrain.data.packing import PackedRows, pack
 from megatrain.data.readers import RawRow
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 4  # raise it when the same input gives other tokens
+CACHE_VERSION = 5  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
 ON_BAD_ROW = ("refuse", "skip")
 
@@ -102,6 +102,10 @@ def load_data(
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
 
+    def packed(documents: TokenRows) -> PackedRows:
+        assert pack_to is not None
+        return pack(documents, pack_to, Encoder(tokenizer).eos)
+
     def chosen(rows: TokenRows) -> tuple[TokenRows, TokenRows | None]:
         held = None
         if isinstance(held_out, int | float) and held_out:
@@ -112,7 +116,7 @@ def load_data(
 
     def as_expected(rows: TokenRows) -> bool:
         found = chosen(rows)[0]
-        return (found if pack_to is None else pack(found, pack_to)).digest == expected
+        return (found if pack_to is None else packed(found)).digest == expected
 
     before = None
     if expected is not None:
@@ -125,7 +129,7 @@ def load_data(
         rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
     if pack_to is None:
         return rows, held
-    return pack(rows, pack_to), None if held is None else pack(held, pack_to)
+    return packed(rows), None if held is None else packed(held)
 
 
 def encode_source(
@@ -195,7 +199,7 @@ def _write(
             fit = cuts.split if is_text else cuts.cut
             for row in fit(ids, mask, options.seq_len, counts):
                 if row[1].any():
-                    writer.add(*row)
+                    writer.add(*row, joined=not raw.ends)
                     counts.parts[raw.part] += 1
                 else:
                     counts.without_target += 1
@@ -240,7 +244,8 @@ def _sample(
         value = {"text": value[column]}
     sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
     if isinstance(sample, Document):
-        return replace(sample, begins=raw.begins, ends=raw.ends)
+        around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
+        return replace(sample, **around)
     counts.add_unread(sample.unread)
     return sample
 

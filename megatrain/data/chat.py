@@ -53,6 +53,7 @@ class Marked:
         add_special: let the tokenizer add its special tokens, which a chat template has written
             into the text itself.
         eos: append the end-of-sequence token, as a target.
+        keep: the characters whose tokens are the row's; None for all.
         rewritten: number of answers that the template renders otherwise once others follow.
         notes: what is to be counted and said: what stands behind the count in a sentence.
         wrapping: how a conversation became this text; empty for other texts.
@@ -65,6 +66,7 @@ class Marked:
     rewritten: int = 0
     notes: tuple[str, ...] = ()
     wrapping: str = ""
+    keep: Span | None = None
 
 
 @dataclass(frozen=True)

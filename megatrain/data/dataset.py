@@ -27,8 +27,8 @@ MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
-INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy")  # beside ids.bin and mask.bin
-ABOUT = "counts.json"  # counts, and the hashes of all files; written last
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
+ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
 # what is left of a damaged file may be anything
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError)
 UNREAD_KEPT = 50  # names of columns
@@ -112,6 +112,7 @@ class TokenRows:
     offsets: IndexArray
     targets: IndexArray
     hashes: HashArray  # of each row's ids and mask; equal rows have equal ones
+    joined: MaskArray  # rows that are pieces of a text which the next row goes on with
     contexts: HashArray  # of what precedes each row's first target; the row's where nothing does
     chosen: IndexArray
     counts: Counts
@@ -156,13 +157,17 @@ class RowWriter:
         self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
         # 8 bytes a row each, where a list of ints takes 40
         self._lengths, self._targets = array("q"), array("q")
-        self._hashes, self._contexts = array("Q"), array("Q")
+        self._hashes, self._contexts, self._joined = array("Q"), array("Q"), array("b")
 
-    def add(self, ids: IdArray, mask: MaskArray) -> None:
-        """Append a row: ids int32 [tokens], mask bool [tokens]."""
+    def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
+        """Append a row: ids int32 [tokens], mask bool [tokens].
+
+        joined: the next row goes on with its text.
+        """
         data, flags = ids.tobytes(), mask.tobytes()
         self._ids.write(data)
         self._mask.write(flags)
+        self._joined.append(joined)
         self._lengths.append(len(ids))
         self._targets.append(int(mask.sum()))
         self._hashes.append(_hash64(data + flags))
@@ -178,7 +183,8 @@ class RowWriter:
         asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
         """
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        index = (offsets, *map(np.asarray, (self._targets, self._hashes, self._contexts)))
+        of_rows = (self._targets, self._hashes, self._contexts, self._joined)
+        index = (offsets, *map(np.asarray, of_rows))
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in zip(INDEX, index, strict=True):
             files[name] = HashedFile(self._folder / name)
@@ -286,14 +292,15 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         written = about["blake2b"]
         if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
             return None
-        offsets, targets, hashes, contexts = (np.load(folder / name) for name in INDEX)
+        offsets, targets, hashes, contexts, joined = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
         counts = Counts(**about["counts"])
     except UNREADABLE:
         return None
     chosen = np.arange(len(targets))
-    return TokenRows(ids, mask, offsets, targets, hashes, contexts, chosen, counts)
+    joined = joined.astype(np.bool_)
+    return TokenRows(ids, mask, offsets, targets, hashes, joined, contexts, chosen, counts)
 
 
 def _hash64(data: bytes) -> int:

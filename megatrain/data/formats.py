@@ -70,11 +70,14 @@ class Chat:
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text. `begins` and `ends` are False where it is a piece of a longer document."""
+    """Plain text. `begins` and `ends` are False where it is a piece of a longer document, of which
+    the characters `before` and `after` it are given."""
 
     text: str
     begins: bool = True
     ends: bool = True
+    before: str = ""
+    after: str = ""
 
 
 Sample = Chat | Document

@@ -20,11 +20,13 @@ class PackedRows:
 
     The last block holds the rest, if that is two tokens or more. Every token but a block's first is
     a target, document starts included. Attention is not cut at document borders; each document ends
-    with the end-of-sequence token. Blocks are gathered when asked for; nothing is copied ahead.
+    with the end-of-sequence token, and so does a piece of one whose next piece is not there: it was
+    held out. Blocks are gathered when asked for; nothing is copied ahead.
     """
 
     documents: TokenRows
     seq_len: int
+    eos: int
 
     @property
     def counts(self) -> Counts:
@@ -32,7 +34,15 @@ class PackedRows:
 
     @cached_property
     def _ends(self) -> IndexArray:
-        return np.cumsum(self.documents.lengths)
+        return np.cumsum(self.documents.lengths + self._broken)
+
+    @cached_property
+    def _broken(self) -> MaskArray:
+        """Pieces that the next row does not go on with, bool [documents]."""
+        chosen = self.documents.chosen
+        followed = np.append(chosen[1:] == chosen[:-1] + 1, False)
+        broken: MaskArray = self.documents.joined[chosen] & ~followed
+        return broken
 
     @property
     def remainder(self) -> int:
@@ -55,7 +65,8 @@ class PackedRows:
 
     @cached_property
     def digest(self) -> str:
-        made_of = f"{self.documents.digest} {self.seq_len}"
+        breaks = np.flatnonzero(self._broken).tolist()
+        made_of = f"{self.documents.digest} {self.seq_len} {breaks}"
         return hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
@@ -65,6 +76,8 @@ class PackedRows:
         pieces, place = [], start
         while place < stop:
             ids, _ = self.documents.row(first)
+            if self._broken[first]:
+                ids = np.append(ids, np.int32(self.eos))
             begin = int(self._ends[first]) - len(ids)
             pieces.append(ids[place - begin : stop - begin])
             place, first = place + len(pieces[-1]), first + 1
@@ -73,10 +86,10 @@ class PackedRows:
         return np.concatenate(pieces), mask
 
 
-def pack(documents: TokenRows, seq_len: int) -> PackedRows:
+def pack(documents: TokenRows, seq_len: int, eos: int) -> PackedRows:
     """Blocks of `seq_len` tokens. Raises DataError if the documents hold fewer than two tokens."""
     assert seq_len >= 2, "a block of one token has nothing to predict"
-    packed = PackedRows(documents, seq_len)
+    packed = PackedRows(documents, seq_len, eos)
     if not len(documents) or not len(packed):
         raise DataError("the documents hold fewer than two tokens; there is nothing to train on")
     return packed

@@ -20,6 +20,7 @@ from megatrain.data.fields import without_nulls
 from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
+NEARBY = 200  # characters on each side of a piece's borders that may change its tokens
 PACKED = ".gz"
 TABLE_ROWS = 1024  # rows in memory at a time
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
@@ -30,6 +31,7 @@ UNREADABLE_JSON = (ValueError, RecursionError)
 class RawRow:
     """One row as read. `where` is `file:line` or `file row n`; rows of one `file` share a format.
 
+    A piece of a document has the text `before` and `after` it beside it: tokenizers look there.
     `problem` says why it could not be read. `part` is the number of its source among several, and
     `format` the one named for that source.
     """
@@ -40,6 +42,8 @@ class RawRow:
     problem: str | None = None
     begins: bool = True
     ends: bool = True  # False: the next row is the next piece of the same document
+    before: str = ""
+    after: str = ""
     part: int = 0
     format: str = "auto"
 
@@ -121,21 +125,28 @@ def read_json(path: Path) -> Iterator[RawRow]:
 def read_text(path: Path) -> Iterator[RawRow]:
     """A text file is one document in pieces cut at line ends; each says if it begins or ends it."""
     piece: list[str] = []
-    size, first, file = 0, 1, str(path)
+    size, first, file, before = 0, 1, str(path), ""
+
+    def row(after: str, ends: bool) -> RawRow:
+        value, begins = {"text": "".join(piece)}, first == 1
+        return RawRow(f"{path}:{first}", file, value, None, begins, ends, before, after[:NEARBY])
+
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
-            if size >= TEXT_PIECE_BYTES and line.strip():  # so that no piece is blank
-                row = {"text": "".join(piece)}
-                yield RawRow(f"{path}:{first}", file, row, begins=first == 1, ends=False)
-                piece, size, first = [], 0, number
             try:
-                piece.append(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                size += len(line)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 at byte {error.start} of the line"
                 yield RawRow(f"{path}:{number}", file, problem=problem)
+                continue
+            if size >= TEXT_PIECE_BYTES and text.strip():  # so that no piece is blank
+                yield row(text, ends=False)
+                before = "".join(piece)[-NEARBY:]
+                piece, size, first = [], 0, number
+            piece.append(text)
+            size += len(line)
     if piece:
-        yield RawRow(f"{path}:{first}", file, {"text": "".join(piece)}, begins=first == 1)
+        yield row("", ends=True)
 
 
 def read_csv(path: Path) -> Iterator[RawRow]:

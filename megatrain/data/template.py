@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
+from megatrain.data.rendering import LARGEST_CHARACTERS, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
-# What a template's own code may raise, besides errors of the template language.
-OF_ITS_CODE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+LONGEST_REASON = 400  # characters of an error of a template
 # Fields of a turn that are the model's own words besides its content, as templates name them.
 WORDS = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -228,19 +228,29 @@ class Template:
             return ""
 
     def _run(self, scene: Scene, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        refuses = "the chat template refuses this conversation"
         try:
-            found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
-                conversations=[list(scene.turns)],
-                tools=[dict(tool) for tool in scene.tools] or None,
-                chat_template=self._with_tools if scene.tools else self._source,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **{**self._variables, **scene.variables},
-            )
-        except (jinja2.TemplateError, *OF_ITS_CODE) as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from error
+            with limited():
+                found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
+                    conversations=[list(scene.turns)],
+                    tools=[dict(tool) for tool in scene.tools] or None,
+                    chat_template=self._with_tools if scene.tools else self._source,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=generation_prompt,
+                    **{**self._variables, **scene.variables},
+                )
+        except Exception as error:  # whatever the code of a template does
+            reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+            raise RowError(f"{refuses}: {reason}") from error
         texts, spans = found
+        if len(texts[0]) > LARGEST_CHARACTERS:
+            most = f"{LARGEST_CHARACTERS >> 20} million characters"
+            raise RowError(f"{refuses}: it makes more than {most} of it")
+        try:
+            texts[0].encode()
+        except UnicodeEncodeError as error:  # as JSON can spell it, in tools and variables, too
+            half = f"character {error.start} is half of a surrogate pair"
+            raise RowError(f"the rendered conversation: {half}") from None
         return texts[0], list(spans[0]) if marks else []

@@ -62,8 +62,14 @@ class Encoder:
     def mark(self, sample: Sample) -> Marked:
         """Text and target characters of a sample. Raises RowError if it cannot be rendered."""
         if isinstance(sample, Document):
-            add_special = sample.begins and not self._has_bos(sample.text)
-            return Marked(sample.text, None, add_special=add_special, eos=sample.ends)
+            start = len(sample.before)
+            return Marked(
+                sample.before + sample.text + sample.after,
+                None,
+                add_special=sample.begins and not self._has_bos(sample.text),
+                eos=sample.ends,
+                keep=(start, start + len(sample.text)),
+            )
         if self.template is None or (sample.literal and self.prompts == "text"):
             return self._plain(sample)
         if self.train_on == "all":
@@ -118,7 +124,10 @@ class Encoder:
         if marked.spans is not None:
             mask = target_mask(offsets, marked.spans)
         tokens = np.asarray(ids, np.int32)
-        if marked.eos and (not ids or ids[-1] != self.eos):
+        if marked.keep != (0, len(marked.text)) and marked.keep is not None:
+            chosen = tokens_in(offsets, marked.keep)
+            tokens, mask = tokens[chosen], mask[chosen]
+        if marked.eos and (not len(tokens) or tokens[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
         elif marked.eos:
             mask[-1] = True  # the tokenizer appended it by itself
@@ -152,3 +161,14 @@ def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> MaskArray:
     for start, stop in spans:
         mask |= (starts < stop) & (stops > start)
     return mask
+
+
+def tokens_in(offsets: Sequence[Span], piece: Span) -> MaskArray:
+    """Tokens of a text that belong to a piece of it, as bool [tokens].
+
+    A token belongs where it begins, which is where the one before it ended: so each token belongs
+    to one piece, white space and the spaces that a tokenizer puts in front included.
+    """
+    stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
+    begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
+    return (begins >= piece[0]) & (begins < piece[1])

@@ -13,6 +13,7 @@ from megatrain.engine.activations.offload import Kept
 from megatrain.engine.graphs import Graph
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Targets, find_targets
+from megatrain.models.anatomy import Anatomy
 from megatrain.models.recorder import LayerCall
 
 Batch = Mapping[str, torch.Tensor]
@@ -44,7 +45,7 @@ class MicroBatch:
         return self.inputs["input_ids"].numel()
 
 
-def count_targets(batches: Sequence[Batch], loss: Any, vocabulary: int) -> float:
+def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> float:
     """The loss's denominator over all micro-batches, which are checked first.
 
     Raises:
@@ -56,7 +57,15 @@ def count_targets(batches: Sequence[Batch], loss: Any, vocabulary: int) -> float
             f"micro_batches must be a list of dicts of tensors, not {type(batches).__name__}"
         )
     for number, batch in enumerate(batches):
-        _check(batch, number, vocabulary)
+        _check(batch, number, anatomy.vocab_size)
+        length, longest = batch["input_ids"].shape[1], anatomy.max_positions
+        if "position_ids" in batch and batch["position_ids"].numel():
+            length = int(batch["position_ids"].max()) + 1
+        if longest is not None and length > longest:
+            raise DataError(
+                f"micro-batch {number} has a sequence of {length} tokens, but the model reads "
+                f"{longest}; cut it"
+            )
     if not callable(loss) or not hasattr(loss, "denominator"):
         raise ConfigError(
             f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like them"

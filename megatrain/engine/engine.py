@@ -120,7 +120,8 @@ class Engine(Constructors):
         Raises:
             MegaTrainError: called twice without `step`, or without gradient clipping (use
                 `train_step`).
-            DataError: a micro-batch lacks a tensor, or has a token that the model does not know.
+            DataError: a micro-batch lacks a tensor, has a token that the model does not know, or a
+                sequence that is longer than it reads.
         """
         if self.max_grad_norm is None:
             raise MegaTrainError(
@@ -137,7 +138,7 @@ class Engine(Constructors):
         if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
-        denominator = count_targets(micro_batches, loss, self.anatomy.vocab_size)
+        denominator = count_targets(micro_batches, loss, self.anatomy)
         parts.sink.begin_step()
         self._targets = round(denominator)
         if denominator == 0:
@@ -284,7 +285,7 @@ class Engine(Constructors):
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> EvalResult:
         """Mean loss over all targets in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
-        targets = count_targets(micro_batches, loss, self.anatomy.vocab_size)
+        targets = count_targets(micro_batches, loss, self.anatomy)
         if targets == 0:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():

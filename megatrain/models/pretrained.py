@@ -128,6 +128,21 @@ def resolve_source(
     return ModelSource("folder", download(name, revision, files, _nearest(path)))
 
 
+def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
+    """What this machine has of a hub id's description, newest commit known; None: nothing."""
+    from huggingface_hub import snapshot_download
+
+    if not HUB_ID.fullmatch(name):
+        return None
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=HUB_DESCRIPTION, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    return ModelSource("folder", Path(folder))
+
+
 def _resolve_folder(folder: Path) -> ModelSource:
     if (folder / "config.json").is_file():
         return ModelSource("folder", folder)

@@ -13,16 +13,36 @@ from megatrain.data.regimes import Regime, Regimes
 def regimes_of(config: Any) -> Regimes:
     """At which lengths the factors of a model change; none where they never do."""
     text = config.get_text_config()
-    given = getattr(text, "rope_parameters", None) or {}
-    # of the model, or of each type of layer
-    kinds = [given] if "rope_type" in given else [one for one in given.values() if one]
     found = set()
-    for rope in kinds:
+    for rope in rope_kinds(text):
         if rope.get("rope_type") == "longrope":
             found.add(Regime(rope["original_max_position_embeddings"]))
         elif "dynamic" in rope.get("rope_type", ""):
             found.add(Regime(text.max_position_embeddings, exact=True))
     return tuple(sorted(found, key=lambda regime: (regime.limit, regime.exact)))
+
+
+def rope_kinds(text: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a model, or of each type of its layers; empty without any."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return [given] if "rope_type" in given else [one for one in given.values() if one]
+
+
+def longest_sequence(text: Any) -> int | None:
+    """Positions that a model can read; None where its configuration names no limit.
+
+    Where factors are stretched (YaRN, linear, dynamic NTK), these are as many times the positions
+    that it was trained on; longrope and Llama 3 state the stretched number themselves.
+    """
+    stated: int | None = getattr(text, "max_position_embeddings", None)
+    if stated is None:
+        return None
+    stretched = [stated]
+    for rope in rope_kinds(text):
+        if rope.get("rope_type") in ("yarn", "linear", "dynamic"):
+            trained = rope.get("original_max_position_embeddings") or stated
+            stretched.append(int(rope.get("factor", 1.0) * trained))
+    return max(stretched)
 
 
 def growing(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:

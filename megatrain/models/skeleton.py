@@ -21,7 +21,7 @@ from megatrain.models.family import build_model, draws_random_numbers, refuse_wh
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
-from megatrain.models.rotary import forget_lengths, growing
+from megatrain.models.rotary import forget_lengths, growing, longest_sequence
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
@@ -72,7 +72,7 @@ class Skeleton:
             family=text.model_type,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            max_positions=getattr(text, "max_position_embeddings", None),  # some families have none
+            max_positions=longest_sequence(text),
         )
         self.has_dropout = draws_random_numbers(self.model)
         self._growing = growing(self.model.modules())

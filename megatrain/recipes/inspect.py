@@ -17,17 +17,12 @@ from megatrain.errors import ConfigError
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.day import day_of
 from megatrain.recipes.loop import mean_loss
+from megatrain.recipes.model import Model, check_weights, describe_model, read_model
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
-from megatrain.recipes.setup import (
-    Model,
-    check_weights,
-    day_of,
-    describe_model,
-    quiet_libraries,
-    read_model,
-)
+from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings

@@ -21,7 +21,7 @@ from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter

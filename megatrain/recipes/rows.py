@@ -14,7 +14,8 @@ from megatrain.data.build import DataOptions, load_data
 from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
-from megatrain.recipes.setup import Model, day_of
+from megatrain.recipes.day import day_of
+from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0

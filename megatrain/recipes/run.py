@@ -19,6 +19,7 @@ from megatrain.config.resuming import asked_again, check_changes, for_state, res
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
 from megatrain.models.rotary import regimes_of
@@ -26,6 +27,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
+from megatrain.recipes.changed import changed_source
 from megatrain.recipes.describe import (
     decided,
     describe_run,
@@ -34,8 +36,14 @@ from megatrain.recipes.describe import (
     summarize,
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
+from megatrain.recipes.model import (
+    Model,
+    check_weights,
+    describe_model,
+    read_model,
+)
 from megatrain.recipes.rows import read_rows, say_rows
-from megatrain.recipes.setup import Model, Parts, changed_source, describe_model, read_model
+from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
@@ -95,7 +103,7 @@ def plan(
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
-        setup.check_weights(config.model.source, needed=False)
+        check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
@@ -227,7 +235,7 @@ def get_ready(config: Config, model: Model | None = None, expected: str | None =
     expected: the digest of the rows of a run that goes on.
     """
     if model is None and config.model.init == "pretrained":
-        setup.check_weights(config.model.source)
+        check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
@@ -290,6 +298,28 @@ def _run(
         return summarize(run, plan, time.perf_counter() - started, None if done else stop)
 
 
+def load(
+    ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    """Load the checkpoint to go on from; (its folder, what was saved).
+
+    Raises StorageError, and DataError if the rows are others.
+    """
+    config = ready.parts.config
+    size = folder_bytes(resuming.path) if resuming.path else None
+    with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+        source, state = load_resumable(config.output, engine, resuming)
+    if source != resuming.path:  # which may have been saved under another config
+        before, _ = resumed_configs(config.output, config, state)
+        for change in check_changes(before, config):
+            logger.warning(change)
+    ready.loader.restore(state.pop("position"))
+    reopen(config.output, source)  # only now: before this nothing in the folder has changed
+    if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+        state["best"] = {}  # another may be the best of what is there
+    return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
+
+
 def open_run(
     ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
 ) -> Run:
@@ -305,23 +335,10 @@ def open_run(
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state, source = dict(BEGINNING), None
-    abandoned: list[Path] = []
     if resuming is not None:
-        size = folder_bytes(resuming.path) if resuming.path else None
-        with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
-            source, state = load_resumable(config.output, engine, resuming)
-        if source != resuming.path:  # which may have been saved under another config
-            before, _ = resumed_configs(config.output, config, state)
-            for change in check_changes(before, config):
-                logger.warning(change)
-        loader.restore(state.pop("position"))
-        reopen(config.output, source)
-        source = config.output / checkpoint_name(state["step"])  # if it was `final/`
-        if resuming.named:
-            abandoned = newer_than(config.output, source)
-        if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
-            state["best"] = {}  # another may be the best of what is there
+        source, state = load(ready, engine, resuming, progress)
         describe_run(parts, plan)
+    named = resuming is not None and resuming.named
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -345,7 +362,7 @@ def open_run(
         total_steps=total,
         recent=Spikes(read_metrics(config.output)),
         unproven=source,
-        abandoned=abandoned,
+        abandoned=newer_than(config.output, source) if named and source else [],
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
         lock=lock,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.data.dataset import Rows
+from megatrain.data.rendering import limited
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.models.stops import stop_ids, with_stops
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_TOKENS = 48
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
@@ -84,10 +88,21 @@ def answer(
     tokenizer = model.tokenizer
     turns, text = [{"role": "user", "content": prompt}], prompt
     if chats := tokenizer.chat_template is not None:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = rendered(tokenizer, turns)
     # a template writes the special tokens itself
     ids = tokenizer(text, add_special_tokens=not chats).input_ids
     return continuation(engine, model, list(ids), max_new_tokens, sampling, show)
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """The prompt in the chat's format. Raises ModelError where the template refuses it."""
+    try:
+        with limited():
+            made = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the code of a template does
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"the chat template refuses this prompt: {reason}") from error
+    return str(made)
 
 
 def continuation(

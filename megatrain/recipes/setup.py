@@ -2,78 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import date, datetime
-from pathlib import Path
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.config import Config
-from megatrain.data.named_templates import find_template
 from megatrain.engine.build import check_positions, choose_device, choose_precision, hold_to_budget
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
-from megatrain.errors import ConfigError, DataError, ModelError, OutOfMemory
+from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
-from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
+from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.stops import about_added, with_stops
 from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
+from megatrain.recipes.day import day_of
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.model import Model, read_model
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
-from megatrain.storage.manifest import check_description
 from megatrain.storage.run_folder import bytes_of_checkpoints
-from megatrain.storage.safetensors_reader import check_shards
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    pass
 
 logger = logging.getLogger("megatrain")
-
-TEMPLATE = "data.chat_template"
-KEPT = "the checkpoint's is used"
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model as its files describe it: everything but the weights.
-
-    `digests`: of those files (models/pretrained.py), where a run began.
-    """
-
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig | None
-    digests: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.get_text_config().vocab_size)
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills rows; any will do: no real token sees it, and it has no target."""
-        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((token for token in ids if token is not None), 0)
-
-    @property
-    def about_stops(self) -> str:
-        """What is said of tokens that saved generation settings get; empty for none."""
-        return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
 
 
 @dataclass(frozen=True)
@@ -94,15 +59,6 @@ class Parts:
     @property
     def machine(self) -> Machine:
         return self.resolved.machine
-
-
-def day_of(config: Config) -> date:
-    """The date that chat templates are told: the config's, else today's."""
-    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
-
-
-def today() -> date:
-    return datetime.now().astimezone().date()
 
 
 def prepare(
@@ -156,78 +112,6 @@ def prepare(
         gpu_limit=unless_auto(config.memory.gpu),
     )
     return Parts(config, model, resolved, day_of(config))
-
-
-def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model. Raises ModelError and ConfigError."""
-    model, template = config.model, config.data.chat_template
-    try:
-        return describe_model(model.source, model.revision, model.trust_remote_code, template)
-    except DataError as error:
-        raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
-
-
-def describe_model(
-    source: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
-) -> Model:
-    """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
-
-    chat_template: as in `load_tokenizer`.
-
-    Raises ModelError, StorageError, and DataError for the template.
-    """
-    found = resolve_source(source, revision, weights=False)
-    check_description(found.path)
-    read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    return Model(*read, digests_of(found) | digest_of_template(chat_template))
-
-
-def digest_of_template(name: str | None) -> dict[str, str]:
-    """SHA-256 of `data.chat_template`, if it is set. Raises DataError if it cannot be read."""
-    text = None if name is None else find_template(name)
-    return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
-
-
-def check_weights(source: str, *, needed: bool = True) -> None:
-    """Look whether a local folder holds the weights that it says, before anything takes long.
-
-    needed: false allows a folder without any. Raises ModelError and StorageError.
-    """
-    folder = Path(source).expanduser()
-    if not folder.is_dir() or resolve_source(folder).kind == "gguf":
-        return
-    if needed or any(folder.glob("*.safetensors")):
-        check_shards(folder)
-
-
-def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """What has changed, since the run began, in the local files that its model came from.
-
-    then: their digests at that time.
-    """
-    path, template = Path(config.model.source), config.data.chat_template
-    try:
-        same = digest_of_template(template).get(TEMPLATE) == then.get(TEMPLATE)
-        about = [] if same else [f"{template}: has changed since this run began; {KEPT}"]
-    except DataError as error:
-        about = [f"{error}; {KEPT}"]
-    used = KEPT
-    if config.model.trust_remote_code:
-        used = "it is used as it is now, as its code is not in the checkpoint"
-    if not path.exists():
-        gone = f"{path}: is no longer there; the checkpoint describes the model"
-        return [*about, gone] if path.is_absolute() else about  # else it is of the hub
-    try:
-        now = digests_of(resolve_source(path, weights=False))
-    except ModelError as error:
-        return [*about, f"{error}; the checkpoint describes the model"]
-    changed = [what for what in now if what in then and now[what] != then[what]]
-    return about + [
-        f"{path}: its {what} has changed since this run began; {used}" for what in changed
-    ]
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:

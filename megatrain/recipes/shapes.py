@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config, load_config, names_config
 from megatrain.models.pretrained import read_model_config, resolve_source
 from megatrain.models.shapes import SHAPES, set_depth
-from megatrain.recipes.setup import Model
+from megatrain.recipes.model import Model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,8 +21,8 @@ from tests.commands import environment
 from tests.files import names
 
 OPTIONS = DataOptions(seq_len=64)
-FILES = {"ids.bin", "mask.bin", "offsets.npy", "targets.npy", "hashes.npy", "contexts.npy"}
-FILES |= {"counts.json"}
+FILES = {"ids.bin", "mask.bin", "counts.json"}
+FILES |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined")}
 CORRUPTIONS = 300
 Start = Callable[[], TokenRows]
 
@@ -36,7 +36,8 @@ def start(write_jsonl, make_tokenizer, cache) -> Start:
 
 
 def contents(rows: TokenRows) -> list[object]:
-    arrays = (rows.ids, rows.mask, rows.offsets, rows.targets, rows.hashes, rows.contexts)
+    of_tokens = (rows.ids, rows.mask, rows.offsets)
+    arrays = (*of_tokens, rows.targets, rows.hashes, rows.contexts, rows.joined)
     return [rows.counts, rows.digest, *(np.asarray(array).tolist() for array in arrays)]
 
 

@@ -13,6 +13,7 @@ from megatrain.data import cuts
 from megatrain.data.build import DataOptions
 from megatrain.data.dataset import Counts
 from megatrain.data.show import describe, warnings
+from tests.commands import conversation
 
 OPTIONS = DataOptions(seq_len=64)
 
@@ -76,7 +77,7 @@ def test_the_share_is_a_tenth(share):
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):
-    rows = [{"prompt": "x", "completion": "y"}] * 90 + [{"prompt": "x", "completion": "y" * 53}]
+    rows = [conversation("x", "y")] * 90 + [conversation("x", "y" * 53)]
     counts = encode(rows, OPTIONS).counts
     assert counts.cut_answers == counts.truncated == 1
     (line,) = counts.warned

@@ -15,7 +15,7 @@ WHOLE = DataOptions(seq_len=None, train_on="all")
 @pytest.mark.parametrize("seq_len", [2, 7, 16, 10_000])
 def test_blocks_join_to_the_documents(encode, seq_len):
     documents = encode([{"text": "hello world " * (n % 5 + 1)} for n in range(30)], WHOLE)
-    packed = pack(documents, seq_len)
+    packed = pack(documents, seq_len, eos=0)
     blocks = [packed.row(index) for index in range(len(packed))]
     joined = np.concatenate([ids for ids, _ in blocks])
     expected = np.concatenate([documents.row(index)[0] for index in range(len(documents))])
@@ -51,13 +51,13 @@ def test_a_text_file_comes_back_whole(tmp_path, make_tokenizer, cache):
 
 def test_the_digest_knows_the_block_length(encode):
     documents = encode([{"text": "hello world"}], WHOLE)
-    assert pack(documents, 4).digest != pack(documents, 5).digest
+    assert pack(documents, 4, 0).digest != pack(documents, 5, 0).digest
 
 
 def test_no_documents_are_refused(encode):
     documents = encode([{"text": "hello"}], WHOLE)
     with pytest.raises(DataError, match="fewer than two tokens"):
-        pack(documents.choose(np.zeros(0, np.int64)), 4)
+        pack(documents.choose(np.zeros(0, np.int64)), 4, eos=0)
 
 
 @pytest.mark.parametrize(

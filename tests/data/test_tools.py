@@ -4,6 +4,7 @@ them is trained on."""
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat, convert_row, detect_format
 from megatrain.data.tokenize import Encoder
 from megatrain.models.stops import ends_of_turns
+from tests.data.test_build import mutated
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "Look outside.", "parameters": PARAMETERS}
@@ -225,3 +227,28 @@ def test_arrow_s_nulls_are_no_fields(make_tokenizer, cache):
     first = tokenizer.decode(data.row(0)[0])
     assert '"arguments": {"city": "Rome"}' in first
     assert "null" not in first
+
+
+def rows_to_mutate() -> list[dict[str, Any]]:
+    return [
+        {"messages": turns(call()), "tools": TOOLS},
+        {"messages": turns(call(json.dumps(ARGUMENTS))), "tools": json.dumps(TOOLS)},
+        {"conversations": CONVERSATIONS, "tools": json.dumps([WEATHER])},
+        {"messages": OLD, "functions": [WEATHER], "chat_template_kwargs": {"loud": True}},
+        {"instruction": "a", "output": "b", "history": [["a", "b"]], "system": "s"},
+    ]
+
+
+@pytest.mark.parametrize("template", [LIKE_QWEN, LIKE_MISTRAL, LIKE_DEEPSEEK, LIKE_GLM])
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_mutated_rows_with_tools_are_bad_or_trainable_and_never_crash(
+    make_tokenizer, cache, template, train_on
+):
+    rng = random.Random(0)
+    rows = [mutated(rng.choice(rows_to_mutate()), rng) for _ in range(400)]
+    rows.append({"messages": turns(call()), "functions": [{**WEATHER, "description": "\ud800"}]})
+    options = DataOptions(seq_len=None, train_on=train_on, on_bad_row="skip")
+    data = encode_source(rows, make_tokenizer(template), options, cache)
+    assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
+    assert len(data) > 20
+    assert data.target_counts.min() >= 1

@@ -48,8 +48,10 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
 
 
 def state_of(checkpoint: Path) -> Row:
-    """state.json but for the config, in which a resumed run fixes what was chosen."""
+    """state.json but for the config, in which a resumed run fixes what was chosen, and for where
+    the model came from."""
     about: Row = json.loads((checkpoint / "state.json").read_text())
+    about["made_of"].pop("source")
     about["state"] = {k: v for k, v in about["state"].items() if k not in ("config", "chosen")}
     return about
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.recipes import setup
+from megatrain.recipes import day as clock
 from tests.commands import evaluations_of
 from tests.recipes.same_run import same_run
 
@@ -29,7 +29,7 @@ def at_day(project: Path, monkeypatch: pytest.MonkeyPatch) -> AtDay:
     template.write_text("{{ strftime_now('%d %b %Y, %H:%M') }}\n" + template.read_text())
 
     def go(day: date) -> None:
-        monkeypatch.setattr(setup, "today", lambda: day)
+        monkeypatch.setattr(clock, "today", lambda: day)
         monkeypatch.setenv("MEGATRAIN_CACHE", str(project / f"cache-{day}"))
 
     return go
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_a_day_later_has_equal_bits(megatrain, project, at_da
 def test_a_new_run_is_told_its_own_day_or_the_one_that_is_set(megatrain, at_day, monkeypatch):
     at_day(FIRST)
     assert "23 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
-    monkeypatch.setattr(setup, "today", lambda: SECOND)  # the rows of the day before are cached
+    monkeypatch.setattr(clock, "today", lambda: SECOND)  # the rows of the day before are cached
     assert "24 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
     assert "26 Jul 2024, 00:00" in megatrain("data cfg.yaml --rows 1 data.date=2024-07-26").out
 

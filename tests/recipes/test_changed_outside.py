@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from megatrain import cli
 from tests.commands import chat_rows, make_project, steps_of, write_jsonl
@@ -217,6 +218,28 @@ def test_a_resume_may_be_started_elsewhere(megatrain, halves, stopped, monkeypat
     monkeypatch.chdir(here)
     megatrain("resume", str(stopped / "run"))
     same_run(stopped / "run", halves[1])
+
+
+def in_hub_cache(name: str, commit: str, folder: Path) -> Path:
+    """Put a model into the hub's cache as its newest commit; returns its config.json."""
+    repo = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir(exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    return repo / "snapshots" / commit / "config.json"
+
+
+def test_a_new_commit_on_the_hub_is_said_and_not_taken(megatrain, halves, project):
+    in_hub_cache("some/model", "a" * 40, project / "model")
+    megatrain("train cfg.yaml model=some/model")
+    for name in ("final", "checkpoint-10"):
+        shutil.rmtree(project / "run" / name)
+    config = in_hub_cache("some/model", "b" * 40, project / "model")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.1}))
+    done = megatrain("resume run")
+    for what in ("commit", "configuration"):
+        assert f"some/model: its {what} {HAS_CHANGED}" in done.err
+    same_run(project / "run", halves[1])
 
 
 def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):

@@ -38,8 +38,9 @@ def printed_command(said: str) -> str:
     return str(command)
 
 
-@pytest.mark.parametrize("how", ["precision=bfloat16", "train.max_grad_norm=null"])
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "keep"), [("precision=bfloat16", 1), ("train.max_grad_norm=null", 3)]
+)
 def test_the_printed_way_back_leads_to_the_end(megatrain, project, absurd_from_step_4, how, keep):
     config = (LAST, "checkpoint.every=1", f"checkpoint.keep={keep}", how)
     lost = megatrain("train cfg.yaml", *config, code=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,10 @@ def test_of_local_files_only_the_name_is_told(source, name):
 
 def test_a_name_cannot_break_out_of_its_place():
     assert printable("a`\n# b|\x1b[2J") == "a??# b??[2J"
+
+
+def test_the_page_of_the_run_folder_names_all_that_a_run_leaves(finished):
+    page = (Path(__file__).parent.parent.parent / "docs" / "run-folder.md").read_text()
+    told = set(re.findall(r"`([\w.-]+)/?`", page))
+    found = {re.sub(r"checkpoint-\d+", "checkpoint-N", path.name) for path in finished.iterdir()}
+    assert found - told == {".lock"}

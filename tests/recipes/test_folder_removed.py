@@ -33,8 +33,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], A
     return patch
 
 
-@pytest.mark.parametrize("step", [3, 7])
-@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+@pytest.mark.parametrize(("how", "step"), [("removed", 7), ("moved", 3), ("replaced", 7)])
 def test_the_run_goes_on_and_its_folder_is_whole(
     megatrain, project, finished_project, after_step, step, how
 ):

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import megatrain as mt
+from megatrain.recipes.model import describe_model
 from megatrain.recipes.sample import end_tokens
-from megatrain.recipes.setup import describe_model
 from tests.commands import (
     POSITIONS,
     chat_rows,

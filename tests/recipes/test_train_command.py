@@ -21,9 +21,10 @@ from megatrain.data.readers import read_text
 from megatrain.engine.resolved import packs
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes import loop
+from megatrain.recipes.model import read_model
 from megatrain.recipes.rows import read_rows
 from megatrain.recipes.run import plan_and_loader
-from megatrain.recipes.setup import prepare, read_model
+from megatrain.recipes.setup import prepare
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     chat_rows,

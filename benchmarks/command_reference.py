@@ -1,0 +1,97 @@
+"""Writes docs/commands.md, the reference of all commands, from what `megatrain --help` says.
+
+    python -m benchmarks.command_reference
+
+Run it again when a command, an option or an exit code changes; tests/test_docs.py fails until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megatrain import errors
+from megatrain.cli import INTERRUPTED, app
+from megatrain.recipes.signals import STOPPED
+
+PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+INTRODUCTION = """# Commands
+
+Generated from `megatrain COMMAND --help` by `python -m benchmarks.command_reference`.
+
+Keys of the config follow a command as `key=value` and win over the file: [config.md](config.md).
+Results go to stdout, logs to stderr; `--debug` anywhere adds the traceback of an error.
+"""
+MEANINGS = {
+    0: "Done; also a reader of the output that has read enough (`| head`).",
+    1: "Unexpected, a bug of ours: `--debug` shows the traceback. Also a run that hung.",
+    STOPPED: "A signal (SIGTERM, SIGHUP, SIGUSR1, SIGXCPU) stopped the run; a checkpoint is saved.",
+    INTERRUPTED: "Ctrl-C: saved first, unless it was pressed twice or before the first step.",
+}
+# What we or our libraries read, by who reads it.
+ENVIRONMENT = {
+    "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
+    "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
+    "CUDA_VISIBLE_DEVICES": "The first GPU named there is used.",
+    "WORLD_SIZE": "Above 1, as launchers of several processes set it: refused.",
+    "HF_TOKEN": "Token for gated and private models; `hf auth login` keeps one.",
+    "HF_HOME": "Where the hub's downloads are kept.",
+    "HF_HUB_OFFLINE": "1: nothing is asked of the hub.",
+    "HF_ENDPOINT": "Another hub, such as a mirror.",
+    "HF_HUB_ETAG_TIMEOUT": "Seconds to wait for the hub's answer.",
+    "PYTORCH_CUDA_ALLOC_CONF": "Ours is `expandable_segments:True`, unless it is set.",
+    "CUDA_DEVICE_ORDER": "Ours is `PCI_BUS_ID`, as the driver counts, unless it is set.",
+    "CUBLAS_WORKSPACE_CONFIG": "Ours is `:4096:8` in deterministic runs, unless it is set.",
+    "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
+    "WANDB_PROJECT": "Project of `track: wandb`; default: `megatrain`. Its other variables hold.",
+    "WANDB_MODE": "`offline` keeps the run in its folder, to be synced.",
+    "TRACKIO_PROJECT": "The same of `track: trackio`.",
+}
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    """The whole reference: commands, exit codes, environment variables."""
+    parts = [INTRODUCTION]
+    parts += [f"## megatrain {name}\n\n{help_of(name)}\n" for name in commands()]
+    parts.append("## Exit codes\n\n| code | meaning |\n|---|---|")
+    parts += [f"| {code} | {words} |" for code, words in sorted(exit_codes())]
+    parts.append("\n## Environment variables\n\n| name | effect |\n|---|---|")
+    parts += [f"| `{name}` | {words} |" for name, words in ENVIRONMENT.items()]
+    return "\n".join(parts) + "\n"
+
+
+def commands() -> list[str]:
+    """In the order of `megatrain --help`."""
+    return list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def help_of(name: str) -> str:
+    """What the command does, and its arguments and options."""
+    command: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    rows = []
+    for one in command.params:
+        option = one.param_type_name == "option"
+        called = " ".join(one.opts) if option else one.metavar or one.name.upper()
+        rows.append(f"| `{called.replace('|', ' or ')}` | {one.help} |")
+    return "\n".join([command.help, "", "| | |", "|---|---|", *rows])
+
+
+def exit_codes() -> Iterator[tuple[int, str]]:
+    """(code, meaning): of the errors, as they describe themselves, and of signals."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        own = issubclass(kind, errors.MegaTrainError) and "exit_code" in vars(kind)
+        if own and kind is not errors.MegaTrainError:
+            yield kind.exit_code, " ".join((kind.__doc__ or "").split())
+    yield from MEANINGS.items()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A limit in time on code that comes with a model: chat templates may loop for ever."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LONGEST_S = 10.0  # of one rendering; real ones take under a millisecond
+LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
+CHECKS_PER_LIMIT = 10
+
+
+class TooLong(Exception):
+    """A rendering took longer than LONGEST_S."""
+
+    def __str__(self) -> str:
+        return f"it takes more than {LONGEST_S:g} s"
+
+
+class _Watch:
+    """One thread that looks at all renderings; it raises TooLong in the thread of a late one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.begun: dict[int, float] = {}  # thread -> when its rendering began
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        with self.lock:
+            if self._thread is None or not self._thread.is_alive():  # not so after a fork
+                self._thread = threading.Thread(target=self._look, name="renderings", daemon=True)
+                self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(LONGEST_S / CHECKS_PER_LIMIT)
+            with self.lock:
+                now = time.monotonic()
+                for thread in [one for one, since in self.begun.items() if now - since > LONGEST_S]:
+                    del self.begun[thread]
+                    _raise_in(thread, TooLong)
+
+
+_watch = _Watch()
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Have a thread raise `error` at its next instruction of Python; None takes that back."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Inside, code of a template is stopped after LONGEST_S. Raises TooLong."""
+    _watch.start()
+    thread = threading.get_ident()
+    _watch.begun[thread] = time.monotonic()
+    try:
+        yield
+    finally:
+        with _watch.lock:
+            late = _watch.begun.pop(thread, None) is None
+        if late:  # it may not have been raised yet, and has nothing to say to what follows
+            _raise_in(thread, None)

@@ -1,0 +1,95 @@
+"""The model of a run as its files describe it, and what has changed in them since it began."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.config import Config
+from megatrain.data.named_templates import find_template
+from megatrain.errors import ConfigError, DataError
+from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
+from megatrain.models.stops import about_added, with_stops
+from megatrain.storage.manifest import check_description
+from megatrain.storage.safetensors_reader import check_shards
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+TEMPLATE = "data.chat_template"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its files describe it: everything but the weights.
+
+    `digests`: of those files (models/pretrained.py), where a run began.
+    """
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig | None
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows; any will do: no real token sees it, and it has no target."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in ids if token is not None), 0)
+
+    @property
+    def about_stops(self) -> str:
+        """What is said of tokens that saved generation settings get; empty for none."""
+        return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
+
+
+def read_model(config: Config) -> Model:
+    """Configuration and tokenizer of the config's model. Raises ModelError and ConfigError."""
+    model, template = config.model, config.data.chat_template
+    try:
+        return describe_model(model.source, model.revision, model.trust_remote_code, template)
+    except DataError as error:
+        raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
+
+
+def describe_model(
+    source: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> Model:
+    """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
+
+    chat_template: as in `load_tokenizer`.
+
+    Raises ModelError, StorageError, and DataError for the template.
+    """
+    found = resolve_source(source, revision, weights=False)
+    check_description(found.path)
+    read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
+    return Model(*read, digests_of(found) | digest_of_template(chat_template))
+
+
+def digest_of_template(name: str | None) -> dict[str, str]:
+    """SHA-256 of `data.chat_template`, if it is set. Raises DataError if it cannot be read."""
+    text = None if name is None else find_template(name)
+    return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
+
+
+def check_weights(source: str, *, needed: bool = True) -> None:
+    """Look whether a local folder holds the weights that it says, before anything takes long.
+
+    needed: false allows a folder without any. Raises ModelError and StorageError.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir() or resolve_source(folder).kind == "gguf":
+        return
+    if needed or any(folder.glob("*.safetensors")):
+        check_shards(folder)
