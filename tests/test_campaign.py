@@ -130,19 +130,17 @@ def test_corruptions_of_checkpoints(tmp_path):
     assert (lost.code, "wrong bits of step 1" in lost.words) == (1, True)
 
 
-def test_odd_input_is_drawn_from_the_case_and_given_to_a_command(tmp_path):
-    trials_of = []
-    for kind in (Rows, Models, Configs):
-        folder = tmp_path / kind.__name__
-        folder.mkdir()
-        trials_of.append(kind(folder))
-    for trial in trials_of:
-        drawn = []
-        for _ in range(2):
-            put_back(trial.copy, trial.project)
-            drawn.append((trial.odd(random.Random("0-1")), contents(trial.project)))
-        assert drawn[0] == drawn[1]
-    ended = trials.run_case(trials_of[-1], "0-1")
+@pytest.mark.parametrize("kind", [Rows, Models, Configs])
+def test_odd_input_is_drawn_from_the_case(tmp_path, kind):
+    trial, drawn = kind(tmp_path), []
+    for _ in range(2):
+        put_back(trial.copy, trial.project)
+        drawn.append((trial.odd(random.Random("0-1")), contents(trial.project)))
+    assert drawn[0] == drawn[1]
+
+
+def test_odd_input_is_given_to_a_command(tmp_path):
+    ended = trials.run_case(Configs(tmp_path), "0-1")
     assert ended.code == 0, ended.words
 
 

@@ -57,11 +57,11 @@ def main() -> int:
         warm(Path(folder) / "warm")
         if args.case:
             return try_one(names[0], args.case, Path(folder))
-        found = []
+        found, of = [], commit()
         for outcome in outcomes(names, args, Path(folder)):
             print(json.dumps(outcome), flush=True)
             found.append(outcome)
-            write(args, found)  # after each part: a campaign may be cut off
+            write(args, of, found)  # after each part: a campaign may be cut off
     return 1 if any(outcome["lost"] for outcome in found) else 0
 
 
@@ -92,14 +92,14 @@ def outcomes(
         yield {**asdict(outcome), "survived": outcome.survived}
 
 
-def write(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, of: str, found: Sequence[dict[str, Any]]) -> None:
     from benchmarks import records
 
     path = args.json or records.new_folder() / "campaign.json"
     about = {
         "date": date.today().isoformat(),
         "machine": records.machine(),
-        "commit": commit(),
+        "commit": of,
         "command": ["python", "-m", "benchmarks.campaign", *sys.argv[1:]],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,9 +80,9 @@ class Fuzz(Trial):
             raise AssertionError(f"{what}: {words}: {error}") from error
         return 1
 
+    @abstractmethod
     def odd(self, draw: random.Random) -> tuple[str, list[str]]:
         """Change the project; what was done, and a command line."""
-        raise NotImplementedError
 
 
 # -- rows ----------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ class Stage:
             assert contents(out) == self.exported, "half an export"
         else:
             export(run, out)
+        left = {path.name for path in self.folder.iterdir()}
+        assert left == {"run", "out"}, f"left over by the export: {left}"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,9 @@ from benchmarks.campaign import calls
 from benchmarks.campaign.saves import SCENARIOS, Stage
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import reopen, write_final
+from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.saves import find_checkpoint
 
 EVERY = 7  # kill point; `make campaign` tries them all
 EVERY_FAILURE = 29
@@ -59,6 +61,16 @@ def test_a_last_that_leads_nowhere_is_mended_by_the_next_save_that_fails(
     with pytest.raises(Exception, match="a checkpoint needs"):
         save(3)
     assert os.readlink(run_dir / "last") == "checkpoint-1"
+
+
+def test_the_save_after_a_lost_one_is_newer_than_its_model(run_dir, engine, save):
+    save(1, 2)
+    write_final(run_dir)
+    shutil.rmtree(run_dir / "checkpoint-2")
+    reopen(run_dir, run_dir / "checkpoint-1")
+    assert read_manifest(run_dir / "final").step == 2, "the model of step 2 is nowhere else"
+    save(3)
+    assert find_checkpoint(run_dir) == run_dir / "checkpoint-3"
 
 
 def test_a_final_newer_than_what_is_resumed_from_stays(run_dir, engine, save):
