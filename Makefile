@@ -1,6 +1,7 @@
 # `make goldens`: the working tree against the commit named in benchmarks/goldens.py, bit for bit.
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
 # `make test`: lint, types and the whole test suite.   `make lint`: the first two.
+# `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours; writes docs/reliability.md.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
@@ -8,13 +9,15 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 # Without an NVIDIA driver the release that CI is pinned to; with one, the newest that pip finds for it.
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
 PIP_FLAGS ?=
+HOURS ?= 1
+SEED ?= 0
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_RUN ?= runs/demo
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint format goldens clean
+.PHONY: demo test lint format goldens campaign clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -45,6 +48,10 @@ demo: $(STAMP)
 
 goldens: $(STAMP)
 	$(BIN)/python -m benchmarks.goldens
+
+campaign: $(STAMP)
+	$(BIN)/python -m benchmarks.campaign --hours $(HOURS) --seed $(SEED); code=$$?; \
+		$(BIN)/python -m benchmarks.campaign.page && exit $$code
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

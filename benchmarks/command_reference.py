@@ -7,6 +7,7 @@ Run it again when a command, an option or an exit code changes; tests/test_docs.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatrain.cli import INTERRUPTED, app
 from megatrain.recipes.signals import STOPPED
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+WIDTH = 118
 INTRODUCTION = """# Commands
 
 Generated from `megatrain COMMAND --help` by `python -m benchmarks.command_reference`.
@@ -80,7 +82,8 @@ def help_of(name: str) -> str:
         option = one.param_type_name == "option"
         called = " ".join(one.opts) if option else one.metavar or one.name.upper()
         rows.append(f"| `{called.replace('|', ' or ')}` | {one.help} |")
-    return "\n".join([command.help, "", "| | |", "|---|---|", *rows])
+    words = [textwrap.fill(part, WIDTH) for part in command.help.split("\n\n")]
+    return "\n".join(["\n\n".join(words), "", "| | |", "|---|---|", *rows])
 
 
 def exit_codes() -> Iterator[tuple[int, str]]:

@@ -58,6 +58,43 @@ def chat_rows(count: int = ROWS) -> list[Row]:
     return rows
 
 
+def tiny_tokenizer() -> Any:
+    """BPE of all bytes and 41 merges, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    base.train_from_iterator(
+        [turn["content"] for row in chat_rows() for turn in row["messages"]], trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML
+    )
+
+
+def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
+    """A random llama of 2 layers, as a Hugging Face folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": POSITIONS}
+    counts: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends: Any = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), **sizes, **counts, **ends, initializer_range=0.1
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 CONFIG = """
 model: model
 data: {train: rows.jsonl, eval: 8}

@@ -233,7 +233,10 @@ def load_tokenizer(
 
     try:
         tokenizer: PreTrainedTokenizerBase = source.load(AutoTokenizer, trust_remote_code)
-    except UNUSABLE as error:
+    except Exception as error:
+        # of a file that it cannot parse, tokenizers raises plain Exception
+        if type(error) is not Exception and not isinstance(error, UNUSABLE):
+            raise
         raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
     if chat_template is not None:
         use_template(tokenizer, chat_template)

@@ -16,7 +16,7 @@ from megatrain.data.fields import RowError
 from megatrain.data.formats import Chat, convert_row, detect_format
 from megatrain.data.tokenize import Encoder
 from megatrain.models.stops import ends_of_turns
-from tests.data.test_build import mutated
+from tests.mutated import mutated
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "Look outside.", "parameters": PARAMETERS}

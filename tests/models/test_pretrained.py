@@ -190,6 +190,15 @@ def test_a_tokenizers_code_is_not_run(folder: Path, trap: Path) -> None:
     assert not trap.exists()
 
 
+@pytest.mark.parametrize("change", [{"truncation": 0}, {"version": "9"}, {"post_processor": "x"}])
+def test_a_tokenizer_that_cannot_be_parsed_is_named(folder: Path, change: dict[str, Any]) -> None:
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match="model: the tokenizer cannot be used"):
+        load_tokenizer(resolve_source(folder))
+
+
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model: the tokenizer cannot be used"):
         load_tokenizer(resolve_source(folder))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatrain import cli
-from tests.commands import CHATML, POSITIONS, SPECIAL, Answer, Command, chat_rows, make_project
+from tests.commands import Answer, Command, make_project, save_tiny_model, tiny_tokenizer
 from tests.once import commands_dry_run_models_once, products_left_out_are_found_once
 
 
@@ -26,41 +26,12 @@ def once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    base = Tokenizer(models.BPE())
-    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    base.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    base.train_from_iterator(
-        [turn["content"] for row in chat_rows() for turn in row["messages"]], trainer
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML
-    )
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A random llama of 2 layers, as a Hugging Face folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": POSITIONS}
-    counts: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ends: Any = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), **sizes, **counts, **ends, initializer_range=0.1
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "model", tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,174 @@
+"""Campaigns: what is lost is counted and named, a case can be tried again, and docs/reliability.md
+says what benchmarks/results holds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.campaign import calls, page, parts, trials
+from benchmarks.campaign.children import Ended, in_child
+from benchmarks.campaign.damage import DamagedCheckpoints, damage, files_in
+from benchmarks.campaign.fuzz import Configs, Models, Rows
+from benchmarks.campaign.project import put_back
+from benchmarks.campaign.saves import contents
+from benchmarks.write_page import filled
+from megatrain.errors import StorageError
+
+
+class Stub(trials.Trial):
+    """A trial whose cases do what they are told."""
+
+    def __init__(self, *actions: Callable[[], object]) -> None:
+        self.actions = {str(number): action for number, action in enumerate(actions)}
+
+    def cases(self, seed: int):
+        return iter(self.actions)
+
+    def attempt(self, case: str) -> int:
+        self.actions[case]()
+        return 3
+
+
+def fail() -> None:
+    raise AssertionError("bits differ")
+
+
+def test_what_is_lost_is_counted_and_named(monkeypatch, capsys):
+    monkeypatch.setattr(trials, "LIMIT_S", 0.5)
+    stub = Stub(
+        lambda: None,
+        fail,
+        lambda: os.kill(os.getpid(), signal.SIGKILL),  # as the kernel does
+        lambda: time.sleep(60),
+        lambda: 1 / 0,
+    )
+    found = trials.tally("a part", stub, seed=7, seconds=60)
+    assert (found.tried, found.lost, found.survived, found.of) == (3 + 4, 4, 3, 7)
+    cases = {failure["case"]: failure["reason"] for failure in found.failures}
+    assert cases.keys() == {"1", "2", "3", "4"}
+    assert (cases["1"], cases["3"]) == ("bits differ", "it hung")
+    assert "ZeroDivisionError" in cases["4"]
+    assert "a part: case 1 is lost: bits differ" in capsys.readouterr().out
+
+
+def test_time_ends_a_part():
+    found = trials.tally("a part", Stub(*[lambda: time.sleep(0.01)] * 999), 0, seconds=0.1)
+    assert 0 < found.tried < 999
+    assert found.of is None
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (Ended(None, "step 3"), "it hung: step 3"),
+        (Ended(-11, ""), "exit code -11"),
+        (Ended(1, "error: unexpected KeyError"), "exit code 1: error: unexpected KeyError"),
+        (Ended(0, "Traceback (most recent call last):\n"), "Traceback"),
+        (Ended(3, "error: \x1b[2Jno rows"), r"\\x1b"),
+    ],
+)
+def test_a_command_that_does_not_end_in_a_sentence_is_lost(ended, words):
+    with pytest.raises(AssertionError, match=words):
+        trials.check_told(ended)
+
+
+def test_a_command_that_ends_in_a_sentence_is_not_lost():
+    trials.check_told(Ended(3, "error: rows.jsonl:2: no text\n"))
+
+
+def test_a_child_ends_as_a_command_does():
+    def refuse() -> None:
+        raise StorageError("full")
+
+    assert in_child(refuse).code == StorageError.exit_code
+    assert in_child(lambda: os.write(1, b"said") and 0) == Ended(0, "said")
+    assert in_child(lambda: time.sleep(60), limit_s=0.05).code is None
+
+
+def test_calls_are_counted_below_a_folder(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+
+    def write() -> None:
+        calls.watch(lambda number, name: seen.append((number, name)), within=inside)
+        (outside / "a").write_text("a")
+        with (inside / "b").open("w") as file:
+            os.fsync(file.fileno())
+        (inside / "b").unlink()
+        sys.stdout.write(repr(seen))
+
+    seen: list[tuple[int, str]] = []
+    assert in_child(write).words == "[(1, 'open'), (2, 'fsync'), (3, 'unlink')]"
+
+
+def test_damage_is_drawn_from_the_case(tmp_path):
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    found = []
+    for case in [*"abcdefghijklmnop"] * 2:
+        for path in (file, other):
+            path.write_text(f'{{"{path.name}": 12345}}')
+        kind = damage(file, files_in(tmp_path), random.Random(case))
+        found.append((kind, file.read_bytes() if file.is_file() else None))
+        file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
+    assert found[:16] == found[16:]
+    assert len(set(found[:16])) > 8
+
+
+def test_corruptions_of_checkpoints(tmp_path):
+    trial = DamagedCheckpoints(tmp_path)
+    assert trials.run_case(trial, "0-1").code == 0
+    trial.bits[0] = "other"
+    lost = trials.run_case(trial, "0-1")
+    assert (lost.code, "wrong bits of step 1" in lost.words) == (1, True)
+
+
+@pytest.mark.parametrize("kind", [Rows, Models, Configs])
+def test_odd_input_is_drawn_from_the_case(tmp_path, kind):
+    trial, drawn = kind(tmp_path), []
+    for _ in range(2):
+        put_back(trial.copy, trial.project)
+        drawn.append((trial.odd(random.Random("0-1")), contents(trial.project)))
+    assert drawn[0] == drawn[1]
+
+
+def test_odd_input_is_given_to_a_command(tmp_path):
+    ended = trials.run_case(Configs(tmp_path), "0-1")
+    assert ended.code == 0, ended.words
+
+
+def test_the_page_is_what_the_campaigns_gave():
+    text = page.PAGE.read_text()
+    stale = "run python -m benchmarks.campaign.page"
+    assert text == filled(text, page.tables(page.campaigns())), stale
+    for name in parts.PARTS:
+        assert f"| {name} |" in text
+
+
+def campaign(tried: int, lost: int = 0, of: int | None = None, seconds: float = 60.0):
+    failures = [{"case": f"1-{n}", "reason": "a | b"} for n in range(lost)]
+    names = [*parts.PARTS]
+    shared = {"tried": tried, "lost": lost, "seconds": seconds, "of": of, "seed": 1}
+    about = {"date": "2026-01-02", "commit": "abc", "machine": "a machine"}
+    return {**about, "parts": [{"what": name, **shared, "failures": failures} for name in names]}
+
+
+def test_the_page_says_what_is_still_to_be_run():
+    found = [campaign(10), campaign(20, lost=1)]
+    rows = dict(line.split(" | ", 1) for line in page.tables(found)["wanted"][2:])
+    assert rows["| corruptions"] == "10,000 corruptions | 60 | 2 | 9,940 corruptions |"
+    assert rows["| odd input"] == "2 hours | 90 in 6 minutes | 3 | 1.9 hours |"
+    assert rows["| kill points"].endswith("| the rest: no campaign had time for all |")
+    rows = dict(
+        line.split(" | ", 1) for line in page.tables([campaign(9999, of=9999)])["wanted"][2:]
+    )
+    assert rows["| kill points"].endswith("| 9,999 | 0 | nothing |")
+    assert len(page.tables(found)["lost"]) == 2 + len(parts.PARTS)
+    assert "a / b | none yet |" in page.tables(found)["lost"][-1]
