@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
@@ -118,7 +119,7 @@ def plan(
 
 @app.command(
     help="Time a model's training on this machine: random weights, random tokens, no data.\n\n"
-    f"Named shapes: {', '.join(SHAPES)}."
+    + fill(f"Named shapes: {', '.join(SHAPES)}.", 100)
 )
 def bench(
     arguments: ConfigOrModel = None,

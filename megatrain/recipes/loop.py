@@ -25,6 +25,7 @@ from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
+from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 from megatrain.reporting.metrics import (
     MetricsWriter,
@@ -83,6 +84,7 @@ class Run:
     spikes: int = 0  # of this process
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
+    load: LoadMeter = field(default_factory=LoadMeter)
     advice: str = ""  # the latest
     spent_s: float = 0.0  # in the steps of this process
     spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
@@ -198,7 +200,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
     run.steady.add(spent)
     mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
-    run.advice = advise(run.steady.total, run.facts, mfu)
+    run.advice = advise(run.steady.total, run.facts, mfu, run.load.read())
     metrics = StepMetrics(
         step=run.step,
         loss=result.loss,

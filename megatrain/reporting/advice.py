@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatrain.reporting.load import Load
 from megatrain.reporting.metrics import StepTime
 
 WORTH_NAMING = 0.05  # share of a step below which no wait is named
@@ -31,16 +32,20 @@ class Facts:
     asked: frozenset[str] = frozenset()  # config keys the user set where the planner would choose
 
 
-def advise(time: StepTime, facts: Facts, mfu: float | None = None) -> str:
+def advise(time: StepTime, facts: Facts, mfu: float | None = None, load: Load | None = None) -> str:
     """One sentence: the setting most worth changing and why, or that there is none.
 
     Args:
         time: of one step or of several; of steady ones, for the first of a process compiles.
         mfu: model FLOP utilisation of those steps, 0 to 1; None where the peak is unknown.
+        load: of the processors meanwhile; None if nobody looked.
     """
     waits = {name: share for name, share in time.shares().items() if name != "compute"}
     wait = max(waits, key=lambda name: waits[name])
-    if waits[wait] >= WORTH_NAMING:
+    held_up = waits[wait] >= WORTH_NAMING
+    if load is not None and load.contended and (held_up or not facts.cuda):
+        return f"{load.words}: stop them, or expect longer steps than planned"
+    if held_up:
         return _against_waiting(wait, time, facts)
     return _against_computing(time, facts, mfu)
 

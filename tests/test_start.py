@@ -1,0 +1,93 @@
+"""Commands that need no recipe: help, init, schema, and what starts without importing much."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain
+from megatrain import cli
+from megatrain.config import config_schema, example_config
+from megatrain.models.shapes import SHAPES
+
+ENV = {"PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}
+HEAVY = ("torch", "transformers", "numba", "datasets", "numpy")
+
+
+def test_nothing_at_all_is_answered_with_help(capsys):
+    assert cli.main([]) == 2
+    told = capsys.readouterr()
+    assert "doctor" in told.out + told.err
+
+
+def test_the_help_of_bench_lists_every_shape(capsys):
+    assert cli.main(["bench", "--help"]) == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert f"Named shapes: {', '.join(SHAPES)}." in listed
+
+
+def test_a_config_error_needs_no_recipes(capsys):
+    assert cli.main(["train", "nowhere.yaml"]) == 2
+    words = "error: nowhere.yaml: no such file; write one with `megatrain init nowhere.yaml`\n"
+    assert capsys.readouterr().err == words
+
+
+def test_init_writes_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    assert capsys.readouterr().out == example_config()
+    assert cli.main(["init", "mine.yaml"]) == 0
+    assert "`megatrain schema` lists every key" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == example_config()
+    Path("mine.yaml").write_text("precious")
+    assert cli.main(["init", "mine.yaml"]) == 2
+    assert Path("mine.yaml").read_text() == "precious"
+    assert cli.main(["init", "mine.yaml", "--force"]) == 0
+    assert Path("mine.yaml").read_text() == example_config()
+    assert cli.main(["init", "nowhere/mine.yaml"]) == 2
+    assert "error: nowhere/mine.yaml: cannot be written" in capsys.readouterr().err
+
+
+def test_schema_is_json(capsys):
+    assert cli.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == config_schema()
+
+
+MAIN = "from megatrain.cli import main; main"
+
+
+def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *(f"import megatrain{name}" for name in ("", ".cli", ".config", ".errors")),
+        f"{MAIN}(['--help'])",
+        f"{MAIN}(['train', '--help'])",
+        f"{MAIN}(['schema'])",
+        f"{MAIN}(['train', 'nowhere.yaml'])",
+        f"{MAIN}(['generate', 'some/model', 'hi'])",
+        f"{MAIN}(['plan', 'qwen2.5-8b'])",
+    ],
+)
+def test_help_and_config_import_nothing_heavy(statement):
+    found = f"found = [name for name in {HEAVY} if name in sys.modules]"
+    done = run_python("-c", f"{statement}\nimport sys\n{found}\nassert not found, found")
+    assert done.returncode == 0, done.stderr
+
+
+def test_libraries_draw_no_progress_bars_into_a_pipe():
+    code = f"{MAIN}(['schema']); import tqdm; list(tqdm.tqdm(range(3)))"
+    done = run_python("-c", code, env=ENV)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_package_is_a_command(tmp_path):
+    done = run_python("-m", "megatrain", "train", "nowhere.yaml", cwd=tmp_path, env=ENV)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: nowhere.yaml: no such file")
