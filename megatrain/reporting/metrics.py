@@ -229,8 +229,13 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl` in order, without broken ones."""
-    return [row for _, row, _ in _lines(Path(run_dir) / METRICS_FILE) if row is not None]
+    """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        return [row for _, row, _ in _lines(path) if row is not None]
+    except OSError as error:
+        reason = f"{path}: cannot be read ({error.strerror})"
+        raise StorageError(f"{reason}; look whether the run's folder is still there") from error
 
 
 def held_out_losses(run_dir: str | Path) -> dict[str, Any]:

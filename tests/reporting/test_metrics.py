@@ -82,6 +82,11 @@ def test_every_line_survives_a_kill(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
+def test_a_file_that_is_gone_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read \(No such file"):
+        read_metrics(tmp_path)
+
+
 def test_opening_again_appends(tmp_path):
     write(tmp_path, 2)
     with MetricsWriter(tmp_path) as writer:
