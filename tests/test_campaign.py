@@ -167,7 +167,8 @@ def test_the_page_says_what_is_still_to_be_run():
     assert rows["| odd input"] == "2 hours | 90 in 6 minutes | 3 | 1.9 hours |"
     assert rows["| kill points"].endswith("| the rest: no campaign had time for all |")
     rows = dict(
-        line.split(" | ", 1) for line in page.tables([campaign(9999, of=9999)])["wanted"][2:]
+        line.split(" | ", 1)
+        for line in page.tables([campaign(9), campaign(9999, of=9999)])["wanted"][2:]
     )
     assert rows["| kill points"].endswith("| 9,999 | 0 | nothing |")
     assert len(page.tables(found)["lost"]) == 2 + len(parts.PARTS)

@@ -25,7 +25,7 @@ REASON = 160  # characters
 
 @dataclass(frozen=True)
 class Sum:
-    """What all campaigns together tried."""
+    """What all campaigns together tried; once one has tried all there is, others add nothing."""
 
     tried: int
     lost: int
@@ -55,12 +55,12 @@ def tables(found: Sequence[dict[str, Any]]) -> dict[str, Sequence[str]]:
 
 def total(found: Sequence[dict[str, Any]], names: Sequence[str]) -> Sum:
     of_these = [part for one in found for part in one["parts"] if part["what"] in names]
-    return Sum(
-        sum(part["tried"] for part in of_these),
-        sum(part["lost"] for part in of_these),
-        sum(part["seconds"] for part in of_these),
-        max((part["of"] for part in of_these if part["of"]), default=None),
+    whole = [part for part in of_these if part["of"]]
+    counted = [max(whole, key=lambda part: part["of"])] if whole else of_these
+    tried, lost, seconds = (
+        sum(part[key] for part in counted) for key in ("tried", "lost", "seconds")
     )
+    return Sum(tried, lost, seconds, counted[0]["of"] if whole else None)
 
 
 def wanted(found: Sequence[dict[str, Any]]) -> Iterator[str]:
