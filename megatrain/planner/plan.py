@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
 
 
+MUCH_HELD = 4 * GIB  # of RAM by others, beyond what a system always takes
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the run will hold, and what it may. Tables map arrays to bytes."""
@@ -146,7 +149,12 @@ def make_plan(
     search = Search(job, shape, hardware, machine, budget)
     plan = lay_out(search.fastest(), machine, budget)
     if not plan.fits:
-        return replace(plan, fix=cheapest_fix(plan.short, search))
+        held = hardware.host_total_bytes - hardware.host_available_bytes
+        passing = ""
+        if host_limit is None and held > MUCH_HELD and plan.host_bytes <= budget.host + held:
+            held_gib = f"{held / GIB:.1f} GiB"
+            passing = f" (other programs hold {held_gib} of RAM now: this may pass)"
+        return replace(plan, fix=cheapest_fix(plan.short, search) + passing)
     found = faster(plan.choices, plan.timing, search) if suggest else ()
     return replace(plan, faster=found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -83,10 +84,17 @@ def test_offline_by_choice_is_said():
 def test_a_hub_that_cannot_be_reached_is_said_soon(monkeypatch):
     """Nor is it waited for when nothing tells that it cannot."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(5))
+    given_up = threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        given_up.wait(30)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", wait)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("megatrain.models.hub.ANSWERS_IN_S", 0.05)
     started = time.monotonic()
     with pytest.raises(ModelError, match=r"https://huggingface.co cannot be reached; check the ne"):
         resolve_source("some/model")
+    given_up.set()
     assert time.monotonic() - started < 2

@@ -367,3 +367,12 @@ def test_reasons_name_what_was_asked_and_what_was_found():
 def test_numbers_and_nouns_agree(resident, value, why):
     rows = plan_of(replace(JOB_7B, resident=resident)).reasons
     assert ("resident", value, f"as asked: {why}") in rows
+
+
+@pytest.mark.parametrize(("total", "says"), [(128, True), (100, False)])
+def test_memory_that_others_hold_now_is_said(total, says):
+    """82 GiB do not do; with what other programs hold of 128 they would."""
+    hardware = replace(h200(25, 82), host_total_bytes=total * GIB)
+    with pytest.raises(PlanError) as error:
+        plan_of(replace(JOB_7B, **ALL_STREAMED), hardware=hardware).check()
+    assert ("hold 46.0 GiB of RAM now: this may pass" in str(error.value)) == says
