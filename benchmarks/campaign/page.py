@@ -57,9 +57,8 @@ def total(found: Sequence[dict[str, Any]], names: Sequence[str]) -> Sum:
     of_these = [part for one in found for part in one["parts"] if part["what"] in names]
     whole = [part for part in of_these if part["of"]]
     counted = [max(whole, key=lambda part: part["of"])] if whole else of_these
-    tried, lost, seconds = (
-        sum(part[key] for part in counted) for key in ("tried", "lost", "seconds")
-    )
+    tried, seconds = (sum(part[key] for part in counted) for key in ("tried", "seconds"))
+    lost = sum(part["lost"] for part in of_these)
     return Sum(tried, lost, seconds, counted[0]["of"] if whole else None)
 
 
