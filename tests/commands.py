@@ -152,7 +152,7 @@ def environment() -> dict[str, str]:
 
 
 FORKER = """
-import json, os, subprocess, sys
+import json, os, signal, subprocess, sys
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import inspect, run
@@ -181,6 +181,9 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.setsid()
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):  # whoever ignored them
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, kind in streams.items():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatrain import cli
+from megatrain.recipes.signals import STOPS
 from tests.commands import Answer, Command, make_project, save_tiny_model, tiny_tokenizer
 from tests.once import commands_dry_run_models_once, products_left_out_are_found_once
 
@@ -22,6 +23,18 @@ from tests.once import commands_dry_run_models_once, products_left_out_are_found
 def once() -> Iterator[None]:
     with commands_dry_run_models_once(), products_left_out_are_found_once():
         yield
+
+
+@pytest.fixture(autouse=True)
+def signals_mean_what_they_do() -> Iterator[None]:
+    """Also where the tests were started with some ignored, as by nohup or in the background."""
+    ignored = [number for number in STOPS if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")
