@@ -70,7 +70,6 @@ class DamagedCheckpoints(Trial):
     bit, and not the newest in silence if any of its bytes differs."""
 
     def __init__(self, folder: Path) -> None:
-        logging.getLogger("megatrain").setLevel(logging.ERROR)
         self.run, self.copy, self.engine = folder / "run", folder / "copy", still_engine()
         self.bits = []
         for step in (1, 2):
@@ -78,6 +77,7 @@ class DamagedCheckpoints(Trial):
             self.bits.append(self.engine.bits())
 
     def attempt(self, case: str) -> int:
+        logging.getLogger("megatrain").setLevel(logging.ERROR)  # of this child alone
         draw = random.Random(case)
         put_back(self.copy, self.run)
         newest = self.run / "checkpoint-2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
         "precision: cannot change from 'bfloat16' to 'float32' in a resumed run",
     ),
     "method": (asked("method: sft", "method: pretrain"), 2, "data.train_on: method: pretrain"),
-    "a typo": (asked("seed: 0", "sede: 0"), 2, "train.sede: did you mean seed?"),
+    "a typo": (asked("seed: 0", "seeed: 0"), 2, "train.seeed: did you mean seed?"),
     "broken YAML": (asked("method: sft", "method: [sft"), 2, "run/config.yaml:"),
     "no config": (remove("run/config.yaml"), 2, "run: is not a run folder (no config.yaml)"),
     "state": (
@@ -229,16 +229,23 @@ def in_hub_cache(name: str, commit: str, folder: Path) -> Path:
     return repo / "snapshots" / commit / "config.json"
 
 
-def test_a_new_commit_on_the_hub_is_said_and_not_taken(megatrain, halves, project):
-    in_hub_cache("some/model", "a" * 40, project / "model")
-    megatrain("train cfg.yaml model=some/model")
+@pytest.fixture
+def cached() -> Iterator[str]:
+    """The name of a model on the hub whose cache is removed after the test."""
+    yield "cached/model"
+    shutil.rmtree(Path(HF_HUB_CACHE) / "models--cached--model")
+
+
+def test_a_new_commit_on_the_hub_is_said_and_not_taken(megatrain, halves, project, cached):
+    in_hub_cache(cached, "a" * 40, project / "model")
+    megatrain(f"train cfg.yaml model={cached}")
     for name in ("final", "checkpoint-10"):
         shutil.rmtree(project / "run" / name)
-    config = in_hub_cache("some/model", "b" * 40, project / "model")
+    config = in_hub_cache(cached, "b" * 40, project / "model")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.1}))
     done = megatrain("resume run")
     for what in ("commit", "configuration"):
-        assert f"some/model: its {what} {HAS_CHANGED}" in done.err
+        assert f"{cached}: its {what} {HAS_CHANGED}" in done.err
     same_run(project / "run", halves[1])
 
 
