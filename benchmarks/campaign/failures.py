@@ -12,11 +12,10 @@ from pathlib import Path
 from benchmarks.campaign import calls
 from benchmarks.campaign.children import command, start
 from benchmarks.campaign.project import new_project, whole_run
-from benchmarks.campaign.saves import SCENARIOS, Stage
+from benchmarks.campaign.saves import all_stages
 from benchmarks.campaign.trials import COMMAND_S, Trial, check_same, check_told, warned
 from megatrain.storage.run_folder import checkpoints
 from tests.recipes.same_run import same_run
-from tests.still import still_engine
 
 NAMES = (*calls.CHANGES, *calls.READS)
 ERRNOS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
@@ -35,10 +34,7 @@ class FailingSaves(Trial):
     """A case is a scenario, the system call that fails, how, and for how long."""
 
     def __init__(self, folder: Path) -> None:
-        self.stages = {
-            name: Stage(name, folder / str(number), still_engine(layers=1))
-            for number, name in enumerate(SCENARIOS)
-        }
+        self.stages = all_stages(folder)
 
     def cases(self, seed: int) -> Iterator[str]:
         points = []

@@ -12,13 +12,12 @@ from pathlib import Path
 from benchmarks.campaign import calls
 from benchmarks.campaign.children import Child, start, wait_until
 from benchmarks.campaign.project import new_project, whole_run
-from benchmarks.campaign.saves import SCENARIOS, Stage
+from benchmarks.campaign.saves import all_stages
 from benchmarks.campaign.trials import COMMAND_S, Trial
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import checkpoints
 from tests.recipes.same_run import same_run
-from tests.still import still_engine
 
 KILLS = 8  # of one run
 EARLY = 0.2  # share of first kills that may come before the first checkpoint
@@ -87,10 +86,7 @@ class KillPoints(Trial):
     """A case is a scenario and the system call before which it is killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.stages = {
-            name: Stage(name, folder / str(number), still_engine(layers=1))
-            for number, name in enumerate(SCENARIOS)
-        }
+        self.stages = all_stages(folder)
 
     def cases(self, seed: int) -> Iterator[str]:
         points = []

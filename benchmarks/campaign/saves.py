@@ -13,7 +13,7 @@ from pathlib import Path
 from megatrain.storage.checkpoint import reopen, write_final
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, nothing_to_resume
-from tests.still import StillEngine, save_steps
+from tests.still import StillEngine, save_steps, still_engine
 
 Action = Callable[[Path, StillEngine], object]
 
@@ -120,6 +120,14 @@ class Stage:
             export(run, out)
         left = {path.name for path in self.folder.iterdir()}
         assert left == {"run", "out"}, f"left over by the export: {left}"
+
+
+def all_stages(folder: Path) -> dict[str, Stage]:
+    """Every scenario with a folder and an engine of its own."""
+    return {
+        name: Stage(name, folder / str(number), still_engine(layers=1))
+        for number, name in enumerate(SCENARIOS)
+    }
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -45,8 +45,8 @@ def show_data(
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
     show_rows(trained, model.tokenizer, rows, shown, held_out, full)
-    if model.about_stops:
-        shown.print(model.about_stops, soft_wrap=True, markup=False, highlight=False)
+    if about_stops := model.about_stops:
+        shown.print(about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:
         shown.print(f"{len(held_out):,} rows are held out for evaluation", highlight=False)
     return None

@@ -78,9 +78,8 @@ class Run:
     first_tokens: int
     recent: Spikes  # of loss and norm
     unproven: Path | None = None  # the last checkpoint, until the step after it was finite
-    abandoned: Sequence[
-        Path
-    ] = ()  # newer than the checkpoint asked for: the next save removes them
+    # newer than the checkpoint asked for: the next save removes them
+    abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
@@ -162,6 +161,8 @@ def due(every: int | None, step: int) -> bool:
 
 def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
     """How many evaluations and saves follow step `step` of `total`, the last step's included.
+
+    Not foreseen: saves of better evaluations, and an end by patience.
 
     evaluates: something is held out.
     """

@@ -241,8 +241,8 @@ def get_ready(config: Config, model: Model | None = None, expected: str | None =
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
     say_rows(rows, held_out)
-    for line in filter(None, [parts.model.about_stops]):
-        logger.info(line)
+    if about_stops := parts.model.about_stops:
+        logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)

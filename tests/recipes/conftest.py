@@ -15,7 +15,14 @@ import pytest
 
 from megatrain import cli
 from megatrain.recipes.signals import STOPS
-from tests.commands import Answer, Command, make_project, save_tiny_model, tiny_tokenizer
+from tests.commands import (
+    Answer,
+    Command,
+    Forker,
+    make_project,
+    save_tiny_model,
+    tiny_tokenizer,
+)
 from tests.once import commands_dry_run_models_once, products_left_out_are_found_once
 
 
@@ -84,6 +91,13 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """`precision: auto` is float32, as on a processor that is not fast at bf16."""
     monkeypatch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
+
+
+@pytest.fixture(scope="module")
+def forker(token_cache: Path) -> Iterator[Forker]:
+    forker = Forker(token_cache)
+    yield forker
+    forker.close()
 
 
 @pytest.fixture(scope="session")

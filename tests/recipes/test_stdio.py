@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import Forker, metrics_of, steps_of, wait_for
-
-
-@pytest.fixture(scope="module")
-def forker(token_cache: Path) -> Iterator[Forker]:
-    forker = Forker(token_cache)
-    yield forker
-    forker.close()
-
+from tests.commands import metrics_of, steps_of, wait_for
 
 STREAMS = {
     "nobody reads stdout": {"stdout": "broken"},

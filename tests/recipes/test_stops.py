@@ -19,7 +19,7 @@ import megatrain as mt
 from megatrain.engine.engine import Engine
 from megatrain.recipes import loop, run
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import Forker, evaluations_of, steps_of, wait_for
+from tests.commands import evaluations_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
 SCHEDULERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
@@ -136,13 +136,6 @@ def test_a_run_in_a_thread_leaves_signals_alone(project):
 
 
 # -- kill -9 -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def forker(token_cache: Path) -> Iterator[Forker]:
-    forker = Forker(token_cache)
-    yield forker
-    forker.close()
 
 
 def test_kill_9_at_any_moment_costs_no_bit(forker, project):

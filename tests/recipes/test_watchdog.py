@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from tests.commands import Forker, metrics_of, wait_for
+from tests.commands import metrics_of, wait_for
 
 HANGS = """
 import threading
@@ -23,13 +19,6 @@ def hang_at_step_3(run, *rest):
     original(run, *rest)
 loop.train_step = hang_at_step_3
 """
-
-
-@pytest.fixture(scope="module")
-def forker(token_cache: Path) -> Iterator[Forker]:
-    forker = Forker(token_cache)
-    yield forker
-    forker.close()
 
 
 def test_a_held_lock_ends_the_run_and_shows_where(forker, project):
