@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -49,17 +50,19 @@ class Child:
 
     def wait(self, limit_s: float) -> Ended:
         """Its end; after `limit_s` it is ended, with all of its group."""
-        began = os.pidfd_open(self.id)
-        try:
-            hung = not select.select([began], [], [], limit_s)[0]
-        finally:
-            os.close(began)
-        if hung:
-            os.killpg(self.id, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.id, 0)[1])
-        self._output.seek(0)
-        words = self._output.read().decode(errors="replace")
-        self._output.close()
+        with self._output:
+            began = os.pidfd_open(self.id)
+            try:
+                hung = not select.select([began], [], [], limit_s)[0]
+            finally:
+                os.close(began)
+            if hung:
+                self.kill()  # it may not lead its group yet
+                with suppress(ProcessLookupError):
+                    os.killpg(self.id, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(self.id, 0)[1])
+            self._output.seek(0)
+            words = self._output.read().decode(errors="replace")
         return Ended(None if hung else code, words)
 
 
