@@ -331,6 +331,7 @@ def save(run: Run, loss: float | None) -> None:
     if better(run, loss):
         run.best = {"step": run.step, "loss": loss}
     state = {name: getattr(run, name) for name in BEGINNING}
+    about = {"position": run.loader.position(), "metrics": run.writer.state()}
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):
             path = save_checkpoint(
@@ -338,7 +339,7 @@ def save(run: Run, loss: float | None) -> None:
                 run.step,
                 run.engine,
                 model.tokenizer,
-                {**state, "position": run.loader.position(), **run.asked},
+                {**state, **about, **run.asked},
                 run.config.checkpoint.keep,
                 model.generation,
                 source=model.digests,

@@ -345,7 +345,8 @@ def open_run(
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     also = stack.enter_context(tracking(config.track, config.output, step, about))
     writer = stack.enter_context(MetricsWriter(config.output, also))
-    writer.truncate_to(step or -1)  # a run that begins with step 0 begins with an evaluation
+    # a run that begins with step 0 begins with an evaluation
+    writer.truncate_to(step or -1, state.get("metrics"))
     return Run(
         config=config,
         model=parts.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -153,6 +154,7 @@ class MetricsWriter:
         with cannot_be_written(self.path):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
+        self._length, self._hash = 0, hashlib.sha256()  # of all lines, also of those that wait
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -192,27 +194,42 @@ class MetricsWriter:
         found = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
-    def truncate_to(self, step: int) -> None:
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the lines so far, to know them again."""
+        return {"bytes": self._length, "sha256": self._hash.hexdigest()}
+
+    def truncate_to(self, step: int, before: dict[str, Any] | None = None) -> None:
         """Drop everything after `step`, and a torn last line: a resumed run writes it again.
 
-        The cut is behind the last line of `step` or before; a damaged line further up stays, with
-        a warning.
+        The cut is behind the last line of `step` or before. Damaged lines further up stay, and
+        lines that are gone are gone, with a warning. before: the `state` of then, if it is known.
         """
         kept, damaged, lost = 0, [], []
-        for number, (start, row, length) in enumerate(_lines(self.path), 1):
+        found, known = hashlib.sha256(), before is None
+        for number, (start, row, line) in enumerate(_lines(self.path), 1):
+            found.update(line)
+            end = start + len(line)
+            known |= before == {"bytes": end, "sha256": found.hexdigest()}
             if row is None:
                 damaged.append(number)
             elif row["step"] <= step:
-                kept = start + length
-                lost = list(damaged)
+                kept, lost = end, list(damaged)
+                self._length, self._hash = end, found.copy()
         os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
         for number in lost:
             logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
+        if not known and not lost:
+            logger.warning(
+                f"{self.path}: was changed since step {step} was saved; it may lack lines"
+            )
 
     def _write(self, row: dict[str, Any]) -> None:
         self._also(row)
         waited = bool(self._waiting)
-        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._length += len(line)
+        self._hash.update(line)
+        self._waiting += line
         error = self._write_waiting()
         if error is not None and not waited:
             reason = f"{self.path}: cannot be written ({error.strerror})"
@@ -247,12 +264,12 @@ def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
-    """(offset, object, length in bytes) of each line; the object is None if the line is broken."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bytes]]:
+    """(offset in bytes, object, text) of each line; the object is None if the line is broken."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
-            yield offset, _parsed(line), len(line)
+            yield offset, _parsed(line), line
             offset += len(line)
 
 

@@ -48,11 +48,12 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
 
 
 def state_of(checkpoint: Path) -> Row:
-    """state.json but for the config, in which a resumed run fixes what was chosen, and for where
-    the model came from."""
+    """state.json but for the config, in which a resumed run fixes what was chosen, for where the
+    model came from, and for the hash of the metrics, whose times differ."""
     about: Row = json.loads((checkpoint / "state.json").read_text())
     about["made_of"].pop("source")
-    about["state"] = {k: v for k, v in about["state"].items() if k not in ("config", "chosen")}
+    for key in ("config", "chosen", "metrics"):
+        about["state"].pop(key, None)
     return about
 
 

@@ -149,6 +149,11 @@ TAKEN: dict[str, tuple[Change, str, int]] = {
         "warning: train.max_steps changed from 10 to 12: the schedule is stretched",
         12,
     ),
+    "the metrics": (
+        edit("run/metrics.jsonl", '{"step": 1,', '{"step": 11,'),
+        "metrics.jsonl: was changed since step 5 was saved; it may lack lines",
+        10,
+    ),
     "a choice of the planner": (
         asked("micro_batch_tokens: auto", "micro_batch_tokens: 64"),
         "warning: train.micro_batch_tokens changed from 256 to 64",

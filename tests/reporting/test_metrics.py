@@ -120,6 +120,30 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
         assert json.loads(lines[-1])["step"] == 5
 
 
+@pytest.mark.parametrize("change", ["nothing", "a digit", "a line less", "emptied"])
+def test_lines_that_were_changed_since_a_save_are_said(tmp_path, caplog, change):
+    write(tmp_path, 2)
+    path = tmp_path / METRICS_FILE
+    with MetricsWriter(tmp_path) as writer:
+        writer.truncate_to(2)
+        write_step(writer, 3)
+        saved = writer.state()
+        write_step(writer, 4)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    changed = {
+        "nothing": whole,
+        "a digit": whole.replace(b'"loss": 2.5', b'"loss": 3.5', 1),
+        "a line less": b"".join(lines[:1] + lines[2:]),
+        "emptied": b"",
+    }
+    path.write_bytes(changed[change])
+    with MetricsWriter(tmp_path) as writer:
+        writer.truncate_to(3, saved)
+    words = f"{path}: was changed since step 3 was saved; it may lack lines"
+    assert caplog.messages == ([] if change == "nothing" else [words])
+
+
 @pytest.mark.parametrize("damage", ["{", "\xff", "0", "\n"])
 def test_a_damaged_line_costs_no_other(tmp_path, caplog, damage):
     write(tmp_path, 6)
