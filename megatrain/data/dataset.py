@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
 
 IdArray = npt.NDArray[np.int32]
@@ -209,7 +210,7 @@ class RowWriter:
         }
         with closing(HashedFile(self._folder / ABOUT)) as file:
             file.write(json.dumps({**about, "own": _hash_of(about)}).encode())
-        sync(self._folder)
+        sync_folder(self._folder)
 
     def close(self) -> None:
         """Close the files; what was written stays."""
@@ -236,15 +237,6 @@ class HashedFile:
             self._file.close()
 
 
-def sync(folder: Path) -> None:
-    """Make a folder's entries survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @contextmanager
 def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     """Write a set under `cache/key`, where it appears whole, or not at all if the block raises.
@@ -261,7 +253,7 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
-            sync(cache)
+            sync_folder(cache)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(

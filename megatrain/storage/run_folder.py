@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
+from megatrain.storage.system_calls import storage_error, system_errors
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
