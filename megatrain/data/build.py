@@ -18,7 +18,7 @@ import numpy as np
 
 from megatrain.data import cuts, dataset, formats, show
 from megatrain.data.chat import Marked
-from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
+from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows, check_digest
 from megatrain.data.fields import RowError
 from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
@@ -122,14 +122,15 @@ def load_data(
     if expected is not None:
         before = _of_a_changed_source(train, tokenizer, options, cache, as_expected)
     rows, held = chosen(before or encode_source(train, tokenizer, options, cache, on_progress))
+    trained = rows if pack_to is None else packed(rows)
+    if expected is not None:
+        check_digest(trained, expected)
     if not isinstance(held_out, int | float | None):
         held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
         look_for_copies(rows, held)
         rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
         rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
-    if pack_to is None:
-        return rows, held
-    return packed(rows), None if held is None else packed(held)
+    return trained, held if held is None or pack_to is None else packed(held)
 
 
 def encode_source(

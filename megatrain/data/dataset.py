@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.durable import sync_folder
-from megatrain.errors import StorageError
+from megatrain.errors import DataError, StorageError
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -113,6 +113,15 @@ class Rows(Protocol):
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         """Ids int32 [tokens] and target mask bool [tokens]."""
+
+
+def check_digest(rows: Rows, expected: object) -> None:
+    """Raises DataError if the training rows are not those that a checkpoint names."""
+    if rows.digest != expected:
+        raise DataError(
+            "the training rows are not those of the checkpoint: the data, the tokenizer or how "
+            "rows are cut has changed; bring back what was changed, or start a new run"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,7 @@ REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+LOOK = "look for checkpoints"
 ANOTHER_OUTPUT = "choose another `output`"
 
 
@@ -132,11 +133,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders, by step, with one that was being replaced when the process died."""
-    if not run_dir.is_dir():
-        return []
-    named = [p for p in run_dir.iterdir() if CHECKPOINT.fullmatch(p.name.removesuffix(REPLACED))]
-    folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+    """The checkpoint folders, by step, with one that was being replaced when the process died.
+
+    Raises StorageError.
+    """
+    with system_errors(run_dir, LOOK):
+        if not run_dir.is_dir():
+            return []
+        there = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+    folders = [path for path in there if CHECKPOINT.fullmatch(path.name.removesuffix(REPLACED))]
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
 
 
