@@ -223,6 +223,8 @@ def run_folder(path: Path) -> Iterator[Opened]:
     with run_lock(path) as lock:
         try:
             with logging_to(path, console):
+                if lock.warning:
+                    logger.warning(lock.warning)
                 setup.quiet_libraries()
                 yield Opened(lock, console)
         except MegaTrainError:  # of any other the log has the traceback

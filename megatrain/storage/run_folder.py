@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,10 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 LOOK = "look for checkpoints"
+WITHOUT_MODES = (
+    "is on a file system without owners and modes: others may be able to change the run, and the "
+    "code and text that a resume reads from it; see how it is mounted, or choose another `output`"
+)
 ANOTHER_OUTPUT = "choose another `output`"
 
 
@@ -45,11 +50,13 @@ class RunLock:
             StorageError: the folder cannot be made.
         """
         self.run_dir = run_dir
+        self.warning = ""  # of a folder that may not be ours alone
         self._fd = self._take()
 
     def _take(self) -> int:
         path = self.run_dir / LOCK
-        make_run_dir(self.run_dir)
+        if not make_run_dir(self.run_dir):
+            self.warning = f"{self.run_dir}: {WITHOUT_MODES}"
         try:
             fd = os.open(path, LOCK_FILE, 0o600)
         except OSError as error:
@@ -98,8 +105,10 @@ def run_lock(run_dir: Path) -> Iterator[RunLock]:
         lock.close()
 
 
-def make_run_dir(run_dir: Path) -> None:
+def make_run_dir(run_dir: Path) -> bool:
     """Create the folder with mode 0700, if it is not there.
+
+    False: its file system has no owners and modes, so that they say nothing of who may write in it.
 
     Raises:
         ConfigError: it is there, and others may write in it.
@@ -112,13 +121,34 @@ def make_run_dir(run_dir: Path) -> None:
         for path in made:
             sync_folder(path.parent)
         found = run_dir.stat()
+        if found.st_uid == os.geteuid() and not found.st_mode & WRITABLE_BY_OTHERS:
+            return True
+        ours = _a_file_of_ours(run_dir)
     except OSError as error:
         raise storage_error(run_dir, error, "make the run folder", ANOTHER_OUTPUT) from error
-    if run_dir not in made and found.st_uid != os.geteuid():
+    owner = os.geteuid() if ours is None else ours.st_uid
+    if found.st_uid != owner:
         raise ConfigError(f"{run_dir}: belongs to another user; {ANOTHER_OUTPUT} folder")
-    if run_dir not in made and found.st_mode & WRITABLE_BY_OTHERS:
-        safe = f"make it yours alone (chmod go-w {run_dir})"
-        raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
+    if owner != os.geteuid() or (ours and ours.st_mode & WRITABLE_BY_OTHERS):
+        return False
+    safe = f"make it yours alone (chmod go-w {run_dir})"
+    raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
+
+
+def _a_file_of_ours(folder: Path) -> os.stat_result | None:
+    """What a file looks like that is made there for its owner alone; None if none may be made.
+
+    Asked of the open file: nobody can put another in its place. May raise OSError.
+    """
+    try:
+        fd, path = tempfile.mkstemp(dir=folder, prefix=".modes-")
+    except PermissionError:
+        return None
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+        os.unlink(path)
 
 
 def forget_unused(run_dir: Path) -> None:
