@@ -18,13 +18,13 @@ import numpy as np
 
 from megatrain.data import cuts, dataset, formats, show
 from megatrain.data.chat import Marked
-from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows
+from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows, check_digest
 from megatrain.data.fields import RowError
 from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
-from megatrain.data.packing import PackedRows, pack
+from megatrain.data.packing import pack
 from megatrain.data.readers import RawRow
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
@@ -40,6 +40,7 @@ BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in paralle
 CACHE_VERSION = 5  # raise it when the same input gives other tokens
 CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
 ON_BAD_ROW = ("refuse", "skip")
+Wanted = Callable[[TokenRows], bool]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,14 @@ class DataOptions:
                 raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class Expected:
+    """Digests of the rows of a run that goes on; None: not known, or others are asked for."""
+
+    train: str
+    held_out: str | None = None
+
+
 def load_data(
     train: Given,
     held_out: float | int | Given | None,
@@ -83,7 +92,7 @@ def load_data(
     pack_to: int | None = None,
     cache: Path | None = None,
     on_progress: Callable[[int], None] | None = None,
-    expected: str | None = None,
+    expected: Expected | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows.
 
@@ -94,17 +103,13 @@ def load_data(
         pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
             out are whole documents.
         on_progress: called with the number of rows read so far.
-        expected: the digest of the training rows of a run that goes on; where the source has
-            changed or is gone, they are taken from the cache, if they are there.
+        expected: where a source has changed or is gone, the rows of a run that goes on are taken
+            from the cache, if they are there. Other training rows are refused.
 
     Raises as `encode_source`.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
-
-    def packed(documents: TokenRows) -> PackedRows:
-        assert pack_to is not None
-        return pack(documents, pack_to, Encoder(tokenizer).eos)
 
     def chosen(rows: TokenRows) -> tuple[TokenRows, TokenRows | None]:
         held = None
@@ -114,22 +119,53 @@ def load_data(
             rows = weighted(rows, [part for part in train if isinstance(part, Part)], seed)
         return rows, held
 
-    def as_expected(rows: TokenRows) -> bool:
-        found = chosen(rows)[0]
-        return (found if pack_to is None else packed(found)).digest == expected
+    def whole(rows: TokenRows) -> Rows:
+        return rows if pack_to is None else pack(rows, pack_to, Encoder(tokenizer).eos)
 
-    before = None
+    def read(given: Given, options: DataOptions, wanted: Wanted | None) -> TokenRows:
+        source = (given, tokenizer, options, cache)
+        before = None if wanted is None else _of_a_changed_source(*source, wanted)
+        return before or encode_source(*source, on_progress)
+
+    def trained_before(rows: TokenRows) -> bool:
+        return expected is not None and whole(chosen(rows)[0]).digest == expected.train
+
+    rows, held = chosen(read(train, options, trained_before if expected else None))
     if expected is not None:
-        before = _of_a_changed_source(train, tokenizer, options, cache, as_expected)
-    rows, held = chosen(before or encode_source(train, tokenizer, options, cache, on_progress))
+        check_digest(whole(rows), expected.train)
     if not isinstance(held_out, int | float | None):
-        held = encode_source(held_out, tokenizer, replace(options, split=None), cache, on_progress)
+        known = None if expected is None else expected.held_out
+        held = _held_out_set(held_out, replace(options, split=None), read, whole, known)
         look_for_copies(rows, held)
         rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
         rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
-    if pack_to is None:
-        return rows, held
-    return packed(rows), None if held is None else packed(held)
+    return whole(rows), None if held is None else whole(held)
+
+
+def _held_out_set(
+    given: Given,
+    options: DataOptions,
+    read: Callable[[Given, DataOptions, Wanted | None], TokenRows],
+    whole: Callable[[TokenRows], Rows],
+    expected: str | None,
+) -> TokenRows:
+    """The rows of a source that is held out; those with the digest `expected`, if they are there.
+
+    Raises DataError.
+    """
+    if expected is None:
+        return read(given, options, None)
+    try:
+        held = read(given, options, lambda rows: whole(rows).digest == expected)
+    except DataError as error:
+        way_on = "to go on without them, or with others, set data.eval"
+        raise DataError(f"held-out rows: {error}; {way_on}") from error
+    if whole(held).digest != expected:
+        held.counts.warned.append(
+            "are not those that the run began with, which are gone from the cache, too; their "
+            "losses do not compare"
+        )
+    return held
 
 
 def encode_source(
@@ -289,7 +325,7 @@ def _of_a_changed_source(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     cache: Path | None,
-    wanted: Callable[[TokenRows], bool],
+    wanted: Wanted,
 ) -> TokenRows | None:
     """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
     folder, asked, current = cache or dataset.default_cache(), _asked(given, tokenizer, options), ""

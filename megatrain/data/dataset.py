@@ -21,7 +21,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.errors import StorageError
+from megatrain.durable import sync_folder
+from megatrain.errors import DataError, StorageError
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -112,6 +113,15 @@ class Rows(Protocol):
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         """Ids int32 [tokens] and target mask bool [tokens]."""
+
+
+def check_digest(rows: Rows, expected: object) -> None:
+    """Raises DataError if the training rows are not those that a checkpoint names."""
+    if rows.digest != expected:
+        raise DataError(
+            "the training rows are not those of the checkpoint: the data, the tokenizer or how "
+            "rows are cut has changed; bring back what was changed, or start a new run"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +219,7 @@ class RowWriter:
         }
         with closing(HashedFile(self._folder / ABOUT)) as file:
             file.write(json.dumps({**about, "own": _hash_of(about)}).encode())
-        sync(self._folder)
+        sync_folder(self._folder)
 
     def close(self) -> None:
         """Close the files; what was written stays."""
@@ -236,15 +246,6 @@ class HashedFile:
             self._file.close()
 
 
-def sync(folder: Path) -> None:
-    """Make a folder's entries survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @contextmanager
 def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     """Write a set under `cache/key`, where it appears whole, or not at all if the block raises.
@@ -261,7 +262,7 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
         if load_cached_set(cache, key) is None:
             shutil.rmtree(cache / key, ignore_errors=True)
             folder.rename(cache / key)
-            sync(cache)
+            sync_folder(cache)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(

@@ -18,7 +18,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from megatrain.data.dataset import IndexArray, Rows
+from megatrain.data.dataset import IndexArray, Rows, check_digest
 from megatrain.data.hashing import permutation
 from megatrain.data.packing import best_fit
 from megatrain.data.regimes import Regimes, alike
@@ -111,11 +111,7 @@ class Loader:
 
         Raises DataError if it is of other data or another seed, or broken.
         """
-        if position.get("data") != self.rows.digest:
-            raise DataError(
-                "the training rows are not those of the checkpoint: the data, the tokenizer or how "
-                "rows are cut has changed"
-            )
+        check_digest(self.rows, position.get("data"))
         if (seed := position.get("seed")) != self.seed:
             shuffled = f"were shuffled with train.seed {seed}, not {self.seed}"
             raise DataError(f"the checkpoint's rows {shuffled}")

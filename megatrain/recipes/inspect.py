@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,13 @@ def checkpoint_of(path: Path) -> Path:
 
     Raises ConfigError.
     """
-    is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+    is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
     return find_checkpoint(path) if is_run else path
 
 
 def run_folder_of(folder: Path) -> Path | None:
     """`folder` itself, or the run folder that it is a checkpoint of; None if it is neither."""
     for place in (folder, folder.resolve().parent):
-        if all((place / name).is_file() for name in (CONFIG_FILE, RESOLVED_FILE)):
+        if all(isfile(place / name) for name in (CONFIG_FILE, RESOLVED_FILE)):
             return place
     return None

@@ -68,7 +68,7 @@ class Run:
     facts: Facts  # what the advice goes by, besides times
     lock: RunLock
     describe: Callable[[], None]  # writes what describes the run into its folder
-    asked: Mapping[str, Any]  # of the config, kept with every checkpoint
+    asked: Mapping[str, Any]  # of the config and of held-out rows, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
     best: dict[str, Any]  # step and loss of the best evaluation

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
-from megatrain.data.build import DataOptions, load_data
+from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
@@ -26,7 +26,7 @@ logger = logging.getLogger("megatrain")
 
 
 def read_rows(
-    config: Config, model: Model, day: date | None = None, expected: str | None = None
+    config: Config, model: Model, day: date | None = None, expected: Expected | None = None
 ) -> tuple[Rows, Rows | None]:
     """Tokenised training and held-out rows. Raises DataError.
 
@@ -34,7 +34,7 @@ def read_rows(
 
     Args:
         day: told to chat templates; None: the config's.
-        expected: the digest of the training rows of a run that goes on.
+        expected: the rows of a run that goes on.
     """
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include=set(SAME_KEYS))

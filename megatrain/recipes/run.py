@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
+from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
@@ -164,7 +165,7 @@ class GoingOn:
 
     found: Resumable
     digests: Mapping[str, str]  # of the model's files, when the run began
-    rows: str  # the digest of its training rows
+    rows: Expected
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
@@ -201,7 +202,9 @@ def where_to_go_on(
     before, config = resumed_configs(run_dir, asked, about["state"])
     changes = check_changes(before, config)
     digests = about["made_of"].get("source", {})
-    rows = about["state"]["position"]["data"]
+    same = before.data.eval == config.data.eval
+    held_out = about["state"].get("held_out") if same else None
+    rows = Expected(about["state"]["position"]["data"], held_out)
     return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
 
 
@@ -220,6 +223,8 @@ def run_folder(path: Path) -> Iterator[Opened]:
     with run_lock(path) as lock:
         try:
             with logging_to(path, console):
+                if lock.warning:
+                    logger.warning(lock.warning)
                 setup.quiet_libraries()
                 yield Opened(lock, console)
         except MegaTrainError:  # of any other the log has the traceback
@@ -228,11 +233,13 @@ def run_folder(path: Path) -> Iterator[Opened]:
             raise
 
 
-def get_ready(config: Config, model: Model | None = None, expected: str | None = None) -> Ready:
+def get_ready(
+    config: Config, model: Model | None = None, expected: Expected | None = None
+) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
     model: another than the config's.
-    expected: the digest of the rows of a run that goes on.
+    expected: the rows of a run that goes on.
     """
     if model is None and config.model.init == "pretrained":
         check_weights(config.model.source)
@@ -339,6 +346,7 @@ def open_run(
         source, state = load(ready, engine, resuming, progress)
         describe_run(parts, plan)
     named = resuming is not None and resuming.named
+    of_held_out = {"held_out": ready.held_out.digest if ready.held_out else None}
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -368,7 +376,7 @@ def open_run(
         first_step=step,
         lock=lock,
         describe=partial(describe_run, parts, plan),
-        asked=for_state(config, decided(parts, plan)),
+        asked=for_state(config, decided(parts, plan)) | of_held_out,
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},
     )

@@ -12,13 +12,15 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.system_calls import storage_error, sync_folder, system_errors
+from megatrain.storage.system_calls import storage_error, system_errors
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
@@ -29,6 +31,11 @@ REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+LOOK = "look for checkpoints"
+WITHOUT_MODES = (
+    "is on a file system without owners and modes: others may be able to change the run, and the "
+    "code and text that a resume reads from it; see how it is mounted, or choose another `output`"
+)
 ANOTHER_OUTPUT = "choose another `output`"
 
 
@@ -43,11 +50,13 @@ class RunLock:
             StorageError: the folder cannot be made.
         """
         self.run_dir = run_dir
+        self.warning = ""  # of a folder that may not be ours alone
         self._fd = self._take()
 
     def _take(self) -> int:
         path = self.run_dir / LOCK
-        make_run_dir(self.run_dir)
+        if not make_run_dir(self.run_dir):
+            self.warning = f"{self.run_dir}: {WITHOUT_MODES}"
         try:
             fd = os.open(path, LOCK_FILE, 0o600)
         except OSError as error:
@@ -96,8 +105,10 @@ def run_lock(run_dir: Path) -> Iterator[RunLock]:
         lock.close()
 
 
-def make_run_dir(run_dir: Path) -> None:
+def make_run_dir(run_dir: Path) -> bool:
     """Create the folder with mode 0700, if it is not there.
+
+    False: its file system has no owners and modes, so that they say nothing of who may write in it.
 
     Raises:
         ConfigError: it is there, and others may write in it.
@@ -110,13 +121,34 @@ def make_run_dir(run_dir: Path) -> None:
         for path in made:
             sync_folder(path.parent)
         found = run_dir.stat()
+        if found.st_uid == os.geteuid() and not found.st_mode & WRITABLE_BY_OTHERS:
+            return True
+        ours = _a_file_of_ours(run_dir)
     except OSError as error:
         raise storage_error(run_dir, error, "make the run folder", ANOTHER_OUTPUT) from error
-    if run_dir not in made and found.st_uid != os.geteuid():
+    owner = os.geteuid() if ours is None else ours.st_uid
+    if found.st_uid != owner:
         raise ConfigError(f"{run_dir}: belongs to another user; {ANOTHER_OUTPUT} folder")
-    if run_dir not in made and found.st_mode & WRITABLE_BY_OTHERS:
-        safe = f"make it yours alone (chmod go-w {run_dir})"
-        raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
+    if owner != os.geteuid() or (ours and ours.st_mode & WRITABLE_BY_OTHERS):
+        return False
+    safe = f"make it yours alone (chmod go-w {run_dir})"
+    raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
+
+
+def _a_file_of_ours(folder: Path) -> os.stat_result | None:
+    """What a file looks like that is made there for its owner alone; None if none may be made.
+
+    Asked of the open file: nobody can put another in its place. May raise OSError.
+    """
+    try:
+        fd, path = tempfile.mkstemp(dir=folder, prefix=".modes-")
+    except PermissionError:
+        return None
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+        os.unlink(path)
 
 
 def forget_unused(run_dir: Path) -> None:
@@ -131,11 +163,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders, by step, with one that was being replaced when the process died."""
-    if not run_dir.is_dir():
-        return []
-    named = [p for p in run_dir.iterdir() if CHECKPOINT.fullmatch(p.name.removesuffix(REPLACED))]
-    folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+    """The checkpoint folders, by step, with one that was being replaced when the process died.
+
+    Raises StorageError.
+    """
+    with system_errors(run_dir, LOOK):
+        if not run_dir.is_dir():
+            return []
+        there = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+    folders = [path for path in there if CHECKPOINT.fullmatch(path.name.removesuffix(REPLACED))]
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
 
 

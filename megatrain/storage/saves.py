@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage import run_folder
 from megatrain.storage.manifest import MANIFEST, Manifest, read_manifest
-from megatrain.storage.run_folder import FINAL, LINKS, checkpoints
+from megatrain.storage.run_folder import FINAL, LINKS, LOOK, checkpoints
 from megatrain.storage.system_calls import system_errors
 
 STATE = "state.json"  # where the run is; a folder without it holds a model, and no run to resume
@@ -59,17 +59,17 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
 
     By default the newer of final and last; then `run_dir` may also be a checkpoint's own folder.
 
-    Raises ConfigError if there is no such checkpoint.
+    Raises ConfigError if there is no such checkpoint, and StorageError if that cannot be seen.
     """
-    if which is None and (run_dir / MANIFEST).is_file():
-        return run_dir
     names = [FINAL, "last"] if which is None else [which, f"checkpoint-{which}"]
     inside = [run_dir / name for name in names if Path(name).name == name]
-    found = [path for path in inside if isfile(path / MANIFEST)]
-    if found:
-        return max(found, key=sequence_of).resolve()  # of equals the first
-    there = [path.name for path in checkpoints(run_dir)]
-    there += [name for name in (*LINKS, FINAL) if (run_dir / name).exists()]
+    with system_errors(run_dir, LOOK):
+        if which is None and (run_dir / MANIFEST).is_file():
+            return run_dir
+        if found := [path for path in inside if isfile(path / MANIFEST)]:
+            return max(found, key=sequence_of).resolve()  # of equals the first
+        there = [path.name for path in checkpoints(run_dir)]
+        there += [name for name in (*LINKS, FINAL) if (run_dir / name).exists()]
     raise ConfigError(
         f"{run_dir}: has no checkpoint {which or 'to use'}; "
         f"there is {', '.join(there) or 'none at all'}"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
 from megatrain.machine.heartbeat import beat
 
@@ -43,12 +44,3 @@ def sync_tree(folder: Path, but: Collection[str] = ()) -> None:
         elif str(path.relative_to(folder)) not in but:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries, renames included, survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

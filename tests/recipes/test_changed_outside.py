@@ -7,12 +7,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from megatrain import cli
-from tests.commands import chat_rows, make_project, steps_of, write_jsonl
+from megatrain.storage import restore
+from tests.commands import chat_rows, conversation, make_project, steps_of, write_jsonl
 from tests.files import flip
 from tests.recipes.same_run import same_run
 
@@ -211,6 +213,67 @@ def test_without_the_cache_other_rows_are_refused(megatrain, stopped, monkeypatc
     file = stopped / "rows.jsonl"
     write_jsonl(file, chat_rows(rows)) if rows else file.unlink()
     assert words in megatrain("resume run", code=3).err
+
+
+HELD = [conversation(f"Count to {end}.", f"{end} (held)") for end in range(1, 5)]
+OTHERS = [conversation(f"Count to {end}.", f"{end} (others)") for end in range(1, 5)]
+EVAL = ("train", "cfg.yaml", "data.eval=held.jsonl")
+
+
+@pytest.fixture
+def held(project: Path, stop_after: Callable[[int], None]) -> Path:
+    """A file of rows that are held out, of a run that was stopped after step 5."""
+    file = write_jsonl(project / "held.jsonl", HELD)
+    assert cli.main([*EVAL, "output=whole"]) == 0
+    stop_after(5)
+    assert cli.main([*EVAL]) == 75
+    return file
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "others": lambda file: write_jsonl(file, OTHERS),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_held_out_rows_come_from_the_cache_as_training_rows_do(megatrain, project, held, change):
+    CHANGES[change](held)
+    done = megatrain("resume run")
+    assert f"held-out rows: {FROM_CACHE}" in done.err
+    same_run(project / "run", project / "whole", but_evaluations_of=5)
+
+
+def test_without_the_cache_held_out_rows_may_be_others_and_that_is_said(
+    megatrain, project, held, monkeypatch
+):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+    write_jsonl(held, OTHERS)
+    done = megatrain("resume run")
+    assert "warning: held-out rows: are not those that the run began with" in done.err
+
+
+def test_without_the_cache_held_out_rows_that_are_gone_are_refused_with_the_way_on(
+    megatrain, project, held, monkeypatch
+):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+    held.unlink()
+    done = megatrain("resume run", code=3)
+    assert "held.jsonl: no such file" in done.err
+    assert "to go on without them, or with others, set data.eval" in done.err
+    write_jsonl(project / "others.jsonl", OTHERS)
+    done = megatrain("resume run data.eval=others.jsonl")
+    assert "are not those" not in done.err, "these were asked for"
+
+
+def test_a_checkpoint_that_does_not_name_its_held_out_rows(megatrain, held, monkeypatch):
+    def read_about(checkpoint: Path) -> dict[str, Any]:
+        about = restore.read_about(checkpoint)
+        about["state"].pop("held_out")
+        return about
+
+    monkeypatch.setattr("megatrain.recipes.run.read_about", read_about)
+    megatrain("resume run")
 
 
 @pytest.mark.parametrize("place", ["/", "with the same names"])

@@ -109,12 +109,16 @@ def test_a_final_with_the_model_alone_is_a_new_beginning(megatrain, copied):
 
 
 @pytest.mark.parametrize("override", ["data.eval=9", "data.train=others.jsonl", "train.seq_len=27"])
-def test_other_rows_are_refused_and_change_no_file(megatrain, copied, override):
+def test_other_rows_are_refused_and_change_no_file(megatrain, copied, monkeypatch, override):
+    """And that before anything large is loaded."""
     write_jsonl(copied.parent / "others.jsonl", chat_rows(61))
     cut_back(copied)
     before = files_of(copied)
-    done = megatrain("resume run", override, code=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.recipes.setup.make_engine", Mock(side_effect=AssertionError))
+        done = megatrain("resume run", override, code=3)
     assert "rows are not those of the checkpoint: the data, the tokenizer or how rows" in done.err
+    assert "bring back what was changed, or start a new run" in done.err
     assert files_of(copied) == before
     megatrain("resume run")
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from megatrain.errors import ConfigError
 from megatrain.storage import run_folder
 
 FILES = [".lock", "config.yaml.tmp", "metrics.jsonl", "train.log"]
@@ -33,6 +37,47 @@ def test_a_folder_that_others_may_write_in_is_refused(megatrain, copied, mode, c
     )
     copied.chmod(mode & ~0o022)
     assert "others may write" not in megatrain(command, code=2 if "train" in command else 0).err
+
+
+OF_A_RUN = {".lock", "train.log", "metrics.jsonl", "config.yaml", "config.resolved.yaml"}
+OF_A_RUN |= {"env.json", "plan.json", "last", "best", "proven", "final"}
+OF_A_RUN |= {"checkpoint-1", "checkpoint-2"}
+
+
+@pytest.fixture(params=[0, 4242])
+def without_modes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run folder and all new files seem to be of one user, and everybody's to write: as on drvfs
+    and vfat, and where FUSE is mounted so."""
+
+    def seems(found: os.stat_result) -> os.stat_result:
+        changed = {stat.ST_MODE: found.st_mode | 0o777, stat.ST_UID: request.param}
+        return os.stat_result(changed.get(place, fact) for place, fact in enumerate(found))
+
+    look, look_at = Path.stat, os.fstat
+
+    def mounted(path: Path, **named: Any) -> os.stat_result:
+        found = look(path, **named)
+        return seems(found) if path == Path("run") else found
+
+    monkeypatch.setattr(Path, "stat", mounted)
+    monkeypatch.setattr(os, "fstat", lambda fd: seems(look_at(fd)))
+
+
+def test_where_modes_mean_nothing_a_run_begins_and_goes_on_and_that_is_said(
+    megatrain, project, without_modes
+):
+    said = "warning: run: is on a file system without owners and modes: others may be able to"
+    assert said in megatrain("train cfg.yaml train.max_steps=1").err
+    assert said in megatrain("resume run train.max_steps=2").err
+    assert {path.name for path in (project / "run").iterdir()} <= OF_A_RUN
+
+
+def test_a_folder_of_another_user_where_none_of_ours_can_be_made_is_refused(project, monkeypatch):
+    (project / "run").mkdir(0o755)
+    os.chown(project / "run", 4242, 4242)
+    monkeypatch.setattr("tempfile.mkstemp", Mock(side_effect=PermissionError))
+    with pytest.raises(ConfigError, match="run: belongs to another user"):
+        run_folder.make_run_dir(Path("run"))
 
 
 def test_a_folder_of_another_user_is_refused(megatrain, project, monkeypatch):

@@ -7,13 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatrain.errors import ConfigError
+import megatrain as mt
+from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.run_folder import run_lock
 from megatrain.storage.saves import find_checkpoint
-from tests.files import names
+from tests.files import as_an_ordinary_user, names
 
 
 def test_the_newest_are_kept_and_last_points_to_the_newest(run_dir, engine, save):
@@ -81,6 +82,19 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(
     save(1)
     with pytest.raises(ConfigError, match=r"there is checkpoint-1, last"):
         find_checkpoint(run_dir, which)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_of_ours(run_dir, engine, save):
+    save(1)
+    run_dir.chmod(0o600)
+    with as_an_ordinary_user():
+        for which in (None, "last", "1"):
+            with pytest.raises(StorageError, match=r"run.*: cannot look for checkpoints: Perm"):
+                find_checkpoint(run_dir, which)
+        with pytest.raises(StorageError, match=r"run.*: cannot look for checkpoints: Perm"):
+            mt.export(run_dir, run_dir.parent / "out")
+    with pytest.raises(StorageError, match="cannot look for checkpoints: File name too long"):
+        find_checkpoint(run_dir.parent / ("x" * 300))
 
 
 def test_a_run_folder_serves_one_run(run_dir):
