@@ -43,6 +43,14 @@ GPT: dict[str, Any] = {
     "n_positions": 64,
 }
 GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GPT_NEO: dict[str, Any] = {
+    "max_position_embeddings": 64, "attention_types": [[["global", "local", "global"], 1]],
+    "window_size": 5, "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "mamba_chunk_size": 8, "mamba_expand": 2,
+}  # fmt: skip
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 SLIDING = {"head_dim": 8, "sliding_window": 5}
 
@@ -83,6 +91,17 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
     ),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # these return their attention weights beside the hidden states
+    "bloom": ("BloomConfig", FALCON | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mpt": ("MptConfig", FALCON | {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
+    "gptj": ("GPTJConfig", GPT | {"attn_pdrop": 0.0, "rotary_dim": 4}),
+    "codegen": ("CodeGenConfig", GPT | {"attn_pdrop": 0.0, "rotary_dim": 4}),
+    "gpt-neo": ("GPTNeoConfig", FALCON | GPT_NEO),
+    "gpt-neox-japanese": (
+        "GPTNeoXJapaneseConfig",
+        FALCON | {"max_position_embeddings": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    ),
+    "bamba": ("BambaConfig", SIZES | BAMBA),
 }
 
 
@@ -107,11 +126,18 @@ def plain_model(
 
     Every parameter is random: zero biases and unit norms would hide a mix-up.
     """
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(config),  # transformers notes the attention in it
-        attn_implementation=choose_attention(config, attention),
-        dtype=torch.float32,
-    )
+
+    def build(attention: str) -> Any:
+        config_of_its_own = copy.deepcopy(config)  # transformers notes the attention in it
+        return transformers.AutoModelForCausalLM.from_config(
+            config_of_its_own, attn_implementation=attention, dtype=torch.float32
+        )
+
+    try:
+        model = build(choose_attention(config, attention))
+    except ValueError:  # the family has no SDPA
+        assert attention == "auto"
+        model = build("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

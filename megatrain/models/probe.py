@@ -19,7 +19,14 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import is_open_container, to_meta, zeros_outside
-from megatrain.models.recorder import LayerCall, StandIn, split_hidden
+from megatrain.models.recorder import (
+    LayerCall,
+    StandIn,
+    UnusedOutput,
+    UnusedOutputUsed,
+    form_output,
+    split_hidden,
+)
 
 PROBE_TOKENS = 4
 
@@ -28,7 +35,8 @@ PROBE_TOKENS = 4
 class Findings:
     """How a model is put together. Names of parameters are in order of use."""
 
-    returns_tuple: bool = False  # layers return (hidden states, None, ...)
+    # Number of values that layers return beside the hidden states, in a tuple; None: no tuple.
+    extras: int | None = None
     before: list[str] = field(default_factory=list)  # parameters used before layer 0
     after: list[str] = field(default_factory=list)  # parameters used after the last layer
 
@@ -88,6 +96,8 @@ class Probe:
         try:
             with torch.enable_grad():
                 output = self.model(input_ids=ids, use_cache=False)
+        except UnusedOutputUsed as error:
+            raise self.refuse(str(error)) from error
         except ModelError:
             raise
         except Exception as error:  # whatever a family's code does with layers not its own
@@ -121,9 +131,10 @@ class Probe:
             between = f"between layers {index - 1} and {index}"
             raise self.refuse(f"the model changes the hidden states {between}")
         containers = self.check_arguments(index, call)
-        output = None
         if index == 0 or containers:
-            output = self.try_out(layer, hidden, call)
+            extras = self.try_out(layer, hidden, call)
+            if index == 0:
+                self.findings.extras = extras
         filled = [name for name, container in containers.items() if len(container)]
         if filled:
             raise self.refuse(
@@ -131,20 +142,24 @@ class Probe:
             )
         if index == 0:
             self.entered = hidden
-            self.findings.returns_tuple = self.returns_tuple(output)
         self.visited += 1
         self.passed_on = hidden.clone()
         if self.visited == len(self.originals):
             # cut off, so that whatever else the model's end uses shows in its graph
             self.passed_on = self.passed_on.detach().requires_grad_()
-        return (self.passed_on,) if self.findings.returns_tuple else self.passed_on
+        return form_output(self.passed_on, self.findings.extras)
 
     def check_arguments(self, index: int, call: LayerCall) -> dict[str, Any]:
-        """Refuse gradients and caches; return the open containers by name."""
+        """Refuse outputs of layers, gradients and caches; return the open containers by name."""
         containers = {}
         received = (call.args, call.kwargs)
         for path, value in pytree.tree_flatten_with_path(received, is_leaf=is_open_container)[0]:
             name = pytree.keystr(path[1:])
+            if isinstance(value, UnusedOutput):
+                raise self.refuse(
+                    f"layer {index} receives {name}, which an earlier layer returned beside its "
+                    "hidden states"
+                )
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self.refuse(
                     f"layer {index} receives {name}, which needs a gradient besides the "
@@ -158,8 +173,8 @@ class Probe:
                 containers[name] = value
         return containers
 
-    def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> Any:
-        """The real layer's output on the meta device.
+    def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> int | None:
+        """Run the real layer on the meta device; returns the form of its output as `Findings` does.
 
         In bfloat16 whatever the model's dtype: on meta, torch knows the grouped matmul (mixtures of
         experts) in no other.
@@ -173,20 +188,21 @@ class Probe:
             raise self.refuse(
                 f"its layer {family} cannot run without data ({type(error).__name__}: {error})"
             ) from error
-        used = {id(node.variable) for node in graph_of(output) if is_leaf(node)}
+        extras = None if isinstance(output, torch.Tensor) else self.extras_in(output, hidden)
+        states = output if extras is None else output[0]
+        used = {id(node.variable) for node in graph_of(states) if is_leaf(node)}
         idle = [name for name, parameter in twin.named_parameters() if id(parameter) not in used]
         if idle:  # a plain optimizer leaves these alone, ours would let them decay
             part = "takes no part in what the layer returns"
             raise self.refuse(f"{idle[0]} of its layer {family} {part}")
-        return output
+        return extras
 
-    def returns_tuple(self, output: Any) -> bool:
-        """The form of a layer's output: True for (hidden states, None, ...)."""
-        if isinstance(output, torch.Tensor):
-            return False
-        if not isinstance(output, tuple) or any(isinstance(o, torch.Tensor) for o in output[1:]):
-            raise self.refuse("its layers return more than hidden states")
-        return True
+    def extras_in(self, output: Any, hidden: torch.Tensor) -> int:
+        """Number of values beside the hidden states in a layer's output."""
+        first = output[0] if isinstance(output, tuple) and output else None
+        if not isinstance(first, torch.Tensor) or first.shape != hidden.shape:
+            raise self.refuse("its layers return something else than hidden states first")
+        return len(output) - 1
 
 
 def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megatrain.errors import ModelError
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -25,6 +27,35 @@ class LayerCall:
 
 class ReachedEnd(Exception):
     """Raised by the last recorder: all layers have been seen, and what follows is the head."""
+
+
+class UnusedOutputUsed(ModelError):
+    """A model uses what its layers return beside hidden states."""
+
+
+class UnusedOutput:
+    """Stands in for what a layer returns beside its hidden states, such as attention weights.
+
+    A model may drop it or hand it out. Whatever else it does with it would be computed from nothing
+    here, so that raises: nothing that takes None for "there is none" may be fooled.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise UnusedOutputUsed("it computes with what its layers return beside hidden states")
+
+    def __bool__(self) -> bool:
+        return self.__torch_function__()  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        return self.__torch_function__()
+
+
+def form_output(hidden: torch.Tensor, extras: int | None) -> Any:
+    """What a layer returns in whose place `hidden` is handed on. `extras`: as `Findings` has it."""
+    return hidden if extras is None else (hidden, *(UnusedOutput() for _ in range(extras)))
 
 
 @dataclass
@@ -63,10 +94,10 @@ class StandIn(nn.Module):
 class Recorder(StandIn):
     """Notes the calls of a layer on the current tape, or returns what the tape injects."""
 
-    def __init__(self, layer: nn.Module, index: int, is_last: bool, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, index: int, is_last: bool, extras: int | None) -> None:
         super().__init__(layer, index)
         self.is_last = is_last
-        self.returns_tuple = returns_tuple
+        self.extras = extras
         self.tape: Tape | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +111,7 @@ class Recorder(StandIn):
             self.tape.calls.append(call)
             if self.is_last:
                 raise ReachedEnd
-        return (hidden,) if self.returns_tuple else hidden
+        return form_output(hidden, self.extras)
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, LayerCall]:

@@ -61,8 +61,7 @@ class Skeleton:
         self.layers: list[nn.Module] = list(stack)
         last = len(self.layers) - 1
         self.recorders = [
-            Recorder(layer, i, i == last, findings.returns_tuple)
-            for i, layer in enumerate(self.layers)
+            Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
         ]
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         blocks, tied = divide(self.model, path, len(stack), findings.before, findings.after)
@@ -217,8 +216,7 @@ class Skeleton:
         retained = torch.is_grad_enabled() and not self._again
         run = (self._retaining if retained else self.layers)[index]
         output = run(hidden, *call.args, **call.kwargs)
-        hidden_states: torch.Tensor = output[0] if self.recorders[index].returns_tuple else output
-        return hidden_states
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Recompute a layer for its gradients alone: the output's values mean nothing."""

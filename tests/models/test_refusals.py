@@ -24,7 +24,7 @@ DECODER = {"d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "
 EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 EXPERTS |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 OPT = {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1}
-GPT = {"n_layer": 2, "n_head": 4}
+ZAYA = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
 
 # family -> (configuration class, its arguments, the reason)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -48,7 +48,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         DECODER | {"encoder_layers": 2, "decoder_layers": 2},
         r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
     ),
-    "rwkv": ("RwkvConfig", HIDDEN, "does not run with stand-ins for its layers"),
+    "rwkv": (
+        "RwkvConfig",
+        HIDDEN,
+        r"layer 1 receives \['state'\], which an earlier layer",
+    ),
     "mixtral": (
         "MixtralConfig",
         LAYERS | {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
@@ -60,8 +64,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "use_bidirectional_attention shows every token the one it should predict",
     ),
     "opt": ("OPTConfig", HIDDEN | OPT, "layerdrop"),
-    "bloom": ("BloomConfig", GPT | {"hidden_size": 32}, "return more than hidden states"),
-    "gptj": ("GPTJConfig", GPT | {"n_embd": 32, "rotary_dim": 4}, "return more than hidden states"),
     "t5": (
         "T5Config",
         {"d_model": 32, "num_layers": 2, "num_heads": 4},
@@ -76,6 +78,14 @@ def test_a_family_that_cannot_be_right_is_refused_by_name_with_the_reason(family
     with pytest.raises(ModelError, match=reason) as refusal:
         Skeleton(getattr(transformers, name)(vocab_size=VOCABULARY, **sizes), dtype=torch.float32)
     assert family in str(refusal.value).lower()
+
+
+def test_layers_that_hand_on_their_routers_states_are_refused():
+    """ZAYA's take None for "first layer", so with None in their place it would train, wrongly."""
+    sizes: dict[str, Any] = {**LAYERS, **ZAYA, "vocab_size": VOCABULARY, "num_experts_per_tok": 1}
+    model: Any = build_model(transformers.ZayaConfig(**sizes), "auto", torch.float32)
+    with pytest.raises(ModelError, match=r"layer 1 receives \[0\], which an earlier layer"):
+        probe_model(model, model.model.layers)
 
 
 def test_an_unknown_attention_is_refused():
@@ -98,8 +108,26 @@ class Layer(nn.Module):
 
 
 class LeakyLayer(Layer):
+    """Returns a tensor beside its hidden states."""
+
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         return self.linear(hidden_states), hidden_states.mean()
+
+
+class SidewaysLayer(Layer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return hidden_states.mean(), self.linear(hidden_states)
+
+
+class IdleLayer(Layer):
+    """What one of its parameters makes is dropped by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 1, device="meta")
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.linear(hidden_states), self.gate(hidden_states)
 
 
 class FillingLayer(Layer):
@@ -197,8 +225,55 @@ class SkipsOne(Toy):
         return list(self.layers)[:2]
 
 
-class ReturnsMore(Toy):
-    layer = LeakyLayer
+class DropsMore(Toy):
+    """Its layers return more than hidden states, which it hands out at most."""
+
+    layer: type[Layer] = LeakyLayer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden, extra = layer(hidden, **self.extras(hidden))
+            self.seen = [*self.seen, extra]
+        return self.end(hidden)
+
+    def end(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class HandsMoreOn(DropsMore):
+    def extras(self, hidden: Tensor) -> dict[str, Any]:
+        return {"from_before": self.seen[-1:]}
+
+
+class AddsMoreAtTheEnd(DropsMore):
+    def end(self, hidden: Tensor) -> Tensor:
+        added: Tensor = hidden + self.seen[0]
+        return added
+
+
+class UsesItsValues(AddsMoreAtTheEnd):
+    """No gradient shows this."""
+
+    def end(self, hidden: Tensor) -> Tensor:
+        return hidden * float(self.seen[0].detach())
+
+
+class AsksForMore(DropsMore):
+    def end(self, hidden: Tensor) -> Tensor:
+        return hidden * 2 if self.seen[0] else hidden
+
+
+class HiddenStatesSecond(DropsMore):
+    layer = SidewaysLayer
+
+
+class DropsAllOfAParameter(DropsMore):
+    layer = IdleLayer
 
 
 class LooksAtValues(Toy):
@@ -215,7 +290,12 @@ class LooksAtValues(Toy):
         (AddsItsInputAtTheEnd, "what follows its last layer uses more than that layer's output"),
         (RunsTwice, "do not run once each in order"),
         (SkipsOne, "only 2 of its 3 layers ran"),
-        (ReturnsMore, "return more than hidden states"),
+        (HandsMoreOn, r"layer 1 receives \['from_before'\]\[0\], which an earlier"),
+        (AddsMoreAtTheEnd, "it computes with what its layers return beside hidden states"),
+        (UsesItsValues, "it computes with what its layers return beside hidden states"),
+        (AsksForMore, "it computes with what its layers return beside hidden states"),
+        (HiddenStatesSecond, "layers return something else than hidden states first"),
+        (DropsAllOfAParameter, "gate.weight of its layer IdleLayer takes no part in what"),
         (LooksAtValues, "cannot run without data"),
     ],
 )
@@ -227,11 +307,11 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
     assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
 
-@pytest.mark.parametrize("model", [Toy, IgnoresItsBox])
-def test_a_model_that_keeps_to_the_rules_is_accepted(model):
+@pytest.mark.parametrize(("model", "extras"), [(Toy, None), (IgnoresItsBox, None), (DropsMore, 1)])
+def test_a_model_that_keeps_to_the_rules_is_accepted(model, extras):
     toy = model()
     found = probe_model(toy, toy.layers)
-    assert (found.returns_tuple, found.before, found.after) == (False, ["embed.weight"], [])
+    assert (found.extras, found.before, found.after) == (extras, ["embed.weight"], [])
 
 
 def share_between_layers(model: Any) -> None:
