@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.meta import is_open_container, to_meta, zeros_outside
+from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.recorder import LayerCall, StandIn, split_hidden
 
 PROBE_TOKENS = 4
@@ -159,16 +159,13 @@ class Probe:
         return containers
 
     def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> Any:
-        """The real layer's output on the meta device.
-
-        In bfloat16 whatever the model's dtype: on meta, torch knows the grouped matmul (mixtures of
-        experts) in no other.
-        """
-        twin = copy.deepcopy(layer).to("meta", torch.bfloat16)
-        hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs), torch.bfloat16)
+        """The real layer's output on the meta device."""
+        twin = copy.deepcopy(layer).to("meta")
+        hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs))
         family = type(layer).__name__
         try:
-            output = twin(hidden, *args, **kwargs)
+            with on_meta():
+                output = twin(hidden, *args, **kwargs)
         except Exception as error:  # whatever a layer's code raises on tensors without data
             raise self.refuse(
                 f"its layer {family} cannot run without data ({type(error).__name__}: {error})"
