@@ -106,11 +106,10 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
             parts_of_it = f"{len(batch.micro_batches)} micro-batches"
             print(f"{name} step {number}: {seconds:.3f} s, {parts_of_it}", flush=True)
         memory = {"gpu_peak_bytes": meter.peak_bytes(), "host_bytes": peak_host_bytes()}
-        parameters = engine.anatomy.parameters
     rate = statistics.median(step["tokens"] / step["seconds"] for step in steps[args.warmup :])
     return {
         "tokens_per_s": rate,
-        "tflops": 6 * parameters * rate / 1e12,
+        "tflops": 6 * plan.active_parameters * rate / 1e12,
         "computed_per_token": statistics.fmean(computed),
         "choices": choices_in_words(plan),
         "plan": plan.to_dict(),

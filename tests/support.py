@@ -91,7 +91,10 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
     ),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    # these return their attention weights beside the hidden states
+}
+
+# Their layers return attention weights, caches or nothing beside the hidden states.
+WITH_OUTPUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", FALCON | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "mpt": ("MptConfig", FALCON | {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
     "gptj": ("GPTJConfig", GPT | {"attn_pdrop": 0.0, "rotary_dim": 4}),
@@ -104,10 +107,38 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", SIZES | BAMBA),
 }
 
+EXPERTS = SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4}
+QWEN_EXPERTS = SIZES | {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
+SHARED = {"shared_expert_intermediate_size": 16}
+LINEAR = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+JAMBA = {f"{part}_layer_{name}": n for part in ("attn", "expert") for name, n in
+         (("period", 2), ("offset", 1))}  # fmt: skip
+
+# Mixtures of experts, some of them beside recurrent layers.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": MORE_FAMILIES["mixtral"],
+    "qwen2-moe": ("Qwen2MoeConfig", QWEN_EXPERTS | SHARED),
+    "qwen3-moe": ("Qwen3MoeConfig", QWEN_EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        QWEN_EXPERTS | SHARED | LINEAR
+        | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "gpt-oss": ("GptOssConfig", EXPERTS | SLIDING | {"rope_parameters": {"rope_type": "default"}}),
+    "granitemoe": ("GraniteMoeConfig", EXPERTS),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2, "mamba_n_groups": 1},
+    ),
+    "jamba": ("JambaConfig", QWEN_EXPERTS | JAMBA | {"mamba_dt_rank": 4, "mamba_d_state": 8}),
+}  # fmt: skip
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model of one of the families above."""
-    name, arguments = {**FAMILIES, **MORE_FAMILIES}[family]
+    name, arguments = {**FAMILIES, **MORE_FAMILIES, **WITH_OUTPUTS, **MIXTURES}[family]
     arguments = {**arguments, **changes}
     if "layer_types" in arguments:
         arguments["layer_types"] = arguments["layer_types"][: arguments["num_hidden_layers"]]

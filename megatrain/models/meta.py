@@ -18,7 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.models.recorder import LayerCall
 
 
-class AssumeYes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MetaKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Grouped matmuls on the meta device in any dtype: mixtures of experts compute with them.
+
+    Torch's own meta kernel knows bf16 alone, real ones more. Their gradients are grouped matmuls,
+    too.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return _grouped_matmul(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
     """Answers yes to every yes-or-no question about values of meta tensors.
 
     Models ask only whether nothing is padded or packed, to leave out the attention mask.
@@ -30,7 +46,14 @@ class AssumeYes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         asks = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
         if asks and args[0].dtype == torch.bool:
             return True
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """For a layer on the meta device, whose questions about values fail."""
+    with MetaKernels():  # type: ignore[no-untyped-call]
+        yield
 
 
 @contextmanager
@@ -38,6 +61,22 @@ def without_data() -> Iterator[None]:
     """For runs on the meta device: under `AssumeYes`, and the random state stays as it was."""
     with torch.random.fork_rng(devices=[]), AssumeYes():  # type: ignore[no-untyped-call]
         yield
+
+
+def _grouped_matmul(
+    a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """An empty a @ b, in which `offs` [groups] divides the rows: of [rows, k] x [groups, k, n],
+    and of [m, rows] x [rows, n] -> [groups, m, n], which is the gradient of the matrices.
+
+    Raises RuntimeError, as real kernels do, if rows do not begin at multiples of 16 bytes.
+    """
+    for matrix in (a, b):
+        if any(step != 1 and step * matrix.itemsize % 16 for step in matrix.stride()[-2:]):
+            raise RuntimeError("strides should be multiple of 16 bytes")
+    if a.ndim == b.ndim == 2:
+        return a.new_empty(len(offs), a.shape[0], b.shape[1], dtype=out_dtype)
+    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,14 +115,11 @@ def is_open_container(value: Any) -> bool:
     )
 
 
-def to_meta(tree: Any, floats: torch.dtype | None = None) -> Any:
-    """The nested structure with its tensors on the meta device, floating-point ones as `floats`.
-
-    Open containers stay the same objects.
-    """
+def to_meta(tree: Any) -> Any:
+    """The nested structure, its tensors on the meta device. Open containers stay as they are."""
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("meta", floats if tensor.is_floating_point() else None)
+        return tensor.detach().to("meta")
 
     return pytree.tree_map_only(Tensor, moved, tree, is_leaf=is_open_container)
 

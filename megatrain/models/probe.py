@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.meta import is_open_container, to_meta, zeros_outside
+from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.recorder import (
     LayerCall,
     StandIn,
@@ -174,16 +174,13 @@ class Probe:
         return containers
 
     def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> int | None:
-        """Run the real layer on the meta device; returns the form of its output as `Findings` does.
-
-        In bfloat16 whatever the model's dtype: on meta, torch knows the grouped matmul (mixtures of
-        experts) in no other.
-        """
-        twin = copy.deepcopy(layer).to("meta", torch.bfloat16)
-        hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs), torch.bfloat16)
+        """Run the real layer on the meta device; returns `extras`, as in `Findings`."""
+        twin = copy.deepcopy(layer).to("meta")
+        hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs))
         family = type(layer).__name__
         try:
-            output = twin(hidden, *args, **kwargs)
+            with on_meta():
+                output = twin(hidden, *args, **kwargs)
         except Exception as error:  # whatever a layer's code raises on tensors without data
             raise self.refuse(
                 f"its layer {family} cannot run without data ({type(error).__name__}: {error})"

@@ -11,7 +11,7 @@ from rich.text import Text
 from megatrain.planner.plan import Plan
 from megatrain.planner.suggest import TIER_WORDS
 from megatrain.reporting.energy import described, human_hours
-from megatrain.reporting.words import human_bytes
+from megatrain.reporting.words import human_bytes, human_parameters
 
 # Headings of right-aligned columns.
 NUMBERS = {"seconds", "share", "size", "B/parameter", "needs", "has", "used"}
@@ -60,7 +60,8 @@ def _table(title: str, *headings: str) -> Table:
 
 def _choices(plan: Plan) -> Table:
     tokens = f"{plan.job.tokens_per_step:,} tokens per step"
-    title = f"{plan.parameters:,} parameters, {plan.job.precision}, {tokens}"
+    parameters = human_parameters(plan.parameters, plan.active_parameters)
+    title = f"{parameters}, {plan.job.precision}, {tokens}"
     table = _table(title, "choice", "value", "why")
     for row in plan.reasons:
         table.add_row(*row)

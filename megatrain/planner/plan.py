@@ -41,6 +41,7 @@ class Plan:
     budget: Budget
     job: Job
     parameters: int
+    active_parameters: int  # that act on a token: fewer in a mixture of experts
     timing: Timing  # predicted; of a plan that does not fit, too
     fix: str | None  # what would make it fit, if it does not
     economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
@@ -172,6 +173,7 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
         budget=budget,
         job=layout.job,
         parameters=layout.shape.parameters,
+        active_parameters=layout.shape.active_parameters,
         timing=StepCosts(layout, machine).predict(),
         fix=None,
     )

@@ -63,7 +63,7 @@ class Timing:
         waits: of the computation: upload, update, download or nvme.
         bound_by: of each phase, where most of its time goes: compute, or one of the waits.
         tokens_per_s: of the data, without padding.
-        tflops: 6 x all parameters x these, in TFLOP/s.
+        tflops: 6 x active parameters x these, in TFLOP/s.
     """
 
     seconds: float
@@ -123,7 +123,7 @@ class StepCosts:
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
-            tflops=6 * self.shape.parameters * tokens_per_s / 1e12,
+            tflops=6 * self.shape.active_parameters * tokens_per_s / 1e12,
         )
 
     def at_least(self) -> float:

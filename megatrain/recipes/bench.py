@@ -22,18 +22,17 @@ from megatrain.losses import next_token
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
-from megatrain.recipes.describe import choices_in_words, environment_of, facts_of
+from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
-from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import Predicted
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
-from megatrain.reporting.words import bound_in_words
+from megatrain.reporting.words import bound_in_words, human_parameters
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
@@ -70,7 +69,7 @@ def bench(
         parts = prepare_shape(config, layers)
         plan = setup.make_run_plan(parts, checkpoints_written=0)
         plan.check()
-        model = f"{parts.resolved.shape.parameters:,} parameters"
+        model = human_parameters(plan.parameters, plan.active_parameters)
         console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
         stack.enter_context(setup.memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
@@ -167,13 +166,15 @@ def result_of(
     steps, gpu, seq_len = measured[warmup:], machine.hardware.gpu, config.train.seq_len
     step_s = statistics.median(step.seconds for step in steps)
     rows = config.train.rows_per_step or plan.job.tokens_per_step // seq_len
-    tokens, work = rows * seq_len, ModelFlops.of(anatomy, parts.model.config)
+    tokens, shape = rows * seq_len, parts.resolved.shape
+    work = work_of(parts)
     mfu = work.mfu([seq_len] * rows, step_s, gpu.name if gpu else None)
     spent = sum((step.time for step in steps), StepTime())
     used = {"device": machine.device.type, "precision": machine.precision}
     return BenchResult(
         model=config.model.source,
-        parameters=parts.resolved.shape.parameters,
+        parameters=shape.parameters,
+        active_parameters=shape.active_parameters,
         layers=anatomy.layers,
         tokens=tokens,
         step_s=Predicted(plan.timing.seconds, step_s),

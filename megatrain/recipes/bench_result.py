@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.summary import Predicted, print_rows, step_seconds
-from megatrain.reporting.words import human_bytes, human_seconds, time_in_words
+from megatrain.reporting.words import human_bytes, human_parameters, human_seconds, time_in_words
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class BenchResult:
 
     model: str
     parameters: int
+    active_parameters: int  # that act on a token: fewer in a mixture of experts
     layers: int
     tokens: int  # of a step, all of them real
     step_s: Predicted  # measured: the median
     tokens_per_s: float
-    tflops: float  # 6 x parameters x tokens / seconds
+    tflops: float  # 6 x active parameters x tokens / seconds
     mfu: float | None  # None where the device's peak is unknown
     gpu_busy: float | None  # share of the step in which kernels run; None: not measured
     time: StepTime  # where the seconds of all measured steps went
@@ -73,9 +74,10 @@ class BenchResult:
         rates = f"{self.tflops:,.3g} TFLOP/s, {self.tokens_per_s:,.0f} tokens/s"
         peak = "" if self.mfu is None else f", {self.mfu:.0%} of the GPU's peak"
         busy = "" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"
+        parameters = human_parameters(self.parameters, self.active_parameters)
         first, last = (*self.warmup_steps, *self.steps)[0], self.steps[-1]
         rows = [
-            ("model", f"{self.parameters:,} parameters, {self.layers} layers"),
+            ("model", f"{parameters}, {self.layers} layers"),
             ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
             ("step", f"{self.step_s.words(step_seconds)}; {spread}"),
             ("loss", f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last"),

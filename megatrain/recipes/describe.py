@@ -23,7 +23,9 @@ from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import held_out_losses
+from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.summary import Predicted, RunSummary
+from megatrain.reporting.words import human_parameters
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
@@ -64,7 +66,8 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     write_text(folder / RESOLVED_FILE, config.with_values(decided(parts, plan)).to_yaml())
     write_text(folder / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
-    logger.info(choices_in_words(plan))
+    parameters = human_parameters(plan.parameters, plan.active_parameters)
+    logger.info(f"{parameters}; {choices_in_words(plan)}")
 
 
 def other_versions(run_dir: Path) -> list[str]:
@@ -115,6 +118,12 @@ def choices_in_words(plan: Plan) -> str:
         f"{choices.update_threads} update thread(s)",
     )
     return f"{machine.precision} on {machine.device.type}: {', '.join(words)}"
+
+
+def work_of(parts: Parts) -> ModelFlops:
+    """The arithmetic of the model that is trained."""
+    shape, anatomy = parts.resolved.shape, parts.resolved.skeleton.anatomy
+    return ModelFlops.of(anatomy, parts.model.config, shape.idle_parameters)
 
 
 def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:

@@ -35,6 +35,7 @@ from megatrain.recipes.describe import (
     facts_of,
     other_versions,
     summarize,
+    work_of,
 )
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import (
@@ -51,7 +52,6 @@ from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
-from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.streams import console_on
@@ -366,7 +366,7 @@ def open_run(
         progress=progress,
         meter=meter,
         energy=EnergyMeter(meter),
-        work=ModelFlops.of(parts.resolved.skeleton.anatomy, parts.model.config),
+        work=work_of(parts),
         gpu_name=gpu.name if gpu else None,
         total_steps=total,
         recent=Spikes(read_metrics(config.output)),

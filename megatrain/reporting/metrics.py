@@ -97,7 +97,7 @@ class StepMetrics:
     epoch: float
     step_s: float
     tokens_per_s: float
-    tflops: float  # 6 x all trained parameters x tokens / step time
+    tflops: float  # 6 x active parameters x tokens / step time
     mfu: float | None  # matmuls and causal attention over the GPU's peak; None: peak unknown
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes

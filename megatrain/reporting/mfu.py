@@ -1,14 +1,14 @@
 """The arithmetic of a step, and its share of the GPU's peak: the figures `tflops` and `mfu`.
 
-Two conventions, and both are reported. `tflops` is 6 x all trained parameters x tokens / seconds,
-the figure that training systems are compared by. `mfu` (model FLOP utilisation, Chowdhery et al.
+Two conventions, and both are reported. `tflops` is 6 x active parameters x tokens / seconds, the
+figure that training systems are compared by. `mfu` (model FLOP utilisation, Chowdhery et al.
 2022, PaLM, appendix B) counts what the GPU has to multiply: matmuls and causal attention, neither
 the embedding's lookup nor recomputation, over the GPU's peak dense bf16 rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megatrain.models.anatomy import Anatomy
+
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # not "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,18 @@ class Attention:
 class ModelFlops:
     """A model's arithmetic: the FLOP of one step over given sequences, forward and backward."""
 
-    parameters: int  # all trained ones
-    matrix_parameters: int  # those that every token is multiplied with
+    active_parameters: int  # all trained ones but those of idle experts
+    matrix_parameters: int  # of these, the ones that a token is multiplied with
     attention: tuple[Attention, ...]  # one per decoder layer
 
     @classmethod
-    def of(cls, anatomy: Anatomy, config: PretrainedConfig) -> ModelFlops:
-        """From a model's blocks and configuration. Of a mixture, idle experts would be counted."""
-        heads = int(config.num_attention_heads)
-        width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        windows = _windows(config, anatomy.layers)
-        attention = tuple(Attention(width, window) for window in windows)
-        return cls(anatomy.parameters, _matrix_parameters(anatomy), attention)
+    def of(cls, anatomy: Anatomy, config: PretrainedConfig, idle: int) -> ModelFlops:
+        """From a model's blocks and configuration.
+
+        idle: parameters of experts that are not a token's own (planner/cost/shape.py).
+        """
+        attention = tuple(_attention(config, anatomy.layers))
+        return cls(anatomy.parameters - idle, _matrix_parameters(anatomy) - idle, attention)
 
     def flops(self, lengths: Iterable[int]) -> int:
         """FLOP of forward and backward over sequences of these lengths, nothing computed twice.
@@ -64,8 +67,8 @@ class ModelFlops:
         return 6 * self.matrix_parameters * sum(lengths) + 12 * pairs
 
     def tflops(self, tokens: int, seconds: float) -> float:
-        """6 x all trained parameters x tokens / seconds, in TFLOP/s."""
-        return 6 * self.parameters * tokens / seconds / 1e12
+        """6 x active parameters x tokens / seconds, in TFLOP/s."""
+        return 6 * self.active_parameters * tokens / seconds / 1e12
 
     def mfu(self, lengths: Iterable[int], seconds: float, gpu_name: str | None) -> float | None:
         """Share of the GPU's peak, 0 to 1; None where the peak is unknown, as on a CPU."""
@@ -74,16 +77,22 @@ class ModelFlops:
 
 
 def _matrix_parameters(anatomy: Anatomy) -> int:
-    """Elements of multiplied matrices: an embedding is only looked up, unless the head is tied."""
+    """Elements of multiplied matrices, those of all experts: an embedding is only looked up, unless
+    the head is tied, and experts' biases are added."""
     tied_to = {owner for _, owner in anatomy.tied}
     first, *others = anatomy.blocks
     matrices = [tensor for block in others for tensor in block.layout.tensors]
     matrices += [tensor for tensor in first.layout.tensors if tensor.name in tied_to]
-    return sum(tensor.numel for tensor in matrices if len(tensor.shape) > 1)
+    multiplied = (t for t in matrices if len(t.shape) > 1 and not t.name.endswith("bias"))
+    return sum(tensor.numel for tensor in multiplied)
 
 
-def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
-    """Each layer's sliding window; `layer_types` names the layers that slide, where not all do."""
+def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:
+    """Each layer's; `layer_types` names those that slide, where not all do, and recurrent ones,
+    which have none."""
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    width = heads and heads * int(getattr(config, "head_dim", 0) or config.hidden_size // heads)
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * layers:
+        attends = kind == "attention" or kind.endswith(ATTENTION)
+        yield Attention(width if attends else 0, window if kind == "sliding_attention" else None)

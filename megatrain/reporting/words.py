@@ -31,6 +31,11 @@ def human_bytes(count: float | None, digits: int = 1) -> str:
     return f"{value:.{places}f} {unit}"
 
 
+def human_parameters(count: int, active: int) -> str:
+    """`7,000 parameters`, and of a mixture how many act on a token."""
+    return f"{count:,} parameters" + (f", {active:,} of them active" if active != count else "")
+
+
 def human_seconds(seconds: float) -> str:
     """Seconds as `8.4s`, `3m12s`, `2h05m` or `1d03h`."""
     if seconds < 60:

@@ -110,7 +110,7 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch):
     device = compute.Device(Clock(CPU))
     assert device.matmul([5], torch.float32) == ((5, 2 * 5 * 64 * 128),)
     step = ModelFlops(
-        parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),)
+        active_parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),)
     )
     assert device.attention([4, 8], 16, torch.float32) == (
         (4, step.flops([4] * 4)),

@@ -17,12 +17,13 @@ from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
     VOCABULARY,
+    WITH_OUTPUTS,
     engine_of,
     plain_model,
     tiny_config,
 )
 
-ALL = [*FAMILIES, *MORE_FAMILIES]
+ALL = [*FAMILIES, *MORE_FAMILIES, *WITH_OUTPUTS]
 TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
 TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode"}
 TIED |= {"bloom", "mpt", "gpt-neo", "gpt-neox-japanese"}

@@ -246,6 +246,15 @@ def test_padding_and_what_short_rows_lack_are_no_tokens_of_the_data(job, tokens)
     assert found.tflops == pytest.approx(6 * QWEN_7B.parameters * tokens / found.seconds / 1e12)
 
 
+def test_speed_counts_the_parameters_that_act_on_a_token():
+    layers = QWEN_7B.cost.layers
+    idle = tuple(replace(layer, idle_parameters=200_000_000) for layer in layers)
+    mixture = replace(QWEN_7B, cost=replace(QWEN_7B.cost, layers=idle))
+    found = predict(STREAMED, JOB_7B, mixture, typical(H200))
+    active = QWEN_7B.parameters - 28 * 200_000_000
+    assert found.tflops == pytest.approx(6 * active * found.tokens_per_s / 1e12)
+
+
 def test_chunks_of_a_layer_are_counted_whole_whatever_the_step():
     choices = replace(STREAMED, micro_batch_tokens=2640, layer_chunk_tokens=1320)
 

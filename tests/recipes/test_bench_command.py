@@ -15,8 +15,10 @@ from megatrain.errors import ConfigError
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.shapes import bench_config, shape_config
 from tests.commands import steps_of
+from tests.support import plain_model, tiny_config
 
 QUICK = ("--steps", "2", "--warmup", "1", "device=cpu", "threads=1")
+TINY_RUN = ("train.seq_len=64", "train.tokens_per_step=256")
 SMALL = ("--tokens-per-step", "256", "--seq-len", "64")
 
 
@@ -52,6 +54,19 @@ def test_json_holds_the_figures_and_where_they_come_from(megatrain):
     assert result["config"]["train"]["seq_len"] == 64
     assert result["environment"]["device"] == "cpu"
     assert {"torch", "transformers", "megatrain"} <= result["environment"]["packages"].keys()
+
+
+def test_of_a_mixture_both_counts_are_said(megatrain, project):
+    config = tiny_config("mixtral", num_local_experts=8)
+    config.save_pretrained(project / "mixture")
+    active = sum(p.numel() for p in plain_model(config).parameters()) - 3 * 6 * 3 * 32 * 64
+    done = megatrain("bench mixture", *SMALL, *QUICK)
+    assert f" parameters, {active:,} of them active" in done.out.replace("\n", " ")
+    assert f" parameters, {active:,} of them active" in done.err
+    result = megatrain("bench mixture", *SMALL, *QUICK, "--json").json
+    assert result["active_parameters"] == result["plan"]["active_parameters"] == active
+    assert result["tflops"] == pytest.approx(6 * active * 256 / result["step_s"] / 1e12)
+    assert f"{active:,} of them active" in megatrain("plan mixture", *TINY_RUN).out
 
 
 @pytest.mark.parametrize("same", [False, True])

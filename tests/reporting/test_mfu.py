@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy, Block
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.shape import shape_of
 from megatrain.reporting.mfu import Attention, ModelFlops
 from tests.planned import sizes
+from tests.support import plain_model, tiny_config
+
+aten = torch.ops.aten
 
 
 def anatomy_of(model: LlamaForCausalLM) -> Anatomy:
@@ -39,7 +51,7 @@ def test_flops_are_those_that_torch_runs(tied):
     ids = torch.zeros(2, 7, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
-    work = ModelFlops.of(anatomy_of(model), config)
+    work = ModelFlops.of(anatomy_of(model), config, idle=0)
     # eager attention multiplies the masked half too
     causal, full = (12 * 32 * 3 * 2 * (7 * 8 // 2), 12 * 32 * 3 * 2 * 7 * 7)
     # transformers forms the angles by a product: noise, and not backward
@@ -48,10 +60,41 @@ def test_flops_are_those_that_torch_runs(tied):
     assert work.flops([7, 7]) - causal + full == pytest.approx(run, rel=rotary / run)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "granitemoe"])
+def test_of_a_mixture_a_token_s_own_experts_count(family):
+    """As torch counts them where transformers computes one expert after another: of the grouped
+    matmuls that are faster torch 2.13 counts none."""
+    skeleton = Skeleton(tiny_config(family, num_hidden_layers=2), dtype=torch.float32)
+    plain = plain_model(skeleton.config, attention="eager")
+    config: Any = plain.config
+    config._experts_implementation = "eager"
+    ids = torch.arange(14).view(2, 7)
+    with FlopCounterMode(display=False) as counter:
+        plain(ids).logits.sum().backward()
+    products = {aten.mm, aten.addmm}  # attention and rotary angles are batched
+    run = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if op in products)
+    shape = shape_of(skeleton, 8, [8])
+    work = ModelFlops.of(skeleton.anatomy, skeleton.config, shape.idle_parameters)
+    assert 6 * work.matrix_parameters * 14 == run
+    assert work.active_parameters == shape.active_parameters < shape.parameters
+    tokens_per_s = 14 / 2.0
+    assert work.tflops(14, 2.0) == 6 * shape.active_parameters * tokens_per_s / 1e12
+
+
+def test_layers_without_attention_s_matrices_pay_for_none():
+    layers: Any = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    for config in (Qwen3NextConfig(**layers), Mamba2Config(num_hidden_layers=2)):
+        layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(4)]
+        blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
+        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config, idle=0)
+        heads = 16 * 256 if isinstance(config, Qwen3NextConfig) else 0
+        assert [layer.width for layer in work.attention] == [0, heads]
+
+
 def test_7b_by_hand():
     layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
     matrices, layers = 28 * layer + 152064 * 3584, (Attention(28 * 128),) * 28
-    work = ModelFlops(parameters=7_615_616_512, matrix_parameters=matrices, attention=layers)
+    work = ModelFlops(active_parameters=7_615_616_512, matrix_parameters=matrices, attention=layers)
     attention = 12 * 28 * 3584 * 64 * (1024 * 1025 // 2)
     flops = 6 * matrices * 65536 + attention
     assert work.flops([1024] * 64) == flops
@@ -82,5 +125,5 @@ SLIDES: Any = {"use_sliding_window": True, "max_window_layers": 2, "sliding_wind
 def test_windows_are_read_off_the_configuration(config, windows):
     layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
     blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config)
+    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config, idle=0)
     assert [layer.window for layer in work.attention] == windows

@@ -107,6 +107,16 @@ class ModelShape:
     def layers(self) -> int:
         return len(self.block_numel) - 2
 
+    @property
+    def idle_parameters(self) -> int:
+        """Those of experts that a token is not multiplied with; 0 of a dense model."""
+        return sum(layer.idle_parameters for layer in self.cost.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that act on a token: what "6 x parameters" means of a mixture."""
+        return self.parameters - self.idle_parameters
+
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:
         """Working set of the largest layer.
 

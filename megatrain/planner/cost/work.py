@@ -56,6 +56,7 @@ class BlockCost:
 
     forward: PassCost
     backward: PassCost
+    idle_parameters: int = 0  # of experts that are not a token's own
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
 
@@ -84,6 +85,8 @@ class Tally:
     attention_flops: int
     forward: Traffic
     backward: Traffic
+    expert_flops: int  # of matmul_flops, those whose rows are divided among experts
+    expert_parameters: int  # of all experts together
 
 
 def tally(
@@ -111,6 +114,8 @@ def tally(
         ahead.attention_flops + attention.flops,
         Traffic(ahead.bytes, ahead.kernels + attention.count),
         Traffic(back.bytes, back.kernels + FUSED_BACKWARD_KERNELS * attention.count),
+        ahead.expert_flops,
+        sum(ahead.experts.values()),
     )
 
 
@@ -126,6 +131,7 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
 
     matmul = grown(once.matmul_flops, twice.matmul_flops)
     attention = grown(once.attention_flops, twice.attention_flops)
+    own_experts = grown(once.expert_flops, twice.expert_flops) // 2
 
     def one_way(times: int, small: Traffic, large: Traffic) -> PassCost:
         moved, kernels = grown(small.bytes, large.bytes), small.kernels
@@ -134,6 +140,7 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
     return BlockCost(
         one_way(1, once.forward, twice.forward),
         one_way(BACKWARD_FLOPS, once.backward, twice.backward),
+        idle_parameters=once.expert_parameters - own_experts,
     )
 
 
@@ -144,6 +151,8 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
         super().__init__()
         self._parameters = set(map(storage_of, parameters))
         self.matmul_flops = self.attention_flops = self.bytes = self.kernels = 0
+        self.expert_flops = 0
+        self.experts: dict[int, int] = {}  # elements of experts' matrices, by their storage
 
     def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
         packet = func.overloadpacket
@@ -156,6 +165,9 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
                 self.attention_flops += flops
             else:
                 self.matmul_flops += flops
+                if packet is aten._grouped_mm:
+                    self.expert_flops += flops
+                    self.experts[storage_of(b)] = b.numel()
         elif packet not in FREE and (func._schema.is_mutable or not is_view):
             self.kernels += 1
             if packet in LOOKUPS:

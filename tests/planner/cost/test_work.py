@@ -57,6 +57,19 @@ def test_a_mixture_counts_a_token_s_own_experts():
     assert many - few == 2 * 4 * 32  # the router's four columns more
 
 
+def test_parameters_of_idle_experts_are_not_active():
+    mixture = shape(tiny_config("mixtral", num_local_experts=8))
+    layers = 3
+    assert mixture.idle_parameters == layers * (8 - 2) * 3 * 32 * 64
+    assert mixture.active_parameters == mixture.parameters - mixture.idle_parameters
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES | MORE_FAMILIES if name != "mixtral"])
+def test_all_parameters_of_a_dense_model_are_active(family):
+    dense = shape(tiny_config(family))
+    assert dense.active_parameters == dense.parameters
+
+
 def test_the_embedding_moves_rows_and_not_its_table(llama):
     # a row, its position and rotary tables
     assert 2 * 64 <= llama.cost.embed.forward.eager_bytes < 96 * 64

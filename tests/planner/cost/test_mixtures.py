@@ -1,0 +1,50 @@
+"""Mixtures of experts: what a dry run finds, against the same layers run for real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.models.meta import blank_call
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.footprint import call_peak_bytes
+from megatrain.planner.cost.shape import shape_of
+from tests.compare import apart
+from tests.plain import named_gradients, plain_gradients
+from tests.runs import gradients_of
+from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
+
+ROWS, TOKENS = 2, 16
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_layers_in_float32_take_the_bytes_of_a_real_run(family):
+    skeleton = Skeleton(tiny_config(family), dtype=torch.float32)
+    hidden, calls = skeleton.dry_call(ROWS, TOKENS)
+    fused = skeleton.config._attn_implementation != "eager"
+    for layer, call in zip(skeleton.layers, calls, strict=True):
+        given = layer, tuple(hidden.shape), torch.float32, call
+        dry = call_peak_bytes(*blank_call(*given), fused_attention=fused)
+        real = call_peak_bytes(*blank_call(*given, device="cpu"), fused_attention=False)
+        assert dry == real
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_are_planned_and_train_in_float32(family):
+    skeleton, batches = Skeleton(tiny_config(family), dtype=torch.float32), full_batches(1)
+    shape = shape_of(skeleton, TOKENS, [TOKENS])
+    largest = max(p.nbytes for layer in skeleton.layers for p in layer.parameters())
+    assert shape.layer.at(TOKENS) > largest, "a layer's working set holds all experts' gradient"
+    plain = plain_model(skeleton.config, attention=skeleton.config._attn_implementation)
+    with engine_of(tiny_config(family), weights=plain) as engine:
+        engine.forward_backward(batches)
+        ours = gradients_of(engine)
+    plain_gradients(plain, batches)
+    assert apart(ours, named_gradients(plain), of_largest=1e-6) == []
+
+
+def test_rows_that_no_grouped_matmul_takes_are_refused_before_training():
+    config = tiny_config("mixtral", intermediate_size=30)
+    with pytest.raises(ModelError, match="strides should be multiple of 16 bytes"):
+        shape_of(Skeleton(config, dtype=torch.float32), TOKENS, [TOKENS])
