@@ -30,8 +30,9 @@ Results go to stdout, logs to stderr; `--debug` anywhere adds the traceback of a
 MEANINGS = {
     0: "Done; also a reader of the output that has read enough (`| head`).",
     1: "Unexpected, a bug of ours: `--debug` shows the traceback. Also a run that hung.",
-    STOPPED: "A signal (SIGTERM, SIGHUP, SIGUSR1, SIGXCPU) stopped the run; a checkpoint is saved.",
-    INTERRUPTED: "Ctrl-C: saved first, unless it was pressed twice or before the first step.",
+    STOPPED: "A signal (SIGTERM, SIGHUP, SIGUSR1, SIGXCPU) stopped the run; a checkpoint is saved, "
+    "unless it came before the first step: then nothing was trained, and a new run leaves nothing.",
+    INTERRUPTED: "Ctrl-C: the same, unless it was pressed twice.",
 }
 # What we or our libraries read, by who reads it.
 ENVIRONMENT = {

@@ -26,6 +26,7 @@ from megatrain.cli.app import (
 )
 from megatrain.errors import ConfigError, PlanError
 from megatrain.models.shapes import SHAPES
+from megatrain.recipes.signals import stop_requests
 from megatrain.reporting.streams import console_on
 
 
@@ -41,10 +42,11 @@ def train(
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
-    find_model(settings.model.source, settings.model.revision)
-    from megatrain.recipes import run
+    with stop_requests():
+        find_model(settings.model.source, settings.model.revision)
+        from megatrain.recipes import run
 
-    finish(run.train(settings, profile), as_json)
+        finish(run.train(settings, profile), as_json)
 
 
 @app.command()
@@ -57,9 +59,10 @@ def resume(
     """Continue a run from its newest complete checkpoint."""
     one_process()
     need_folder(run_dir)
-    from megatrain.recipes import run
+    with stop_requests():
+        from megatrain.recipes import run
 
-    finish(run.resume(run_dir, overrides or [], checkpoint), as_json)
+        finish(run.resume(run_dir, overrides or [], checkpoint), as_json)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from megatrain.engine.streams import Compute, Event, Lane, release_after
-from megatrain.machine.heartbeat import beat
+from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.schedule import slot_sizes, slots_of_blocks, uploads

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatrain.machine.heartbeat import beat
+from megatrain.heartbeat import beat
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 

@@ -9,8 +9,10 @@ import threading
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from megatrain.errors import STORAGE_ERRNOS, ModelError
+from megatrain.heartbeat import may_end_here
 
 ANSWERS_IN_S = 2.0  # unless HF_HUB_ETAG_TIMEOUT says otherwise
 ELSEWHERE = "download the model where the hub can be reached and name its folder"
@@ -46,7 +48,11 @@ def download(name: str, revision: str | None, files: list[str], hint: str = "") 
         silent = f"{constants.ENDPOINT} cannot be reached; check the network, or {ELSEWHERE}"
     try:
         found = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=files, local_files_only=bool(silent)
+            name,
+            revision=revision,
+            allow_patterns=files,
+            local_files_only=bool(silent),
+            tqdm_class=_bar(),
         )
     except (OSError, ValueError) as error:  # what the hub's own errors derive from
         if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
@@ -55,6 +61,20 @@ def download(name: str, revision: str | None, files: list[str], hint: str = "") 
         why = silent or why_not(error, f"{constants.ENDPOINT}/{name}")
         raise ModelError(f"{name}{at}: is no local folder{hint}, and {why}") from error
     return Path(found)
+
+
+def _bar() -> Any:
+    """The hub's progress bar; a download may end wherever it moves."""
+    import huggingface_hub.utils
+
+    hubs: Any = vars(huggingface_hub.utils)["tqdm"]
+
+    class Bar(hubs):
+        def update(self, n: float | None = 1) -> Any:
+            may_end_here()
+            return super().update(n)
+
+    return Bar
 
 
 def reachable(endpoint: str) -> bool:

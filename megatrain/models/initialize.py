@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatrain.heartbeat import may_end_here
 from megatrain.models.anatomy import Block
 from megatrain.models.meta import lent
 from megatrain.models.skeleton import Skeleton
@@ -26,6 +27,7 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
             flat = torch.zeros(block.layout.numel, dtype=torch.float32, device=device)
             draw(skeleton, block, flat)
             write(block.index, flat)
+            may_end_here()
             del flat  # before the next one is there
 
 

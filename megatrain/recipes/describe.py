@@ -32,7 +32,8 @@ from megatrain.storage.run_folder import write_text
 from megatrain.storage.saves import find_checkpoint
 
 logger = logging.getLogger("megatrain")
-ENVIRONMENT_FILE = "env.json"
+ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
+DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
     "megatrain",
     "torch",
@@ -64,7 +65,7 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     environment = environment_of(parts.machine)
     write_text(folder / CONFIG_FILE, config.to_yaml())
     write_text(folder / RESOLVED_FILE, config.with_values(decided(parts, plan)).to_yaml())
-    write_text(folder / "plan.json", json.dumps(plan.to_dict(), indent=1) + "\n")
+    write_text(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1) + "\n")
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     parameters = human_parameters(plan.parameters, plan.active_parameters)
     logger.info(f"{parameters}; {choices_in_words(plan)}")

@@ -16,8 +16,8 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
 from megatrain.engine.engine import Engine
 from megatrain.errors import DivergedError, StorageError
+from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.losses import next_token
-from megatrain.machine.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
@@ -114,7 +114,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
             )
         if stop.came():
             save(run, None)
-            return stopped(run)
+            return stop.says(f"after step {run.step}; the run is saved")
     for batch, data_s in timed(run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
@@ -133,7 +133,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if enough:
             break
         if request.came():  # perhaps while the checkpoint was written
-            return stopped(run)
+            return stop.says(f"after step {run.step}; the run is saved")
     finish(run)
     return True
 
@@ -373,9 +373,3 @@ def try_to_save(run: Run, loss: float | None) -> bool:
         logger.error(f"step {run.step} is not saved, training goes on: {error}")
         return False
     return True
-
-
-def stopped(run: Run) -> bool:
-    """Say so, and return False, which is what `fit` then returns."""
-    logger.info(f"stopped by a signal after step {run.step}; the run is saved")
-    return False

@@ -14,6 +14,7 @@ from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
+from megatrain.heartbeat import may_end_here
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
@@ -67,11 +68,15 @@ def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:
 
 
 def rows_logger() -> Callable[[int], None]:
-    """A callable that logs the number of rows now and then: a large source takes minutes."""
+    """A callable that logs the number of rows now and then: a large source takes minutes.
+
+    Reading may end at each call.
+    """
     logged = time.monotonic()
 
     def note(rows: int) -> None:
         nonlocal logged
+        may_end_here()
         if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
             logged = time.monotonic()
             logger.info(f"reading and tokenising rows: {rows:,} so far")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
@@ -21,14 +19,13 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.machine.heartbeat import BYTES_READ, WEIGHTS_READ
+from megatrain.errors import ConfigError
+from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
-from megatrain.recipes.changed import changed_source
 from megatrain.recipes.describe import (
     decided,
     describe_run,
@@ -37,45 +34,37 @@ from megatrain.recipes.describe import (
     summarize,
     work_of,
 )
+from megatrain.recipes.going_on import where_to_go_on
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import (
     Model,
     check_weights,
-    describe_model,
-    read_model,
 )
+from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
-from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
-from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
+from megatrain.reporting.progress import LOG_FILE, Progress
 from megatrain.reporting.spikes import Spikes
-from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
 from megatrain.storage.restore import (
     Resumable,
-    find_resumable,
     load_resumable,
-    named_checkpoint,
-    nothing_to_resume,
-    read_about,
 )
 from megatrain.storage.run_folder import (
     RunLock,
     checkpoint_name,
     checkpoints,
     folder_bytes,
-    forget_unused,
-    run_lock,
 )
-from megatrain.storage.saves import newer_than, sequence_of
+from megatrain.storage.saves import newer_than
 
 logger = logging.getLogger("megatrain")
 
@@ -118,13 +107,16 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
-    with run_folder(config.output) as opened:
+
+    def work(opened: Opened) -> RunSummary:
         if checkpoints(config.output) or (config.output / "final").exists():
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
         return _run(get_ready(config), opened, resuming=None, profile=profile)
+
+    return in_run_folder(config.output, work)
 
 
 def resume(
@@ -140,97 +132,30 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     check_installed(asked.track, asked.where("track"))
-    with run_folder(run_dir) as opened:
+
+    def work(opened: Opened) -> RunSummary:
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
             if going.is_the_end(run_dir) and not going.found.warnings:
-                logger.info(
-                    f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
-                    "train.epochs or train.max_steps"
-                )
-                end, losses = run_dir / "final", held_out_losses(run_dir)
-                return RunSummary(run_dir, 0, 0, 0.0, final_dir=end, **losses)
+                return nothing_left(run_dir)
         if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
             logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
         for warning in (*going.warnings, *other_versions(run_dir)):
             logger.warning(warning)
         return _run(get_ready(going.config, going.model(), going.rows), opened, going.found)
 
-
-@dataclass(frozen=True)
-class GoingOn:
-    """A checkpoint to go on from, and the config that it was saved under."""
-
-    found: Resumable
-    digests: Mapping[str, str]  # of the model's files, when the run began
-    rows: Expected
-    before: Config
-    config: Config
-    warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
-
-    def is_the_end(self, run_dir: Path) -> bool:
-        """Whether the run was finished, and nothing else is asked of it now."""
-        if self.found.path is None or self.found.named or self.config != self.before:
-            return False
-        return sequence_of(run_dir / "final", -1) >= sequence_of(self.found.path)
-
-    def model(self) -> Model:
-        """As the checkpoint describes it; what has changed where it came from is said.
-
-        Code that comes with a model is not in the checkpoint: then all is read from its source.
-        """
-        assert self.found.path is not None
-        for change in changed_source(self.before, self.digests):
-            logger.warning(change)
-        if self.config.model.trust_remote_code:
-            return read_model(self.config)
-        return replace(describe_model(str(self.found.path)), digests=self.digests)
+    return in_run_folder(run_dir, work)
 
 
-def where_to_go_on(
-    run_dir: Path, asked: Config, name: str | None = None, *, deep: bool = False
-) -> GoingOn:
-    """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
-    found = named_checkpoint(run_dir, name) if name else find_resumable(run_dir, deep)
-    if found.path is None:
-        for warning in found.warnings:
-            logger.warning(warning)
-        raise nothing_to_resume(run_dir)
-    about = read_about(found.path)
-    before, config = resumed_configs(run_dir, asked, about["state"])
-    changes = check_changes(before, config)
-    digests = about["made_of"].get("source", {})
-    same = before.data.eval == config.data.eval
-    held_out = about["state"].get("held_out") if same else None
-    rows = Expected(about["state"]["position"]["data"], held_out)
-    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A run folder that is ours alone, and the console, stderr, to which its log goes, too."""
-
-    lock: RunLock
-    console: Console
-
-
-@contextmanager
-def run_folder(path: Path) -> Iterator[Opened]:
-    """Lock the run folder and log to its train.log and to the console."""
-    console, made = console_on(stderr=True), not path.exists()
-    with run_lock(path) as lock:
-        try:
-            with logging_to(path, console):
-                if lock.warning:
-                    logger.warning(lock.warning)
-                setup.quiet_libraries()
-                yield Opened(lock, console)
-        except MegaTrainError:  # of any other the log has the traceback
-            if made:
-                forget_unused(path)
-            raise
+def nothing_left(run_dir: Path) -> RunSummary:
+    """The summary of a resume of a finished run, and how to train it longer."""
+    logger.info(
+        f"{run_dir} is finished, nothing is left to train; to go on, set a higher train.epochs or "
+        "train.max_steps"
+    )
+    return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / "final", **held_out_losses(run_dir))
 
 
 def get_ready(
@@ -244,9 +169,11 @@ def get_ready(
     if model is None and config.model.init == "pretrained":
         check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
+    may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
+    may_end_here()
     say_rows(rows, held_out)
     if about_stops := parts.model.about_stops:
         logger.info(about_stops)
@@ -300,9 +227,9 @@ def _run(
         progress = stack.enter_context(Progress(opened.console, log_every=log_every))
         run = open_run(ready, opened.lock, progress, stack, resuming)
         run.trace = profile
-        with stop_requests() as stop:
-            done = fit(run, stop)
-        return summarize(run, plan, time.perf_counter() - started, None if done else stop)
+        opened.stop.loop_begins()
+        done = fit(run, opened.stop)
+        return summarize(run, plan, time.perf_counter() - started, None if done else opened.stop)
 
 
 def load(
@@ -316,6 +243,7 @@ def load(
     size = folder_bytes(resuming.path) if resuming.path else None
     with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
         source, state = load_resumable(config.output, engine, resuming)
+    may_end_here()
     if source != resuming.path:  # which may have been saved under another config
         before, _ = resumed_configs(config.output, config, state)
         for change in check_changes(before, config):
@@ -338,6 +266,7 @@ def open_run(
     parts, plan, loader, config = ready.parts, ready.plan, ready.loader, ready.parts.config
     if resuming is None:
         describe_run(parts, plan)
+    may_end_here()
     weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))

@@ -1,11 +1,15 @@
-"""Signals ask a run to stop, which the loop does where nothing is lost: a handler sets a flag.
+"""Signals ask a run to stop, which it does where nothing is lost: a handler sets a flag.
 
-Schedulers warn with SIGTERM, SIGUSR1 or SIGXCPU, some with several; a terminal that is closed sends
-SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at once the second time.
+Before the first step there is nothing to save: `Stopped` is raised where work may end next
+(heartbeat.py), and a second signal of any kind means what it meant before. Then the loop looks at
+the flag. Schedulers warn with SIGTERM, SIGUSR1 or SIGXCPU, some with several; a terminal that is
+closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at once the
+second time.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -13,11 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPED = 75  # exit code: a signal stopped the run and left a checkpoint to resume
+from megatrain.heartbeat import ending
+
+STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or had not begun
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
+EARLY_NOTE = b"\nstopping before the first step; a second signal stops at once\n"
 NOTE = b"\nfinishing this step and saving; Ctrl-C stops at once\n"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 STDERR = 2
+
+logger = logging.getLogger("megatrain")
+
+
+class Stopped(BaseException):
+    """A run is asked to stop before its first step: no error to be handled on the way."""
 
 
 class StopRequest:
@@ -25,26 +38,49 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.early = True  # nothing has been trained yet
 
     def came(self) -> bool:
         return self.signal is not None
+
+    def stop_if_early(self) -> None:
+        """Raise Stopped if a signal came before the first step."""
+        if self.early and self.came():
+            raise Stopped
+
+    def loop_begins(self) -> None:
+        """From here on the loop looks for a request. Raises Stopped if one came before."""
+        self.stop_if_early()
+        self.early = False
+
+    def says(self, what: str) -> bool:
+        """Log that the run was stopped; False, which is what `fit` then returns."""
+        assert self.signal is not None
+        logger.info(f"stopped by {signal.Signals(self.signal).name} {what}")
+        return False
 
     @property
     def exit_code(self) -> int:
         return INTERRUPTED if self.signal == signal.SIGINT else STOPPED
 
 
+_current: list[StopRequest] = []  # the one whose handlers are installed
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the first of STOPS into a request; Ctrl-C after it stops the process at once.
+    """Turn the first of STOPS into a request. Inside another such block: that block's request.
 
     A signal that was ignored before, as SIGHUP under nohup, stays so. Outside the main thread,
     where Python allows no handlers, signals keep their meaning and the request is never set.
     """
-    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield StopRequest()
         return
+    if _current:
+        yield _current[0]
+        return
+    request = StopRequest()
     found = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPS}
     before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
 
@@ -52,17 +88,22 @@ def stop_requests() -> Iterator[StopRequest]:
         if request.came():
             return
         request.signal = number
-        if signal.SIGINT in before:
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
+        for again in STOPS if request.early else (signal.SIGINT,):
+            if again in before:
+                signal.signal(again, before[again])
         try:
-            os.write(STDERR, NOTE)  # past Python's buffers, which the signal may have interrupted
+            # past Python's buffers, which the signal may have interrupted
+            os.write(STDERR, EARLY_NOTE if request.early else NOTE)
         except OSError:  # of a pipe whose reader died of the same Ctrl-C
             pass
 
     for number in before:
         signal.signal(number, note)
+    _current.append(request)
     try:
-        yield request
+        with ending(request.stop_if_early):
+            yield request
     finally:
+        _current.clear()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain.errors import UNEXPECTED
-from megatrain.machine.heartbeat import total
+from megatrain.heartbeat import total
 from megatrain.recipes.signals import STDERR
 from megatrain.reporting.words import human_seconds
 

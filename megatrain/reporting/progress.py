@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import MegaTrainError, printable
-from megatrain.machine.heartbeat import beats
+from megatrain.heartbeat import beats
 from megatrain.reporting.metrics import (
     APPENDED,
     RECENT_STEPS,
@@ -202,7 +202,7 @@ class Progress:
             kind: what is done again takes about as many beats as the last time.
             words: for the user; by default `kind`.
             total: how much of `counted` it takes, if that is known.
-            counted: what machine/heartbeat.py counts.
+            counted: what heartbeat.py counts.
         """
         before = beats(counted)
         activity = Activity(

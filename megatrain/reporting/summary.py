@@ -79,7 +79,8 @@ class RunSummary:
     advice: str = ""  # the setting most worth changing, or that there is none; empty without a step
     skipped: int = 0
     spikes: int = 0
-    exit_code: int = 0  # 0 done, 75 stopped by a signal with a checkpoint, 130 Ctrl-C after saving
+    resumable: bool = True  # false: stopped before there was a checkpoint
+    exit_code: int = 0  # 0 done, 75 stopped by a signal, 130 by Ctrl-C; what was trained is saved
 
     def to_dict(self) -> dict[str, Any]:
         economies = {"economy": self.economy, "planned_economy": self.planned_economy}
@@ -93,13 +94,16 @@ class RunSummary:
             console.print(Text("prompt  ", style="dim") + Text(self.prompt or "", style="bold"))
             console.print(Text("answer  ", style="dim") + Text(self.answer))
         if self.final_dir is None:
-            console.print(Text(f"to go on: megatrain resume {self.run_dir}"))
+            again = f"megatrain resume {self.run_dir}" if self.resumable else "start it again"
+            console.print(Text(f"to go on: {again}"))
 
     def _rows(self) -> list[tuple[str, str]]:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
         trained = f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.seconds)}"
         trained = f"{trained} ({rate:,.0f} tokens/s)"
         nothing = "nothing more: the run had come to its end before"
+        if self.final_dir is None:
+            nothing = "nothing: it was stopped before its first step"
         rows = [("trained", trained if self.steps else nothing)]
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
             best = ""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.machine.heartbeat import BYTES_WRITTEN, beat
+from megatrain.heartbeat import BYTES_WRITTEN, beat
 from megatrain.storage.system_calls import system_errors
 
 WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache

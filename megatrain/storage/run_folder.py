@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -151,10 +151,13 @@ def _a_file_of_ours(folder: Path) -> os.stat_result | None:
         os.unlink(path)
 
 
-def forget_unused(run_dir: Path) -> None:
-    """Remove the folder of a run that failed before it wrote anything but its lock and its log."""
+def forget_unused(run_dir: Path, also: Collection[str] = ()) -> None:
+    """Remove the folder of a run that ended before it wrote more than its lock and log, and `also`.
+
+    What cannot be removed stays.
+    """
     with contextlib.suppress(OSError):
-        if {path.name for path in run_dir.iterdir()} <= {LOCK, "train.log"}:
+        if {path.name for path in run_dir.iterdir()} <= {LOCK, "train.log", *also}:
             shutil.rmtree(run_dir)
 
 

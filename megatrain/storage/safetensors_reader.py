@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.machine.heartbeat import BYTES_READ, beat
+from megatrain.heartbeat import BYTES_READ, beat, may_end_here
 from megatrain.storage.system_calls import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -360,6 +360,7 @@ class HashedReader:
         beat(BYTES_READ, len(view))
         os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop
+        may_end_here()
 
     @property
     def sha256(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
-from megatrain.machine.heartbeat import beat
+from megatrain.heartbeat import beat
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

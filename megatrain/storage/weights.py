@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.machine.heartbeat import WEIGHTS_READ, beat
+from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import TensorSpec
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
@@ -263,6 +263,7 @@ def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate
         for begin, values in candidate.chunks():
             _check_finite(values, candidate.where)
             beat(WEIGHTS_READ, values.numel())
+            may_end_here()
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
                 part.copy_(values)

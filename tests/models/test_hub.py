@@ -8,11 +8,13 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
+from megatrain import heartbeat
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import resolve_source
 
@@ -72,6 +74,15 @@ def test_a_full_disk_is_not_the_hubs_fault(monkeypatch, online):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(OSError, match="No space left"):
+        resolve_source("some/model")
+
+
+def test_a_download_may_be_ended_wherever_it_moves(monkeypatch, online):
+    def download(*_: object, tqdm_class: Any, **__: object) -> None:
+        tqdm_class(disable=True).update(1)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with heartbeat.ending(Mock(side_effect=KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         resolve_source("some/model")
 
 

@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import megatrain as mt
+from megatrain.data import build, dataset, tokenize
 from megatrain.engine.engine import Engine
-from megatrain.recipes import loop, run
+from megatrain.recipes import describe, loop, setup
+from megatrain.storage import restore, weights
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import evaluations_of, steps_of, wait_for
+from tests.commands import evaluations_of, files_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
 SCHEDULERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
@@ -58,7 +61,7 @@ def test_a_signal_finishes_the_step_and_saves(megatrain, project, interrupt, num
     interrupt(loop, "train_step", at=3, number=number)
     done = megatrain("train cfg.yaml", code=code)
     assert "Ctrl-C stops at once" in done.err
-    assert "stopped by a signal after step 3; the run is saved" in done.err
+    assert "after step 3; the run is saved" in done.err
     assert "to go on: megatrain resume run" in done.out
     assert saved_steps(project / "run") == [3]
     assert [row["step"] for row in steps_of(project / "run")] == [1, 2, 3]
@@ -121,10 +124,71 @@ def test_a_signal_that_was_ignored_stays_ignored(megatrain, project, interrupt):
     assert saved_steps(project / "run") == [5, 10]
 
 
-def test_ctrl_c_before_the_first_step_stops_at_once(megatrain, project, interrupt):
-    interrupt(run, "read_rows", at=1, number=signal.SIGINT)
-    megatrain("train cfg.yaml", code=130)
-    assert saved_steps(project / "run") == []
+# What is under way when a signal comes before the first step, and what must not be begun after it.
+EARLY = {
+    "the machine is looked at": (setup, "prepare", build, "encode_source"),
+    "rows are read": (tokenize.Encoder, "encode", dataset.RowWriter, "finish"),
+    "the run is described": (describe, "write_text", Engine, "load_weights"),
+    "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
+}
+
+
+@pytest.mark.parametrize("when", EARLY)
+@pytest.mark.parametrize(("number", "code"), SIGNALS[:1] + SIGNALS[-1:])
+def test_a_signal_before_the_first_step_leaves_nothing(
+    megatrain, project, interrupt, monkeypatch, when, number, code
+):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+    monkeypatch.setattr(build, "BATCH_ROWS", 8)
+    handlers = [signal.getsignal(each) for each, _ in SIGNALS]
+    (owner, name, later, work), after = EARLY[when], Mock(side_effect=AssertionError("goes on"))
+    interrupt(owner, name, at=1, number=number)
+    monkeypatch.setattr(later, work, after)
+    done = megatrain("train cfg.yaml", code=code)
+    said = f"stopped by {signal.Signals(number).name} before the first step: nothing was trained"
+    assert done.err.count(said) == 1
+    assert "megatrain resume" not in done.out
+    assert not (project / "run").exists()
+    assert not list((project / "cache").glob("*.tmp*"))
+    assert not after.called
+    assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
+
+
+def test_a_resume_that_is_stopped_while_it_loads_is_resumed(
+    megatrain, project, interrupt, monkeypatch, finished_project
+):
+    interrupt(loop, "train_step", at=5)
+    megatrain("train cfg.yaml", code=75)
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    before = files_of(project / "run")
+    interrupt(restore, "_restore", at=1)
+    done = megatrain("resume run", code=75)
+    assert "before the first step: nothing was trained and nothing is lost" in done.err
+    assert "to go on: megatrain resume run" in done.out
+    assert files_of(project / "run") == before
+    assert "stopped by SIGTERM" in (project / "run" / "train.log").read_text()
+    megatrain("resume run")
+    same_run(project / "run", finished_project / "run", but_evaluations_of=5)
+
+
+def test_a_second_signal_before_the_first_step_stops_at_once(forker, project):
+    twice = "import os; from megatrain.recipes import setup; f = setup.prepare\n"
+    twice += (
+        "def prepare(*a, **n):\n for _ in (1, 2): os.kill(os.getpid(), 15)\n return f(*a, **n)\n"
+    )
+    forker.start("train", "cfg.yaml", first=twice + "setup.prepare = prepare")
+    assert forker.wait() == -signal.SIGTERM
+
+
+def test_a_signal_while_libraries_are_imported_is_heeded(megatrain, project, monkeypatch):
+    def find_model(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("megatrain.cli.training.find_model", find_model)
+    done = megatrain("train cfg.yaml", code=75)
+    assert "stopped by SIGTERM before the first step" in done.err
+    assert not (project / "run").exists()
 
 
 def test_a_run_in_a_thread_leaves_signals_alone(project):

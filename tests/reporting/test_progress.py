@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatrain.machine.heartbeat import beat
+from megatrain.heartbeat import beat
 from megatrain.reporting import progress as panel
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import LOG_FILE, Progress, logger, logging_to

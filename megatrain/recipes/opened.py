@@ -1,0 +1,63 @@
+"""A run's folder while a command works in it: its lock, its log, and signals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatrain.errors import MegaTrainError
+from megatrain.recipes.describe import DESCRIPTION
+from megatrain.recipes.setup import quiet_libraries
+from megatrain.recipes.signals import Stopped, StopRequest, stop_requests
+from megatrain.reporting.progress import logging_to
+from megatrain.reporting.streams import console_on
+from megatrain.reporting.summary import RunSummary
+from megatrain.storage.run_folder import RunLock, checkpoints, forget_unused, run_lock
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that is ours alone, the console, stderr, to which its log goes, too, and what
+    asks the run to stop."""
+
+    lock: RunLock
+    console: Console
+    stop: StopRequest
+
+
+def in_run_folder(path: Path, work: Callable[[Opened], RunSummary]) -> RunSummary:
+    """What `work` returns, with the folder locked and its log written; signals ask it to stop.
+
+    A folder that was made for a run which failed or was stopped before its first step is removed.
+    """
+    console, made = console_on(stderr=True), not path.exists()
+    with stop_requests() as stop, run_lock(path) as lock:
+        try:
+            with logging_to(path, console):
+                if lock.warning:
+                    logger.warning(lock.warning)
+                quiet_libraries()
+                return _unless_stopped(path, work, Opened(lock, console, stop))
+        except MegaTrainError:  # of any other the log has the traceback
+            if made:
+                forget_unused(path)
+            raise
+        finally:
+            if made and stop.came() and stop.early:
+                forget_unused(path, DESCRIPTION)
+
+
+def _unless_stopped(path: Path, work: Callable[[Opened], RunSummary], opened: Opened) -> RunSummary:
+    try:
+        opened.stop.stop_if_early()  # a signal may have come while libraries were imported
+        return work(opened)
+    except Stopped:
+        opened.stop.says("before the first step: nothing was trained and nothing is lost")
+        resumable, code = bool(checkpoints(path)), opened.stop.exit_code
+        return RunSummary(path, 0, 0, 0.0, resumable=resumable, exit_code=code)
