@@ -29,6 +29,7 @@ from tests.runs import cosine, gradients_of, masters_of, run, train_engine
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
+    WITH_EXTRAS,
     Batch,
     engine_of,
     full_batches,
@@ -95,7 +96,10 @@ def assert_gradients_equal_autograd(
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [*((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES)), ("falcon-7b", "eager")],
+    [
+        *((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS)),
+        ("falcon-7b", "eager"),
+    ],
 )
 def test_gradients_equal_autograd_with_padding_on_either_side(family, attention):
     batches = [*micro_batches(1), *micro_batches(2, pad_left=True)]

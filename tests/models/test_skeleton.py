@@ -24,8 +24,7 @@ from tests.support import (
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
 TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
-TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode"}
-TIED |= {"bloom", "mpt", "gpt-neo", "gpt-neox-japanese"}
+TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode", "bloom"}
 
 
 def skeleton_of(family: str, **changes: object) -> Skeleton:
