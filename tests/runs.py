@@ -45,7 +45,7 @@ def train_engine(engine: Engine, steps: Steps, rates: Sequence[float] | None = N
         assert result.grad_norm is not None
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    trace.weights = {name: weight.clone() for name, weight in engine.iter_weights()}
+    trace.weights = weights_of(engine)
     return trace
 
 
@@ -121,6 +121,15 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
     for gradient in finished:
         gradient.landed.synchronize()
         named |= engine.anatomy.blocks[gradient.block].layout.views(gradient.values.clone())
+    return named
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the weights as the device computes with them, by the model's own names."""
+    named: dict[str, Tensor] = {}
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)
+        named |= block.layout.views(engine.store.lasting("weight", block.index).clone())
     return named
 
 

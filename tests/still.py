@@ -41,6 +41,7 @@ class StillEngine:
         self.precision = precision
         self.hf_config = config
         self.anatomy: Anatomy = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"]).anatomy
+        self.published = self.anatomy.published.tensors
         specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
         specs.append(ArraySpec("grad", torch.bfloat16))
         cpu = torch.device("cpu")

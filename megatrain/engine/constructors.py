@@ -151,7 +151,7 @@ class Constructors(ABC):
 
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
         """Read all weights. Raises ModelError and StorageError."""
-        load_weights(self.skeleton.anatomy, self.store, source)
+        self.published = load_weights(self.skeleton.anatomy, self.store, source)
         self.source, self.trust_remote_code = source, trust_remote_code
         self.weights_changed()
 

@@ -54,6 +54,7 @@ class Engine(Constructors):
 
     Attributes:
         parts: memory, threads and buffers, for tests.
+        published: the tensors of its model folder by block, under the names that its source has.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
 
@@ -69,6 +70,7 @@ class Engine(Constructors):
         seed: int = 0,
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
+        self.published = self.anatomy.published.tensors
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed
@@ -328,11 +330,13 @@ class Engine(Constructors):
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor as the device computes with it, on the CPU.
 
+        Tensors and names are those that `save_pretrained` writes: a mixture's experts one by one.
         Valid until the next step: those in host RAM are views of the store.
         """
-        for block in self.anatomy.blocks:
-            self.wait_ready(block.index)
-            yield from block.layout.views(self.store.lasting("weight", block.index)).items()
+        for block, tensors in enumerate(self.published):
+            self.wait_ready(block)
+            weights = self.store.lasting("weight", block)
+            yield from ((tensor.name, tensor.view(weights)) for tensor in tensors)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder, which transformers and vLLM load.

@@ -36,26 +36,42 @@ def part(per: Per, start: int, stop: int) -> slice:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a block.
+class TensorRange:
+    """A tensor as a contiguous range of its block's flat arrays.
 
     Attributes:
-        name: the model's own parameter name, as in its state dict.
-        offset: of its first element in the block's flat arrays, in elements.
-        decay: whether weight decay applies.
-        hidden: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM
-            head, a norm or a bias.
+        offset: of its first element, in elements.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    decay: bool
-    hidden: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def flat(self, array: torch.Tensor) -> torch.Tensor:
+        """Its elements in a flat array of its block, as a 1-D view."""
+        return array.narrow(0, self.offset, self.numel)
+
+    def view(self, array: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view into a flat array of its block."""
+        return self.flat(array).view(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorSpec(TensorRange):
+    """One tensor of a block, under the model's own parameter name, as in its state dict.
+
+    Attributes:
+        decay: whether weight decay applies.
+        hidden: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM
+            head, a norm or a bias.
+    """
+
+    decay: bool
+    hidden: bool = False
 
 
 class Segment(NamedTuple):
@@ -99,7 +115,7 @@ class FlatLayout:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as views into `flat`, a contiguous array [numel] of any dtype."""
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
-        return {t.name: flat.narrow(0, t.offset, t.numel).view(t.shape) for t in self.tensors}
+        return {tensor.name: tensor.view(flat) for tensor in self.tensors}
 
     def flats(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as 1-D views with the padding up to their alignment."""

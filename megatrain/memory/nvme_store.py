@@ -378,7 +378,8 @@ class NvmeStore:
                 shared.release(changed=False, soon=True)
             return
         dtype, (offset, _) = self._specs[name].dtype, self._places[key]
-        staging = Slab(f"reading {name}", READ_BYTES + 2 * PAGE, pinned=False, threads=1).bytes
+        most = min(READ_BYTES, round_up(numel * dtype.itemsize, PAGE)) + 2 * PAGE
+        staging = Slab(f"reading {name}", most, pinned=False, threads=1).bytes
         for begin in range(start, start + numel, READ_BYTES // dtype.itemsize):
             count = min(READ_BYTES // dtype.itemsize, start + numel - begin)
             # whole pages, of which the piece may begin and end inside

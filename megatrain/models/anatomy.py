@@ -9,6 +9,7 @@ from torch import nn
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
+from megatrain.models.names import Published
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Anatomy:
     hidden_size: int
     vocab_size: int
     max_positions: int | None
+    published: Published
 
     @property
     def parameters(self) -> int:

@@ -1,29 +1,235 @@
-"""The names under which a family's weights are published, which transformers' modules may not have.
+"""What a model folder calls a model's tensors, and where each of them lies in the blocks' arrays.
 
-Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`) and rename weights on load and
-save. We write published names, which other programs and releases read.
+Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`), and transformers renames and
+fuses tensors on loading: a mixture's experts, published one by one, become one tensor. What other
+programs read is written, and nothing is copied for it: every published tensor is a contiguous range
+of a block's flat array, one expert's matrix among them. transformers itself says which.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from megatrain.models.anatomy import Anatomy
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatrain.errors import ModelError
+from megatrain.memory.layout import TensorRange
+from megatrain.models.meta import storage_of
+
+if TYPE_CHECKING:
+    from megatrain.models.anatomy import Block
+
+# By block, the tensors of a model folder.
+Tensors = tuple[tuple[TensorRange, ...], ...]
 
 
-def published_names(anatomy: Anatomy) -> dict[str, str]:
-    """The published name of every tensor, tied aliases included, by the model's own name."""
-    own = [spec.name for block in anatomy.blocks for spec in block.layout.tensors]
-    own += [alias for alias, _ in anatomy.tied]
-    renamings = _renamings_on_save(anatomy.family)
-    result = {}
-    for name in own:
-        published = name
-        for renaming in renamings:
-            published, _ = renaming.rename_source_key(published)
-        result[name] = published
-    assert len(set(result.values())) == len(result), "two tensors would be published under one name"
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a model folder belongs.
+
+    Attributes:
+        own: the model's own name of the tensor that it is, or is a part of.
+        whole: it is a tensor of the model's own that is published otherwise: in parts, say.
+        alias: it repeats a tied tensor, which it may replace.
+    """
+
+    block: int
+    tensor: TensorRange
+    own: str
+    whole: bool = False
+    alias: bool = False
+
+
+@dataclass(frozen=True)
+class Published:
+    """The tensors of a model's folder as transformers saves it.
+
+    Attributes:
+        places: of each tensor, by block and in the order of its array; tied tensors once.
+        known: the place of every name that is understood: published ones, the model's own, and
+            those of whole tensors.
+        whole_names: a name for each of the model's own tensors, by its own name. Fused ones are
+            not published, but arrays with less than an element per parameter have only them.
+        prefix: of the base model, which a folder's names may lack.
+        renamings: transformers' own on loading, for names of other releases and other classes.
+    """
+
+    places: tuple[tuple[Place, ...], ...]
+    known: Mapping[str, Place]
+    whole_names: Mapping[str, str]
+    prefix: str
+    renamings: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> Tensors:
+        return tuple(tuple(place.tensor for place in places) for places in self.places)
+
+    def places_of(self, names: Iterable[str]) -> dict[str, Place | None]:
+        """The places of a folder's tensors, by name. None: unknown, also under a new name."""
+        found = {name: self._look_up(self.known, name) for name in names}
+        others = [name for name, place in found.items() if place is None]
+        for name, renamed in zip(others, self._renamed(others), strict=True):
+            found[name] = self._look_up(self._by_new_name, renamed)
+        return found
+
+    def missing(self, found: Collection[Place]) -> list[str]:
+        """Names of the published tensors that are in none of these places."""
+        whole = {place.own for place in found if place.whole}
+        wanted = (place for places in self.places for place in places)
+        return [p.tensor.name for p in wanted if p not in found and p.own not in whole]
+
+    def named_as(self, found: Mapping[Place, str]) -> Tensors:
+        """`tensors` under the names that a folder has for them, where it has them as they are."""
+        return tuple(
+            tuple(replace(p.tensor, name=found.get(p, p.tensor.name)) for p in places)
+            for places in self.places
+        )
+
+    def _look_up(self, table: Mapping[str, Place], name: str) -> Place | None:
+        return table.get(name) or table.get(f"{self.prefix}.{name}")
+
+    @cached_property
+    def _by_new_name(self) -> dict[str, Place]:
+        return dict(zip(self._renamed(self.known), self.known.values(), strict=True))
+
+    def _renamed(self, names: Iterable[str]) -> list[str]:
+        """The names as transformers has them once it has applied its renamings."""
+        steps = copy.deepcopy(self.renamings)  # some remember which names they have met
+        return [_rename(name, steps) for name in names]
+
+
+def in_blocks(names: Mapping[Place, str], blocks: int) -> Tensors:
+    """A folder's tensors by block, under these names."""
+    found: list[list[TensorRange]] = [[] for _ in range(blocks)]
+    for place, name in names.items():
+        found[place.block].append(replace(place.tensor, name=name))
+    return tuple(map(tuple, found))
+
+
+class _NoCopies(TorchFunctionMode):
+    """`contiguous` returns its argument, so that what conversions cut out stays a view."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def published(
+    model: nn.Module, family: str, blocks: Sequence[Block], tied: Iterable[tuple[str, str]]
+) -> Published:
+    """What transformers makes of the blocks' tensors on saving. Allocates nothing.
+
+    Args:
+        model: built from a configuration, with its own layers in it.
+        family: the configuration's model_type.
+        tied: as `Anatomy` has it.
+
+    Raises ModelError if a published tensor is no range of a block's array.
+    """
+    flats = [torch.empty(block.layout.numel, device="meta") for block in blocks]
+    own = [block.layout.views(flat) for block, flat in zip(blocks, flats, strict=True)]
+    views = {name: view for of_block in own for name, view in of_block.items()}
+    block_of = {storage_of(flat): block for flat, block in zip(flats, blocks, strict=True)}
+    places: list[list[Place]] = [[] for _ in blocks]
+    for name, view in _reverted(model, views).items():
+        block = block_of.get(storage_of(view))
+        if block is None or not view.is_contiguous():
+            raise ModelError(
+                f"{type(model).__name__}: {name} is rearranged when transformers loads it; "
+                "it cannot be streamed yet"
+            )
+        tensor = TensorRange(name, tuple(view.shape), int(view.storage_offset()))
+        places[block.index].append(Place(block.index, tensor, _owner(block, tensor.offset)))
+    for block, of_block in zip(blocks, places, strict=True):
+        of_block.sort(key=lambda place: place.tensor.offset)
+        _check_whole(type(model).__name__, block, of_block)
+    aliases = {
+        name: owner
+        for alias, owner in tied
+        for name in (alias, *_reverted(model, {alias: views[owner]}))
+    }
+    whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
+    return Published(
+        tuple(map(tuple, places)),
+        _known(blocks, places, aliases, whole),
+        whole,
+        prefix=next(iter(views)).partition(".")[0],
+        renamings=_renamings_on_load(model),
+    )
+
+
+def _reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that transformers saves for these."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    revert: Any = revert_weight_conversion  # untyped
+    with _NoCopies():
+        return revert(model, dict(views))  # type: ignore[no-any-return]
+
+
+def _owner(block: Block, offset: int) -> str:
+    """The model's own tensor that has this element."""
+    starts = [spec.offset for spec in block.layout.tensors]
+    return block.layout.tensors[bisect_right(starts, offset) - 1].name
+
+
+def _check_whole(family: str, block: Block, places: Sequence[Place]) -> None:
+    """Raise ModelError unless the places, in order, are all of the block's elements, each once."""
+    ends = [place.tensor.offset + place.tensor.numel for place in places]
+    apart = all(end <= place.tensor.offset for end, place in zip(ends, places[1:], strict=False))
+    if not apart or sum(place.tensor.numel for place in places) != block.layout.parameters:
+        raise ModelError(
+            f"{family}: transformers does not save every tensor of {block.name} once; "
+            "it cannot be streamed yet"
+        )
+
+
+def _known(
+    blocks: Sequence[Block],
+    places: Sequence[Sequence[Place]],
+    aliases: Mapping[str, str],
+    whole: Mapping[str, str],
+) -> dict[str, Place]:
+    known = {place.tensor.name: place for of_block in places for place in of_block}
+    own: dict[str, Place] = {}
+    for block, of_block in zip(blocks, places, strict=True):
+        parts = {place.tensor.offset: place for place in of_block}
+        for spec in block.layout.tensors:
+            part = parts[spec.offset]
+            if part.tensor.shape != spec.shape:  # of a fused tensor, or in another shape
+                fused = TensorRange(spec.name, spec.shape, spec.offset)
+                part = Place(block.index, fused, spec.name, whole=True)
+            own[spec.name] = part
+    own |= {alias: replace(own[owner], alias=True) for alias, owner in aliases.items()}
+    for name, place in own.items():
+        known.setdefault(name, place)
+        known.setdefault(whole.get(name, name), place)
+    return known
+
+
+def _whole_names(family: str, own: Iterable[str]) -> dict[str, str]:
+    """The names of whole tensors, tied aliases included, that transformers' renamings alone make.
+
+    Checkpoints of format 1 have no others.
+    """
+    renamings = _renamings_on_save(family)
+    result = {name: _rename(name, renamings) for name in own}
+    assert len(set(result.values())) == len(result), "two tensors would have one name"
     return result
+
+
+def _rename(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _renamings_on_save(family: str) -> list[Any]:
@@ -37,3 +243,11 @@ def _renamings_on_save(family: str) -> list[Any]:
     # subclasses move prefixes and indices; for a new model transformers does not undo them either
     renamings = [step for step in reversed(transforms) if type(step) is WeightRenaming]
     return [renaming.reverse_transform() for renaming in renamings]
+
+
+def _renamings_on_load(model: nn.Module) -> tuple[Any, ...]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    mapping: Any = get_model_conversion_mapping  # untyped
+    return tuple(step for step in mapping(model) if isinstance(step, WeightRenaming))

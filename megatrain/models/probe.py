@@ -198,7 +198,9 @@ class Probe:
         """Number of values beside the hidden states in a layer's output."""
         first = output[0] if isinstance(output, tuple) and output else None
         if not isinstance(first, torch.Tensor) or first.shape != hidden.shape:
-            raise self.refuse("its layers return something else than hidden states first")
+            raise self.refuse(
+                "its layers return neither hidden states nor a tuple that begins with them"
+            )
         return len(output) - 1
 
 

@@ -19,6 +19,7 @@ from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
 from megatrain.models.documents import documents_known, documents_of, none_found, separates
 from megatrain.models.family import build_model, draws_random_numbers, refuse_what_is_not_built
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
+from megatrain.models.names import published
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -72,6 +73,7 @@ class Skeleton:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             max_positions=longest_sequence(text),
+            published=published(self.model, text.model_type, blocks, tied),
         )
         self.has_dropout = draws_random_numbers(self.model)
         self._growing = growing(self.model.modules())

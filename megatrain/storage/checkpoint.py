@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatrain.errors import StorageError
-from megatrain.models.names import published_names
+from megatrain.memory.layout import TensorRange
+from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
 from megatrain.storage.export import Exportable, array_sources, weight_plan, write_description
@@ -134,15 +135,31 @@ def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenF
 
 def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
     """A file per block with its arrays but the weights: tensors `exp_avg/model.norm.weight` etc."""
-    names, plan = published_names(engine.anatomy), {}
+    plan = {}
     for block in (block.index for block in engine.anatomy.blocks):
         plan[optimizer_file(block)] = [
             replace(source, name=f"{array}/{source.name}")
             for array in saved_arrays(engine)
             if array != "weight"
-            for source in array_sources(engine, array, block, names)
+            for source in array_sources(
+                engine, array, block, saved_tensors(engine, array, block, engine.published)
+            )
         ]
     return plan
+
+
+def saved_tensors(
+    engine: Checkpointable, array: str, block: int, weights: Tensors
+) -> Sequence[TensorRange]:
+    """The tensors of an array of a block in a checkpoint whose weights are these.
+
+    Arrays with an element for each parameter are cut alike, others into the model's own tensors.
+    """
+    if engine.store.arrays[array].per == "element":
+        return weights[block]
+    names = engine.anatomy.published.whole_names
+    tensors = engine.store.layout(array, block).tensors
+    return [TensorRange(names[spec.name], spec.shape, spec.offset) for spec in tensors]
 
 
 def optimizer_file(block: int) -> str:

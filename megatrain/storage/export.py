@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from megatrain.errors import ConfigError, ModelError, StorageError
-from megatrain.memory.layout import TensorSpec
+from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.names import published_names
+from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
 from megatrain.storage.hashed_file import write_bytes
@@ -46,6 +46,8 @@ logger = logging.getLogger("megatrain")
 class Exportable(Protocol):
     """An engine as a model folder sees it."""
 
+    published: Tensors  # of its model folder, under the names that its source has for them
+
     @property
     def anatomy(self) -> Anatomy: ...
     @property
@@ -58,25 +60,21 @@ class Exportable(Protocol):
 
 
 def array_sources(
-    engine: Exportable, array: str, block: int, names: Mapping[str, str]
+    engine: Exportable, array: str, block: int, tensors: Iterable[TensorRange]
 ) -> list[TensorSource]:
-    """The tensors of one array of one block, to be written under the given names."""
+    """These tensors of one array of one block, to be written."""
     dtype, store = engine.store.arrays[array].dtype, engine.store
 
-    def pieces(spec: TensorSpec) -> Iterator[torch.Tensor]:
+    def pieces(tensor: TensorRange) -> Iterator[torch.Tensor]:
         engine.wait_ready(block)  # wait: when its turn to be written comes, not before
-        yield from store.pieces(array, block, spec.offset, spec.numel)
+        yield from store.pieces(array, block, tensor.offset, tensor.numel)
 
-    return [
-        TensorSource(names[spec.name], dtype, spec.shape, partial(pieces, spec))
-        for spec in store.layout(array, block).tensors
-    ]
+    return [TensorSource(t.name, dtype, t.shape, partial(pieces, t)) for t in tensors]
 
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
     """The weight files of a model folder: tied tensors once, in the dtype the store has."""
-    names = published_names(engine.anatomy)
-    blocks = (array_sources(engine, "weight", b.index, names) for b in engine.anatomy.blocks)
+    blocks = (array_sources(engine, "weight", i, ts) for i, ts in enumerate(engine.published))
     return plan_shards([source for sources in blocks for source in sources])
 
 

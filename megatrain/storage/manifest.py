@@ -23,7 +23,10 @@ from megatrain.storage.safetensors_reader import (
 from megatrain.storage.system_calls import system_errors
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1  # of the folder; a reader refuses what it does not know
+# Of the folder; a reader refuses what it does not know. 1: whole tensors of the model's own, where
+# transformers publishes their parts: a mixture's experts.
+FORMAT = 2
+FORMATS = (1, FORMAT)
 USE_ANOTHER = "use another checkpoint"
 # What reading wrong JSON raises, a number that is none or infinite among it.
 NO_MANIFEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -39,10 +42,12 @@ class Manifest:
     step: int
     sequence: int
     files: dict[str, WrittenFile]
+    format: int = FORMAT
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
-        body: dict[str, Any] = {"format": FORMAT, "step": self.step, "sequence": self.sequence}
+        body: dict[str, Any] = {"format": self.format, "step": self.step}
+        body["sequence"] = self.sequence
         files = sorted(self.files.items())
         body["files"] = {name: {"bytes": f.nbytes, "sha256": f.sha256} for name, f in files}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
@@ -62,16 +67,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
     data = read_bytes(path)
     try:
         body = json.loads(data)
-        if body["format"] != FORMAT:
+        if body["format"] not in FORMATS:
+            known = " and ".join(map(str, FORMATS))
             raise StorageError(
-                f"{path}: has format {body['format']!r} and this release reads {FORMAT}; "
+                f"{path}: has format {body['format']!r} and this release reads {known}; "
                 "use the release that wrote it"
             )
         files = {
             name: WrittenFile(name, int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in body["files"].items()
         }
-        manifest = Manifest(int(body["step"]), int(body["sequence"]), files)
+        manifest = Manifest(int(body["step"]), int(body["sequence"]), files, body["format"])
         intact = manifest.encode() == data
     except NO_MANIFEST as error:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error

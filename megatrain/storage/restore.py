@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +20,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import ConfigError, DamagedError, StorageError
-from megatrain.memory.layout import TensorSpec
+from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
+from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
-from megatrain.models.names import published_names
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.names import Place, Tensors, in_blocks
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
     optimizer_file,
     saved_arrays,
+    saved_tensors,
 )
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
@@ -48,9 +50,10 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
+from megatrain.storage.weights import find_tensors
 
-# A tensor in a file, and the array, block and tensor of the block that it is read into.
-_Transfer = tuple[StoredTensor, str, int, TensorSpec]
+# A tensor in a file, and the array, block and range of the array that it is read into.
+_Transfer = tuple[StoredTensor, str, int, TensorRange]
 
 logger = logging.getLogger("megatrain")
 
@@ -145,7 +148,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     path = Path(path)
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
-        tensors = [name for name in manifest.files if name.endswith(".safetensors")]
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
         about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
@@ -154,7 +157,10 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
             )
         _refuse_other(path, about["made_of"], identity(engine))
         try:
-            transfers = _transfers(path, engine)
+            weights = open_shards(path)
+            places = _places(path, engine.anatomy, weights)
+            tensors = in_blocks(places, len(engine.anatomy.blocks))
+            transfers = _transfers(path, engine, weights, tensors)
         except (ConfigError, StorageError):
             check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
             raise
@@ -162,8 +168,9 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    files = [(manifest.files[name], transfers.get(name, ())) for name in tensors]
+    files = [(manifest.files[name], transfers.get(name, ())) for name in names]
     in_parallel([partial(_restore, engine.store, path, *file) for file in files])
+    engine.published = engine.anatomy.published.named_as(places)
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
@@ -193,23 +200,34 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
             )
 
 
-def _transfers(path: Path, engine: Checkpointable) -> dict[str, list[_Transfer]]:
-    """All transfers by file. Checks the names, shapes and dtypes of all arrays."""
+def _places(path: Path, anatomy: Anatomy, weights: Iterable[str]) -> dict[Place, str]:
+    try:
+        return find_tensors(anatomy, weights, str(path))[0]
+    except ModelError as error:
+        raise ConfigError(f"{error}; it is of another model") from error
+
+
+def _transfers(
+    path: Path, engine: Checkpointable, weights: Mapping[str, StoredTensor], tensors: Tensors
+) -> dict[str, list[_Transfer]]:
+    """All transfers by file. Checks the names, shapes and dtypes of all arrays.
+
+    tensors: those of the model folder, as it names them.
+    """
     found = defaultdict(list)
-    weights, names = open_shards(path), published_names(engine.anatomy)
     for block in engine.anatomy.blocks:
         states = read_header(path / optimizer_file(block.index)).tensors
         for array, dtype in saved_arrays(engine).items():
-            for spec in engine.store.layout(array, block.index).tensors:
-                name = names[spec.name]
+            for tensor in saved_tensors(engine, array, block.index, tensors):
+                name = tensor.name
                 stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
-                if stored is None or stored.shape != spec.shape or stored.dtype != dtype:
+                if stored is None or stored.shape != tensor.shape or stored.dtype != dtype:
                     raise ConfigError(
-                        f"{path}: has no {array} of {spec.name} with shape {list(spec.shape)}; "
+                        f"{path}: has no {array} of {name} with shape {list(tensor.shape)}; "
                         "it is of another model"
                     )
                 file = str(stored.path.relative_to(path))
-                found[file].append((stored, array, block.index, spec))
+                found[file].append((stored, array, block.index, tensor))
     return found
 
 
@@ -224,10 +242,10 @@ def _restore(
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             with store.lease(block, [array], changes=True, soon=False) as arrays:
-                for stored, _, _, spec in group:
+                for stored, _, _, tensor in group:
                     with _damage():
                         file.skip_to(stored.offset)
-                        file.read_into(arrays[array].narrow(0, spec.offset, spec.numel))
+                        file.read_into(tensor.flat(arrays[array]))
         with _damage():
             file.skip_to(written.nbytes)
         if file.sha256 != written.sha256:

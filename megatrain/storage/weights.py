@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import TensorSpec
+from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.names import published_names
+from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.optim.split import split_master
 from megatrain.storage.hashed_file import WrittenFile
@@ -29,7 +29,7 @@ from megatrain.storage.safetensors_reader import (
     read_chunks,
 )
 
-Copied = tuple[int, TensorSpec, StoredTensor]  # a block, a tensor of it, and its source
+Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
 SUFFIX = ".safetensors"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Constant tables that older releases saved with the weights; models compute them anew.
@@ -53,12 +53,15 @@ class Candidate:
     stored: StoredTensor | None = None
 
 
-def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> None:
+def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors:
     """Fill the store's weights (and remainders) from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
     fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
-    understood.
+    understood, and those that transformers renames on loading.
+
+    Returns:
+        The tensors of a model folder, under the names that the source has for them.
 
     Raises:
         ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
@@ -67,16 +70,17 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> None:
     """
     if source.kind == "gguf":
         copy_in(anatomy, store, _read_gguf(source), str(source.file))
-        return
+        return anatomy.published.tensors  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     sums = {source.path / name: file for name, file in manifest.files.items()} if manifest else {}
     try:
-        copy_in(anatomy, store, _open_folder(source), str(source.file), sums)
+        found = copy_in(anatomy, store, _open_folder(source), str(source.file), sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
             names = [name for name in manifest.files if not name.startswith("optimizer")]
             check_model_files(source.path, manifest, names)
         raise
+    return anatomy.published.named_as(found)
 
 
 def _open_folder(source: ModelSource) -> dict[str, Candidate]:
@@ -122,40 +126,33 @@ def copy_in(
     candidates: Mapping[str, Candidate],
     where: str,
     sums: Mapping[Path, WrittenFile] | None = None,
-) -> None:
+) -> dict[Place, str]:
     """Check every candidate against the anatomy, then copy them with a few threads.
 
     sums: of files that are to be checked: each is read by one thread, from beginning to end.
 
+    Returns the names of those that were copied, by place.
+
     Raises ModelError as `load_weights`, and DamagedError.
     """
-    blocks = anatomy.blocks
-    wanted = {spec.name: (block.index, spec) for block in blocks for spec in block.layout.tensors}
-    found = match_names(anatomy, candidates, where)
-    twins = _take_aliases(anatomy, found)
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ModelError(
-            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
-            "configuration needs"
-        )
-    for name, (_, spec) in wanted.items():
-        _check_kind(found[name], spec)
-    in_file_order = sorted(wanted, key=lambda name: found[name].where)
+    found, twins = find_tensors(anatomy, candidates, where)
+    for place, name in found.items():
+        _check_kind(candidates[name], place.tensor)
     by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
     copies: list[Callable[[], None]] = []
-    for name in in_file_order:
-        stored = found[name].stored
+    for place, name in sorted(found.items(), key=lambda item: candidates[item[1]].where):
+        stored = candidates[name].stored
         if stored is not None and stored.path in by_file:
-            by_file[stored.path].append((*wanted[name], stored))
+            by_file[stored.path].append((place, stored))
         else:
-            copies.append(partial(copy_tensor, store, *wanted[name], found[name]))
+            copies.append(partial(copy_tensor, store, place, candidates[name]))
     for path, copied in by_file.items():
         if copied:
             assert sums is not None
             copies.append(partial(_copy_checked, store, path, sums[path], copied))
-    copies += [partial(_check_twins, alias, owner) for alias, owner in twins]
+    copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
+    return found
 
 
 def _copy_checked(
@@ -163,61 +160,70 @@ def _copy_checked(
 ) -> None:
     """Copy a file's tensors in one reading of all its bytes. Raises DamagedError."""
     with HashedReader(path) as file:
-        for block, spec, stored in sorted(tensors, key=lambda copied: copied[2].offset):
+        for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
             where, chunks = f"{path}: {stored.name}", partial(file.chunks, stored)
             candidate = Candidate(where, stored.dtype, stored.shape, chunks)
-            copy_tensor(store, block, spec, candidate)
+            copy_tensor(store, place, candidate)
         file.skip_to(file.nbytes)
         if (file.nbytes, file.sha256) != (written.nbytes, written.sha256):
             raise damaged(path)
 
 
-def match_names(
-    anatomy: Anatomy, candidates: Mapping[str, Candidate], where: str
-) -> dict[str, Candidate]:
-    """Candidates by the model's own names, given those names or the published ones.
+def find_tensors(
+    anatomy: Anatomy, names: Iterable[str], where: str
+) -> tuple[dict[Place, str], list[tuple[str, str]]]:
+    """(names of a folder's tensors by their places in the model, tied twins as (alias, owner)).
 
-    The base model's prefix may be missing.
+    Any name that transformers knows will do.
 
-    Raises ModelError if a name is unknown to this model, or two are of one tensor.
+    Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
     """
-    prefix = anatomy.embed.layout.tensors[0].name.partition(".")[0]
-    published = published_names(anatomy)
-    known = {name: name for name in published} | {name: own for own, name in published.items()}
-    found: dict[str, Candidate] = {}
+    found = _match_names(anatomy, names, where)
+    twins = _take_aliases(found)
+    missing = anatomy.published.missing(found.keys())
+    if missing:
+        raise ModelError(
+            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
+            "configuration needs"
+        )
+    return found, twins
+
+
+def _match_names(anatomy: Anatomy, names: Iterable[str], where: str) -> dict[Place, str]:
+    found: dict[Place, str] = {}
     unexpected = []
-    for name, candidate in candidates.items():
-        own = known.get(name) or known.get(f"{prefix}.{name}")
-        if own is None:
+    for name, place in anatomy.published.places_of(names).items():
+        if place is None:
             if not IGNORED.search(name):
                 unexpected.append(name)
-        elif own in found:
-            raise ModelError(f"{where}: holds {own} twice, under another name too")
+        elif place in found:
+            raise ModelError(f"{where}: holds {place.own} twice, under another name too")
         else:
-            found[own] = candidate
+            found[place] = name
     if unexpected:
         raise ModelError(
             f"{where}: holds {_listed(unexpected)}, unknown to a {anatomy.family} model of this "
             "config.json"
         )
+    whole = {place.own for place in found if place.whole}
+    for place in found:
+        if place.own in whole and not place.whole:
+            raise ModelError(f"{where}: holds {place.own} twice, whole and in parts")
     return found
 
 
-def _take_aliases(
-    anatomy: Anatomy, found: dict[str, Candidate]
-) -> list[tuple[Candidate, Candidate]]:
+def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
     """Remove tied tensors from `found`; one replaces its owner if that is missing.
 
-    Returns (alias, owner) where both are present.
+    Returns the names of (alias, owner) where both are present.
     """
     twins = []
-    for alias, owner in anatomy.tied:
-        if alias in found:
-            stand_in = found.pop(alias)
-            if owner in found:
-                twins.append((stand_in, found[owner]))
-            else:
-                found[owner] = stand_in
+    for alias in [place for place in found if place.alias]:
+        owner, stand_in = replace(alias, alias=False), found.pop(alias)
+        if owner in found:
+            twins.append((stand_in, found[owner]))
+        else:
+            found[owner] = stand_in
     return twins
 
 
@@ -226,11 +232,11 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
-def _check_kind(candidate: Candidate, spec: TensorSpec) -> None:
-    if candidate.shape != spec.shape:
+def _check_kind(candidate: Candidate, tensor: TensorRange) -> None:
+    if candidate.shape != tensor.shape:
         raise ModelError(
             f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
-            f"{list(spec.shape)}"
+            f"{list(tensor.shape)}"
         )
     if candidate.dtype not in FLOATS:
         name = str(candidate.dtype).removeprefix("torch.")
@@ -250,7 +256,7 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
         )
 
 
-def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate) -> None:
+def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
     """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
     Raises ModelError if a value is NaN, infinite, or too large for bf16.
@@ -258,8 +264,8 @@ def copy_tensor(store: Store, block: int, spec: TensorSpec, candidate: Candidate
     split = store.arrays["weight"].dtype == torch.bfloat16
     names = ["weight", "remainder"] if split else ["weight"]
     # not soon: the block's other tensors follow
-    with store.lease(block, names, changes=True, soon=False) as arrays:
-        weight, *remainders = (arrays[name].narrow(0, spec.offset, spec.numel) for name in names)
+    with store.lease(place.block, names, changes=True, soon=False) as arrays:
+        weight, *remainders = (place.tensor.flat(arrays[name]) for name in names)
         for begin, values in candidate.chunks():
             _check_finite(values, candidate.where)
             beat(WEIGHTS_READ, values.numel())

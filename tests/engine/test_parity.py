@@ -29,7 +29,7 @@ from tests.runs import cosine, gradients_of, masters_of, run, train_engine
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
-    WITH_OUTPUTS,
+    WITH_EXTRAS,
     Batch,
     engine_of,
     full_batches,
@@ -97,7 +97,7 @@ def assert_gradients_equal_autograd(
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        *((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES, *WITH_OUTPUTS)),
+        *((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS)),
         ("falcon-7b", "eager"),
     ],
 )

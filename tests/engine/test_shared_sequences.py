@@ -19,7 +19,15 @@ from tests.support import FAMILIES, MORE_FAMILIES, engine_of, tiny_config
 
 SEQUENCES = [[0, 1], [2, 3, 4]]
 # These count positions otherwise, or make masks of their own: their rows would see each other.
-TOGETHER = {"opt", "opt-projected", "falcon-7b", "falcon-7b-untied", "falcon-rw", "falcon-40b"}
+TOGETHER = {
+    "bloom",
+    "opt",
+    "opt-projected",
+    "falcon-7b",
+    "falcon-7b-untied",
+    "falcon-rw",
+    "falcon-40b",
+}
 
 
 def check(model: Any, lengths: list[int], seq_len: int, share: float, **options: Any) -> None:

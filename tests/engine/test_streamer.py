@@ -17,6 +17,7 @@ from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, Block
 from megatrain.schedule import slot_sizes, slots_of_blocks
 from tests.delays import NoUpdates, failing
+from tests.support import NO_NAMES
 
 CPU = torch.device("cpu")
 EMBED, LAYER, HEAD = 3000, 1500, 500  # elements of the blocks, before padding
@@ -29,7 +30,7 @@ def anatomy(layers: int, tied: bool = False) -> Anatomy:
         Block(i, name, FlatLayout.pack([("w", (n,), True)]))
         for i, (name, n) in enumerate(zip(names, numels, strict=True))
     )
-    return Anatomy(blocks, (("head", "embed"),) if tied else (), "test", 8, 8, None)
+    return Anatomy(blocks, (("head", "embed"),) if tied else (), "test", 8, 8, None, NO_NAMES)
 
 
 def there_and_back(layers: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain.engine.engine import Engine
 from megatrain.optim.split import join_master
 from tests.compare import differing
+from tests.runs import weights_of
 from tests.support import FAMILIES, tiny_config
 
 BIG = {"hidden_size": 128, "num_hidden_layers": 2}
@@ -21,9 +22,9 @@ def initialized(family: str, seed: int = 0, precision: str = "float32") -> Engin
     )
 
 
-def weights_of(engine: Engine) -> dict[str, Tensor]:
+def initial_weights(engine: Engine) -> dict[str, Tensor]:
     with engine:
-        return {name: weight.clone() for name, weight in engine.iter_weights()}
+        return weights_of(engine)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
@@ -36,7 +37,7 @@ def test_every_tensor_is_distributed_as_in_the_model_s_own_initialisation(family
             config, dtype=torch.float32
         ).named_parameters()
     )
-    ours = weights_of(Engine.from_config(config, precision="float32", device="cpu"))
+    ours = initial_weights(Engine.from_config(config, precision="float32", device="cpu"))
     assert ours.keys() == own.keys()
     for name, weight in ours.items():
         expected = own[name].detach()
@@ -50,26 +51,26 @@ def test_every_tensor_is_distributed_as_in_the_model_s_own_initialisation(family
 
 
 def test_norms_are_one_and_biases_zero():
-    for name, weight in weights_of(initialized("falcon-rw")).items():
+    for name, weight in initial_weights(initialized("falcon-rw")).items():
         if "norm" in name or "ln_" in name or name.endswith("bias"):
             assert torch.all(weight == (0 if name.endswith("bias") else 1)), name
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
-    first, again, other = (weights_of(initialized("llama", seed)) for seed in (1, 1, 2))
+    first, again, other = (initial_weights(initialized("llama", seed)) for seed in (1, 1, 2))
     assert differing(first, again) == []
     assert set(differing(first, other)) == {name for name in first if "norm" not in name}
 
 
 def test_layers_differ_from_each_other():
-    weights = weights_of(initialized("llama"))
+    weights = initial_weights(initialized("llama"))
     assert not torch.equal(
         weights["model.layers.0.mlp.up_proj.weight"], weights["model.layers.1.mlp.up_proj.weight"]
     )
 
 
 def test_bfloat16_keeps_the_fp32_draw_as_its_master():
-    exact = weights_of(initialized("llama"))
+    exact = initial_weights(initialized("llama"))
     with initialized("llama", precision="bfloat16") as engine:
         for block in engine.anatomy.blocks:
             master = join_master(

@@ -294,7 +294,7 @@ class LooksAtValues(Toy):
         (AddsMoreAtTheEnd, "it computes with what its layers return beside hidden states"),
         (UsesItsValues, "it computes with what its layers return beside hidden states"),
         (AsksForMore, "it computes with what its layers return beside hidden states"),
-        (HiddenStatesSecond, "layers return something else than hidden states first"),
+        (HiddenStatesSecond, "return neither hidden states nor a tuple that begins with them"),
         (DropsAllOfAParameter, "gate.weight of its layer IdleLayer takes no part in what"),
         (LooksAtValues, "cannot run without data"),
     ],

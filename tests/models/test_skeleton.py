@@ -17,16 +17,15 @@ from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
     VOCABULARY,
-    WITH_OUTPUTS,
+    WITH_EXTRAS,
     engine_of,
     plain_model,
     tiny_config,
 )
 
-ALL = [*FAMILIES, *MORE_FAMILIES, *WITH_OUTPUTS]
+ALL = [*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS]
 TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
-TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode"}
-TIED |= {"bloom", "mpt", "gpt-neo", "gpt-neox-japanese"}
+TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode", "bloom"}
 
 
 def skeleton_of(family: str, **changes: object) -> Skeleton:

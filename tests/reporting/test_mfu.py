@@ -22,7 +22,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
 from megatrain.reporting.mfu import Attention, ModelFlops
 from tests.planned import sizes
-from tests.support import plain_model, tiny_config
+from tests.support import NO_NAMES, plain_model, tiny_config
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def anatomy_of(model: LlamaForCausalLM) -> Anatomy:
     blocks = tuple(Block(i, name, FlatLayout.pack(tensors[name])) for i, name in enumerate(names))
     pair = ("lm_head.weight", "model.embed_tokens.weight")
     tied = (pair,) if config.tie_word_embeddings else ()
-    return Anatomy(blocks, tied, "llama", config.hidden_size, config.vocab_size, None)
+    return Anatomy(blocks, tied, "llama", config.hidden_size, config.vocab_size, None, NO_NAMES)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -125,5 +125,5 @@ SLIDES: Any = {"use_sliding_window": True, "max_window_layers": 2, "sliding_wind
 def test_windows_are_read_off_the_configuration(config, windows):
     layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
     blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config, idle=0)
+    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
     assert [layer.window for layer in work.attention] == windows

@@ -29,6 +29,7 @@ EXPECTED = {
     **dict.fromkeys(("falcon-7b", "falcon-7b-untied", "falcon-40b"), FALCON),
     **dict.fromkeys(("gpt-neox", "gpt-neox-tied"), NEOX),
     "falcon-rw": FALCON[1:],
+    "bloom": FALCON[1:],
     "gpt2": ("mlp.c_proj",),
     "gpt-bigcode": ("mlp.c_proj",),
     "opt": ("fc2",),
