@@ -71,9 +71,11 @@ def build_model(
 def causal_lm(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Any:
-    """transformers' causal LM of `config`, which notes the attention. Raises whatever its code does.
+    """transformers' causal LM of `config`, in which it notes the attention.
 
     attention: as `choose_attention`; "auto" falls back to eager.
+
+    Raises whatever the family's code does.
     """
     from transformers import AutoModelForCausalLM
 

@@ -12,23 +12,22 @@ import pytest
 import torch
 
 from megatrain.engine.context import fastest_attention
+from megatrain.models.plain import count_targets, plain_gradients, plain_loss
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing, distance
 from tests.plain import (
     DECAY,
     MAX_NORM,
-    count_targets,
     follow_in_fp32,
     named_gradients,
-    plain_gradients,
-    plain_loss,
     train_plain,
 )
 from tests.runs import cosine, gradients_of, masters_of, run, train_engine
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
+    RECURRENT,
     Batch,
     engine_of,
     full_batches,
@@ -95,7 +94,10 @@ def assert_gradients_equal_autograd(
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [*((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES)), ("falcon-7b", "eager")],
+    [
+        *((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES, *RECURRENT)),
+        ("falcon-7b", "eager"),
+    ],
 )
 def test_gradients_equal_autograd_with_padding_on_either_side(family, attention):
     batches = [*micro_batches(1), *micro_batches(2, pad_left=True)]
