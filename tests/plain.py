@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.step import mix
 from megatrain.models.anatomy import decays
+from megatrain.models.plain import count_targets, plain_gradients
 from tests.runs import Steps, Trace, gradients_of, masters_of
 from tests.support import Batch, micro_batches
 
 MAX_NORM, DECAY = 0.5, 0.1  # as `engine_of` has them
-
-
-def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed cross-entropy of the next token, as transformers shifts it."""
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) for name, value in batch.items()}
-    labels = inputs.pop("labels")[:, 1:].flatten()
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-
-
-def plain_gradients(
-    model: nn.Module, batches: Iterable[Batch], denominator: float | None = None
-) -> float:
-    """Accumulate into .grad; returns the loss, over all targets unless told otherwise."""
-    batches = list(batches)
-    total = 0.0
-    for batch in batches:
-        loss = plain_loss(model, batch) / (denominator or count_targets(batches))
-        loss.backward()
-        total += float(loss.detach())
-    return total
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -46,10 +24,6 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         assert parameter.grad is not None, name
         named[name] = parameter.grad.cpu()
     return named
-
-
-def count_targets(batches: Iterable[Batch]) -> float:
-    return float(sum((batch["labels"][:, 1:] != -100).sum() for batch in batches))
 
 
 def plain_optimizer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.masters import write_master
 from megatrain.engine.resolved import Weights
 from megatrain.losses import NextToken, Targets
-from megatrain.models.family import choose_attention
+from megatrain.models import plain
 from megatrain.models.names import Published
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
@@ -138,10 +137,26 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("JambaConfig", QWEN_EXPERTS | JAMBA | {"mamba_dt_rank": 4, "mamba_d_state": 8}),
 }  # fmt: skip
 
+# Attention and a recurrence side by side in a layer, or one layer after the other: documents in one
+# sequence are kept apart by the masks of the one, not by the state of the other.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-h1": (
+        "FalconH1Config",
+        SIZES
+        | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_chunk_size": 8},
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        SIZES | {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 64},
+    ),
+}
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model of one of the families above."""
-    name, arguments = {**FAMILIES, **MORE_FAMILIES, **WITH_EXTRAS, **MIXTURES}[family]
+    tables = (FAMILIES, MORE_FAMILIES, WITH_EXTRAS, MIXTURES, RECURRENT)
+    name, arguments = next(table[family] for table in tables if family in table)
     arguments = {**arguments, **changes}
     if "layer_types" in arguments:
         arguments["layer_types"] = arguments["layer_types"][: arguments["num_hidden_layers"]]
@@ -156,28 +171,9 @@ def plain_model(
     attention: str = "auto",
     device: str = "cpu",
 ) -> nn.Module:
-    """The family's own model in training mode.
-
-    Every parameter is random: zero biases and unit norms would hide a mix-up.
-    """
-
-    def build(attention: str) -> Any:
-        config_of_its_own = copy.deepcopy(config)  # transformers notes the attention in it
-        return transformers.AutoModelForCausalLM.from_config(
-            config_of_its_own, attn_implementation=attention, dtype=torch.float32
-        )
-
-    try:
-        model = build(choose_attention(config, attention))
-    except ValueError:  # the family has no SDPA
-        assert attention == "auto"
-        model = build("eager")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.2 if parameter.ndim > 1 else parameter + noise * 0.1)
-    return model.to(device=device, dtype=dtype).train()  # type: ignore[no-any-return]
+    """The family's own model of random values, in training mode."""
+    model = plain.plain_model(config, seed=seed, attention=attention)
+    return model.to(device=device, dtype=dtype).train()
 
 
 # -- engines ---------------------------------------------------------------------------------------

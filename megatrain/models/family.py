@@ -53,24 +53,12 @@ def build_model(
         ModelError: transformers has no causal LM for this configuration, or refuses the attention
             implementation or a size.
     """
-    from transformers import AutoModelForCausalLM
-
     refuse_sizes(config)
     config = copy.deepcopy(config)
     config.use_cache = False
-    wanted = choose_attention(config, attention)
-    from_config: Any = partial(
-        AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code
-    )
     try:
         with meta_parameters():
-            try:
-                model = from_config(attn_implementation=wanted)
-            except ValueError:
-                if attention != "auto" or wanted == "eager":
-                    raise
-                # the family has no SDPA, because of sinks, say
-                model = from_config(attn_implementation="eager")
+            model = causal_lm(config, attention, dtype, trust_remote_code)
             model.tie_weights()
     except Exception as error:  # whatever a family's code does with numbers that it never met
         raise ModelError(
@@ -78,6 +66,30 @@ def build_model(
             f"{' '.join(str(error).split()) or type(error).__name__}"
         ) from error
     return model.train()  # type: ignore[no-any-return]
+
+
+def causal_lm(
+    config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Any:
+    """transformers' causal LM of `config`, in which it notes the attention.
+
+    attention: as `choose_attention`; "auto" falls back to eager.
+
+    Raises whatever the family's code does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    wanted = choose_attention(config, attention)
+    from_config: Any = partial(
+        AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    try:
+        return from_config(attn_implementation=wanted)
+    except ValueError:
+        if attention != "auto" or wanted == "eager":
+            raise
+        # the family has no SDPA, because of sinks, say
+        return from_config(attn_implementation="eager")
 
 
 def refuse_sizes(config: Any) -> None:

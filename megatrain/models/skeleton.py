@@ -16,6 +16,7 @@ from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
+from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead
 from megatrain.models.documents import documents_known, documents_of, none_found, separates
 from megatrain.models.family import build_model, draws_random_numbers, refuse_what_is_not_built
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
@@ -59,6 +60,9 @@ class Skeleton:
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, text.num_hidden_layers)
         findings = probe_model(self.model, stack)
+        # None: its small model does not tell
+        self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
+        refuse_looking_ahead(self.model, self.behaviour)
         self.layers: list[nn.Module] = list(stack)
         last = len(self.layers) - 1
         self.recorders = [
@@ -262,9 +266,11 @@ class Skeleton:
     def separates_documents(self) -> bool:
         """True if documents packed into one sequence cannot see each other in any layer.
 
-        Found once, before the model is bound to a device, from the masks that layers receive for
-        positions that begin anew.
+        Found once, before the model is bound to a device: the masks that layers receive for
+        positions that begin anew must say so, and a small model of the family must do so.
         """
+        if self._separates is None and not (self.behaviour and self.behaviour.separates):
+            self._separates = False
         if self._separates is None:
             ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
             try:

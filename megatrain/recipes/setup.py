@@ -91,8 +91,8 @@ def prepare(
     packing = config.data.packing if config.method == "sft" else None
     if packing is True and not skeleton.separates_documents():
         raise ConfigError(
-            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not mask "
-            "attention between examples packed into one sequence; set data.packing: false"
+            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
+            "examples apart that are packed into one sequence; set data.packing: false"
         )
     weights = None if source.init == "random" else source.source
     resolved = resolve(

@@ -12,23 +12,22 @@ import pytest
 import torch
 
 from megatrain.engine.context import fastest_attention
+from megatrain.models.plain import count_targets, plain_gradients, plain_loss
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing, distance
 from tests.plain import (
     DECAY,
     MAX_NORM,
-    count_targets,
     follow_in_fp32,
     named_gradients,
-    plain_gradients,
-    plain_loss,
     train_plain,
 )
 from tests.runs import cosine, gradients_of, masters_of, run, train_engine
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,
+    RECURRENT,
     WITH_EXTRAS,
     Batch,
     engine_of,
@@ -97,7 +96,7 @@ def assert_gradients_equal_autograd(
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        *((family, "auto") for family in (*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS)),
+        *((f, "auto") for f in (*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS, *RECURRENT)),
         ("falcon-7b", "eager"),
     ],
 )

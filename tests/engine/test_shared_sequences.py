@@ -15,19 +15,12 @@ from megatrain.settings import Settings
 from tests.compare import apart
 from tests.data.test_loader import FakeRows
 from tests.runs import gradients_of
-from tests.support import FAMILIES, MORE_FAMILIES, engine_of, tiny_config
+from tests.support import FAMILIES, MORE_FAMILIES, RECURRENT, engine_of, tiny_config
 
 SEQUENCES = [[0, 1], [2, 3, 4]]
 # These count positions otherwise, or make masks of their own: their rows would see each other.
-TOGETHER = {
-    "bloom",
-    "opt",
-    "opt-projected",
-    "falcon-7b",
-    "falcon-7b-untied",
-    "falcon-rw",
-    "falcon-40b",
-}
+TOGETHER = {"opt", "opt-projected", "falcon-7b", "falcon-7b-untied", "falcon-rw", "falcon-40b"}
+TOGETHER |= {"bloom", *RECURRENT}  # these have masks that say otherwise
 
 
 def check(model: Any, lengths: list[int], seq_len: int, share: float, **options: Any) -> None:
@@ -44,7 +37,7 @@ def check(model: Any, lengths: list[int], seq_len: int, share: float, **options:
     assert apart(gradients, expected, share) == []
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *RECURRENT])
 def test_rows_apart_and_together_have_the_same_gradients(family):
     if Skeleton(tiny_config(family)).separates_documents():
         check(family, [7, 5, 4, 3, 2], 13, 1e-5)

@@ -63,6 +63,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         HIDDEN | {"intermediate_size": 64, "use_bidirectional_attention": True},
         "use_bidirectional_attention shows every token the one it should predict",
     ),
+    "electra": (
+        "ElectraConfig",
+        LAYERS | {"embedding_size": 32, "is_decoder": False},
+        "shows every token the ones it should predict: .* set is_decoder to true in config.json",
+    ),
     "opt": ("OPTConfig", HIDDEN | OPT, "layerdrop"),
     "t5": (
         "T5Config",

@@ -18,8 +18,6 @@ import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.readers import read_text
-from megatrain.engine.resolved import packs
-from megatrain.models.skeleton import Skeleton
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.rows import read_rows
@@ -36,7 +34,6 @@ from tests.commands import (
     steps_of,
     write_jsonl,
 )
-from tests.support import tiny_config
 
 STEP_KEYS = """step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu
 gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"""
@@ -319,32 +316,6 @@ def test_packed_rows_train_as_padded_ones_do(megatrain, project):
         found[packing] = [*losses(run), *(row["eval_loss"] for row in evaluations_of(run))]
     assert found["auto"] == found["false"] != found["true"]
     assert found["true"] == pytest.approx(found["false"], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "packing", "seq_len", "packed"),
-    [
-        ("llama", None, 2048, True),  # the default is auto
-        ("llama", "auto", 4096, True),
-        ("llama", "auto", 4097, False),
-        ("llama", "true", 4097, True),
-        ("llama", "false", 2048, False),
-        ("opt", "auto", 2048, False),  # its rows would see each other
-    ],
-)
-def test_auto_packs_short_sequences_on_a_gpu(project, family, packing, seq_len, packed):
-    asked = [f"data.packing={packing}"] if packing else []
-    config = load_config("cfg.yaml", [f"train.seq_len={seq_len}", *asked])
-    skeleton = Skeleton(tiny_config(family))
-    assert packs(skeleton, config.data.packing, config.train.seq_len, "cuda") == packed
-
-
-def test_packing_is_refused_where_rows_would_see_each_other(megatrain, monkeypatch):
-    monkeypatch.setattr(Skeleton, "separates_documents", lambda _: False)
-    done = megatrain("plan cfg.yaml sample_packing=true", code=2)
-    assert "a llama model does not mask attention between examples packed into one" in done.err
-    assert "set data.packing: false" in done.err
-    megatrain("plan cfg.yaml data.packing=auto")
 
 
 def test_a_run_says_what_it_took_beside_what_was_planned(megatrain, project):

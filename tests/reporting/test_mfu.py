@@ -86,7 +86,7 @@ def test_layers_without_attention_s_matrices_pay_for_none():
     for config in (Qwen3NextConfig(**layers), Mamba2Config(num_hidden_layers=2)):
         layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(4)]
         blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None), config, idle=0)
+        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
         heads = 16 * 256 if isinstance(config, Qwen3NextConfig) else 0
         assert [layer.width for layer in work.attention] == [0, heads]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from megatrain.planner.cost.work import (
 )
 
 EMBED, HEAD = 0, -1  # blocks
+MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,9 @@ class DryRun:
         weights = [layer.get_parameter(f"{name}.weight") for name in self._skippable(index)]
 
         def run(rows: int) -> Tally:
-            hidden, call = self._hidden(*self._shape(rows)), self._calls(rows)[index]
-            return self._tally(1 + index, lambda: self.skeleton.layer(index, hidden, call), hidden)
+            shape, call = self._shape(rows), self._calls(rows)[index]
+            forward, (hidden, *own) = blank_call(layer, shape, self.skeleton.dtype, call)
+            return tally(forward, [hidden], own, fused=self.fused, runs_on=self.runs_on)
 
         cost = cost_per_token(run, self.seq_len)
         cost = replace(cost, skippable_flops=sum(2 * weight.numel() for weight in weights))
@@ -286,7 +289,9 @@ class DryRun:
         if rows not in self._known_calls:
             with torch.no_grad(), without_data():
                 _, calls = self._embed(rows)
-            self._known_calls[rows] = _padded(calls, rows, self.seq_len) if self.padded else calls
+            if self.padded:
+                calls = _padded(self.skeleton.layers, calls, rows, self.seq_len)
+            self._known_calls[rows] = calls
         return self._known_calls[rows]
 
     def _shape(self, rows: int) -> tuple[int, int, int]:
@@ -309,7 +314,9 @@ def primes() -> Iterator[int]:
     return (n for n in count(11, 2) if all(n % divisor for divisor in range(3, n, 2)))
 
 
-def _padded(calls: Iterable[LayerCall], rows: int, seq_len: int) -> list[LayerCall]:
+def _padded(
+    layers: Iterable[nn.Module], calls: Iterable[LayerCall], rows: int, seq_len: int
+) -> list[LayerCall]:
     """What layers receive for padded sequences: a mask for each, where an unpadded batch has none
     or one for all.
 
@@ -318,16 +325,28 @@ def _padded(calls: Iterable[LayerCall], rows: int, seq_len: int) -> list[LayerCa
     """
     masks: dict[int | None, Tensor] = {}
     padded = []
-    for call in calls:
-        mask = call.kwargs.get("attention_mask")
+    for layer, call in zip(layers, calls, strict=True):
+        args, kwargs, place = list(call.args), dict(call.kwargs), _place_of_mask(layer)
+        by_place = place < len(args)
+        mask = args[place] if by_place else kwargs.get(MASK)
         key = None if mask is None else id(mask)
         if key not in masks:
             shape, dtype = (1, seq_len, seq_len), torch.bool
             if mask is not None:
                 shape, dtype = mask.shape[1:], mask.dtype
             masks[key] = torch.empty(rows, *shape, dtype=dtype, device="meta")
-        padded.append(LayerCall(call.args, {**call.kwargs, "attention_mask": masks[key]}))
+        if by_place:
+            args[place] = masks[key]
+        else:
+            kwargs[MASK] = masks[key]
+        padded.append(LayerCall(tuple(args), kwargs))
     return padded
+
+
+def _place_of_mask(layer: nn.Module) -> int:
+    """Where the mask stands among a layer's arguments after the hidden states, or their number."""
+    names = [*inspect.signature(layer.forward).parameters][1:]
+    return names.index(MASK) if MASK in names else len(names)
 
 
 def cross_entropy(logits: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megatrain.models.transforms.fp8 import Fp8Linear
 from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
 from tests.planned import QWEN_SIZES, sizes
+from tests.support import RECURRENT, tiny_config
 
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
 
@@ -69,6 +70,13 @@ def test_layers_share_a_sliding_mask_when_padded():
     padded = shape_of(Skeleton(config), 32, [64], padded=True)
     # less than a mask for each layer
     assert padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_with_buffers_and_with_masks_by_place_are_counted(family, padded):
+    found = shape_of(Skeleton(tiny_config(family)), 8, [16], padded=padded)
+    assert all(layer.forward.matmul_flops > 0 for layer in found.cost.layers)
 
 
 def test_a_bound_skeleton_is_refused():

@@ -1,0 +1,246 @@
+"""A small configuration of the same family, on which what a family does can be tried in seconds.
+
+Sizes follow a table of keys. All else stays as it is: which layer has which type, what is tied,
+biases, norms, caps, the kind of rotary embedding. Only dropout is set to 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.errors import ModelError
+from megatrain.models.anatomy import find_layers
+from megatrain.models.family import build_model, draws_random_numbers
+
+HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
+WINDOW = 5  # fewer tokens than a small batch has, so that windows and sparse attention matter
+MOST_LAYERS = 24
+MOST_PARAMETERS = 8 << 20
+
+# Keys, under the names that transformers gives them in every family, by what their values are.
+TABLE: dict[str, str] = {
+    "hidden size": "hidden_size",
+    "heads": """num_attention_heads num_attention_heads_per_layer swa_num_attention_heads
+        index_n_heads n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads linear_num_heads
+        linear_num_value_heads""",
+    # each for several of the others: 1 stays 1, as many stay as many
+    "shared heads": """num_key_value_heads num_kv_heads swa_num_key_value_heads kv_n_heads
+        linear_num_key_heads""",
+    "dimensions of a head": """head_dim swa_head_dim attention_head_dim qk_nope_head_dim
+        qk_rope_head_dim qk_head_dim v_head_dim index_head_dim kv_channels rotary_dim
+        linear_head_dim linear_key_head_dim linear_value_head_dim""",
+    "dimensions of a recurrent head": "mamba_d_head mamba_head_dim mamba_headdim",
+    "width": """intermediate_size moe_intermediate_size shared_expert_intermediate_size
+        shared_experts_intermediate_size shared_intermediate_size dense_intermediate_size
+        prefix_dense_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp
+        expert_ffn_hidden_size ffn_hidden_size ffn_dim n_inner dff dim_ff attention_hidden_size
+        word_embed_proj_dim embedding_size lru_width mamba_d_ssm q_lora_rank kv_lora_rank
+        o_lora_rank moe_latent_size router_hidden_size dim_model_base""",
+}
+AT_MOST: dict[int, str] = {
+    1: "topk_group",
+    2: """num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group
+        num_expert_group n_groups mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts
+        moe_num_shared_experts""",
+    4: """num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
+        time_step_rank mamba_dt_rank""",
+    WINDOW: """sliding_window sliding_window_size attention_window_size window_size local_attention
+        attention_chunk_size index_topk keep_window_size""",
+    8: "chunk_size mamba_chunk_size",
+    16: "state_size ssm_state_size mamba_d_state",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+}
+WHAT = {key: what for what, keys in TABLE.items() for key in keys.split()}
+LIMITS = {key: limit for limit, keys in AT_MOST.items() for key in keys.split()}
+SHARED_BY = {
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "linear_num_key_heads": "linear_num_value_heads",
+}
+LAYERS = re.compile("layer|types$|pattern$|idxs$|indices$")
+RANDOM = re.compile("drop|jitter")
+
+
+def shrink(
+    config: Any, stack: nn.ModuleList, attention: str, trust_remote_code: bool = False
+) -> Any:
+    """A configuration with few layers of every kind and small sizes, or else only with few layers.
+
+    Args:
+        config: a transformers configuration.
+        stack: its model's decoder layers, on meta, whose kinds the small model must have, too.
+        attention: its implementation, as transformers names it.
+
+    Raises ModelError if the family's code takes neither, or the model is too large with either.
+    """
+    text = config.get_text_config()
+    kinds, sizes = kinds_of(text, stack), Sizes(text)
+    changes: list[Callable[[str, Any], Any]] = [sizes.smaller, lambda key, value: value]
+    reasons = []
+    for smaller, depth in product(changes, depths_of(kinds)):
+        try:
+            small = read_changed(config, len(stack), depth, smaller)
+            built = build_model(small, attention, torch.float32, trust_remote_code)
+            layers = find_layers(built, small.get_text_config().num_hidden_layers)[1]
+        except ModelError as error:
+            reasons.append(str(error))
+            continue
+        if sum(p.numel() for p in built.parameters()) > MOST_PARAMETERS:
+            reasons.append(f"it is too large with {depth} layers")
+        elif set(kinds_of(small.get_text_config(), layers)) != set(kinds):
+            reasons.append(f"{depth} layers have not all kinds")
+        elif draws_random_numbers(built):
+            reasons.append("it draws random numbers")
+        else:
+            return small
+    raise ModelError(f"{type(config).__name__} has no small model: {reasons[-1]}")
+
+
+class Sizes:
+    """The sizes of a language model, and what they become."""
+
+    def __init__(self, text: Any) -> None:
+        self.given = text.to_dict()
+        # attribute_map: standard name -> the family's own
+        self.standard = {own: name for name, own in text.attribute_map.items()}
+        own, given = text.attribute_map, self.given
+        self.heads = given.get(own.get("num_attention_heads", "num_attention_heads")) or 0
+        width = given.get(own.get("hidden_size", "hidden_size")) or HEADS * HEAD_DIM
+        dim = given.get("head_dim") or (width // self.heads if self.heads else 0) or HEAD_DIM
+        # a model whose heads do not add up to the hidden size keeps that
+        self.hidden = HEADS * HEAD_DIM if dim * self.heads in (0, width) else 3 * HEAD_DIM
+        self.of_width, self.of_head = self.hidden / width, HEAD_DIM / dim
+        inner = given.get("mamba_d_ssm")
+        expand = self.given.get("expand", self.given.get("mamba_expand", 1))
+        self.inner = self.width(inner) if inner else int(expand * self.hidden)
+
+    def width(self, value: float) -> int:
+        """A width in proportion to the hidden size, in whole eighths."""
+        return max(8, -(-round(value * self.of_width) // 8) * 8)
+
+    def smaller(self, own: Any, value: Any) -> Any:
+        """What a key of the configuration becomes."""
+        key = str(self.standard.get(own, own))
+        if isinstance(value, dict):
+            return {name: self.smaller(name, inner) for name, inner in value.items()}
+        if key.endswith("token_id"):
+            return _each(lambda token: token % VOCABULARY if token > 0 else token, value)
+        if key == "mrope_section":
+            return shares(value, round(sum(value) * self.of_head))
+        if key in ("long_factor", "short_factor"):  # one for each pair of a head's dimensions
+            return value[: round(len(value) * self.of_head)]
+        if isinstance(value, bool) or not isinstance(value, int | list) or not value:
+            return value
+        return _each(lambda number: self.number(key, number), value)
+
+    def number(self, key: str, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return value
+        what = WHAT.get(key)
+        if what == "hidden size":
+            return self.hidden
+        if what == "heads":
+            return HEADS
+        if what == "shared heads":
+            others = self.given.get(SHARED_BY.get(key), self.heads)
+            return HEADS if value == others else min(value, HEADS // 2)
+        if what == "dimensions of a recurrent head" or (key == "head_dim" and not self.heads):
+            return self.inner // HEADS
+        if what == "dimensions of a head":
+            return max(2, 2 * round(value * self.of_head / 2))
+        return self.width(value) if what == "width" else min(value, LIMITS.get(key, value))
+
+
+def shares(parts: Sequence[int], total: int) -> list[int]:
+    """Whole numbers in proportion to `parts` that sum up to `total`."""
+    ends = [round(total * sum(parts[: n + 1]) / sum(parts)) for n in range(len(parts))]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    if value is None:
+        return None
+    return [change(one) for one in value] if isinstance(value, list) else change(value)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def kinds_of(text: Any, stack: nn.ModuleList) -> list[Any]:
+    """What each layer has in common with others of its kind, whatever their sizes: its class, its
+    tensors (a number in a name is an expert's) and what the configuration says of it."""
+    by_layer = [
+        value
+        for key, value in text.to_dict().items()
+        if _is_by_layer(key, value, len(stack)) and key not in WHAT
+    ]
+    kinds = []
+    for index, layer in enumerate(stack):
+        tensors = [*layer.named_parameters(), *layer.named_buffers()]
+        names = frozenset((re.sub(r"\d+", "n", name), tensor.ndim) for name, tensor in tensors)
+        kinds.append((type(layer).__name__, names, *(repr(given[index]) for given in by_layer)))
+    return kinds
+
+
+def depths_of(kinds: Sequence[Any]) -> list[int]:
+    """So many layers from the front that each kind is there twice, if it ever is.
+
+    A kind of its own at the end may be there because it is the last: then fewer do.
+    """
+    count, places = len(kinds), defaultdict(list)
+    for index, kind in enumerate(kinds):
+        places[kind].append(index)
+    ends = [found[:2][-1] for found in places.values()]
+    found = {1 + max((end for end in ends if end < count - 1), default=0), 1 + max(ends)}
+    return sorted({min(max(depth, 2), count, MOST_LAYERS) for depth in found})
+
+
+def _is_by_layer(key: str, value: Any, count: int) -> bool:
+    """True for a list that says something of each layer."""
+    if not isinstance(value, list) or len(value) != count or _are_indices(key, value):
+        return False
+    return key in WHAT or bool(LAYERS.search(key))
+
+
+def _are_indices(key: str, value: Any) -> bool:
+    """True for a list of the layers that something is said of."""
+    numbers = isinstance(value, list) and all(type(v) is int for v in value)
+    return numbers and bool(LAYERS.search(key)) and value == sorted(set(value))
+
+
+def _first_layers(key: str, value: Any, count: int, depth: int) -> Any:
+    """What a key says of the first `depth` of `count` layers."""
+    if key == "per_layer_config" and value:
+        return {index: given for index, given in value.items() if int(index) < depth}
+    if key == "attention_types":  # GPT-Neo's: patterns, and how often
+        return [[pattern, depth // len(pattern)] for pattern, _ in value]
+    if key == "moe_layer_end_index":
+        return min(value, depth - 1)
+    if _are_indices(key, value):
+        return [index for index in value if index < depth]
+    return value[:depth] if _is_by_layer(key, value, count) else value
+
+
+def read_changed(config: Any, count: int, depth: int, smaller: Callable[[str, Any], Any]) -> Any:
+    """The configuration with `depth` of its `count` layers, no dropout, and sizes as `smaller`
+    says. Raises ModelError."""
+    text, found = config.get_text_config(), {}
+    try:
+        for key, value in text.to_dict().items():
+            cut = _first_layers(key, value, count, depth)
+            random = isinstance(value, float) and RANDOM.search(key)
+            found[key] = 0.0 if random else smaller(key, cut)
+        found[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = depth
+        if text is not config:
+            whole: dict[str, Any] = config.to_dict()
+            found = {key: found if getattr(config, key) is text else whole[key] for key in whole}
+        return type(config).from_dict(found)
+    except Exception as error:  # whatever a family's code raises on numbers that do not fit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"it refuses other sizes ({reason})") from error
