@@ -50,16 +50,35 @@ class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
+def torch_paths() -> Iterator[None]:
+    """Have transformers compute in plain torch, though a package of kernels is installed (fla,
+    mamba-ssm, causal-conv1d): of tensors without data, kernels would want addresses.
+
+    It does so while it takes a model to be exported. Only its choice of kernels is told that: its
+    own torch code, which avoids some operators then, stays as it is.
+    """
+    from transformers.integrations import hub_kernels
+
+    asked = hub_kernels.is_torchdynamo_exporting
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = asked
+
+
+@contextmanager
 def on_meta() -> Iterator[None]:
     """For a layer on the meta device, whose questions about values fail."""
-    with MetaKernels():  # type: ignore[no-untyped-call]
+    with torch_paths(), MetaKernels():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """For runs on the meta device: under `AssumeYes`, and the random state stays as it was."""
-    with torch.random.fork_rng(devices=[]), AssumeYes():  # type: ignore[no-untyped-call]
+    """For runs on the meta device: as `on_meta`, but under `AssumeYes`, and the random state stays
+    as it was."""
+    with torch.random.fork_rng(devices=[]), torch_paths(), AssumeYes():  # type: ignore[no-untyped-call]
         yield
 
 

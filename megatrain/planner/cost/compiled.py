@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.models.meta import torch_paths
 from megatrain.models.recorder import LayerCall
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
@@ -95,7 +96,7 @@ def predict_compiled(
     function, inputs = _as_function(layer, hidden_shape, dtype, call)
     attention = FusedAttention(runs_on, _traced_attention) if fused_attention else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[]), attention:
+        with torch.random.fork_rng(devices=[]), torch_paths(), attention:
             full, cheap = _trace_and_cut(function, inputs)
             with skipping(layer, skipped):
                 again = _trace_and_cut(function, inputs)[0] if skipped else full

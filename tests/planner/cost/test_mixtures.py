@@ -7,11 +7,12 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import blank_call
+from megatrain.models.plain import plain_gradients
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import shape_of
 from tests.compare import apart
-from tests.plain import named_gradients, plain_gradients
+from tests.plain import named_gradients
 from tests.runs import gradients_of
 from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
 

@@ -1,0 +1,100 @@
+"""Kernels of packages beside transformers (fla, mamba-ssm, causal-conv1d) and tensors without data.
+
+The packages need a GPU. Stand-ins of them, given to transformers' own decorator, raise as Triton
+does on the meta device.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+from megatrain.models.meta import blank_call, on_meta
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.compiled import predict_compiled
+from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
+from megatrain.planner.cost.shape import shape_of
+from tests.support import LINEAR, MAMBA, SIZES, tiny_config
+
+LAYERS: Any = {"num_hidden_layers": 2}
+HYBRID: Any = LAYERS | {"layer_types": ["linear_attention", "full_attention"]}
+STATE_SPACE: Any = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}
+CONFIGS = {
+    "qwen3_5": transformers.Qwen3_5TextConfig(**SIZES | LINEAR | HYBRID, head_dim=8),
+    "qwen3_next": tiny_config("qwen3-next", num_hidden_layers=2),
+    "mamba2": transformers.Mamba2Config(**SIZES | LAYERS | STATE_SPACE),
+    "falcon_h1": transformers.FalconH1Config(**SIZES | LAYERS | MAMBA, mamba_d_ssm=64),
+}
+
+
+class Package(ModuleType):
+    """Has every module and every function."""
+
+    def __getattr__(self, name: str) -> Package:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Package(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+
+@pytest.fixture(params=CONFIGS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """The family's functions, decorated anew while the packages are there."""
+    module = sys.modules[f"transformers.models.{family}.modeling_{family}"]
+    found = 0
+    for name, function in list(vars(module).items()):
+        if isinstance(function, FunctionType) and "is_new_implementation" in names_of(function):
+            cells = names_of(function)
+            monkeypatch.setitem(sys.modules, cells["package"], Package(cells["package"]))
+            decorated = use_kernel_func_from_hub_with_fallback(cells["func_name"], cells["package"])
+            monkeypatch.setattr(module, name, decorated(cells["torch_function"]))
+            found += 1
+    assert found > 3
+
+
+def names_of(function: FunctionType) -> dict[str, Any]:
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+def footprints(skeleton: Skeleton) -> list[Footprint]:
+    hidden, calls = skeleton.dry_call(2, 8)
+    given = (tuple(hidden.shape), skeleton.dtype)
+    pairs = zip(skeleton.layers, calls, strict=True)
+    return [call_peak_bytes(*blank_call(layer, *given, call)) for layer, call in pairs]
+
+
+PLAIN = {name: Skeleton(config) for name, config in CONFIGS.items()}
+
+
+def test_models_are_read_and_their_layers_counted_with_transformers_own_path(family, installed):
+    skeleton = Skeleton(CONFIGS[family])
+    assert footprints(skeleton) == footprints(PLAIN[family])
+    hidden, calls = skeleton.dry_call(2, 8)
+    forward, _ = blank_call(skeleton.layers[0], tuple(hidden.shape), torch.bfloat16, calls[0])
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        forward()  # the stand-ins are in the way
+    with on_meta():
+        assert forward().shape == hidden.shape
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"], indirect=True)
+def test_their_plans_are_made_too(family, installed):
+    shape = shape_of(Skeleton(CONFIGS[family]), 8, [8])
+    assert min(layer.forward.matmul_flops for layer in shape.cost.layers) > 0
+    hidden, calls = PLAIN[family].dry_call(1, 8)
+    given = PLAIN[family].layers[0], (1, 8, hidden.shape[-1]), torch.bfloat16, calls[0]
+    assert predict_compiled(*given, fused_attention=True, runs_on="cuda") is not None
