@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,7 @@ def find_model(source: str, revision: str | None = None) -> None:
 
     Raises ModelError.
     """
-    if Path(source).expanduser().exists():
+    if Path(expanduser(source)).exists():
         return
     import huggingface_hub
 
@@ -120,7 +121,7 @@ def find_shape(name: str) -> None:
 
     if name in SHAPES:
         return
-    if "/" not in name and not Path(name).expanduser().exists():
+    if "/" not in name and not Path(expanduser(name)).exists():
         raise ConfigError(
             f"{name}: is no local folder or file; known shapes are {', '.join(SHAPES)}; a model of "
             "the hub is named with its owner: owner/model"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.durable import sync_folder
-from megatrain.errors import DataError, StorageError
+from megatrain.errors import ConfigError, DataError, StorageError
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -164,10 +164,19 @@ class TokenRows:
 
 
 def default_cache() -> Path:
-    """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder."""
+    """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder.
+
+    Raises ConfigError where there is neither.
+    """
     if "MEGATRAIN_CACHE" in os.environ:
         return Path(os.environ["MEGATRAIN_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megatrain" / "tokens"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
+        ) from error
+    return folder / "megatrain" / "tokens"
 
 
 class RowWriter:

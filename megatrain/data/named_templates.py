@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ TOKEN = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?s>|<(?:start|end)_of
 
 def find_template(name: str) -> str:
     """The source of a template by name, or of a file. Raises DataError if there is neither."""
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     if name in TEMPLATES:
         path = FOLDER / f"{name}.jinja"
     elif not path.is_file():

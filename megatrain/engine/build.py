@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import Any, Literal
 
@@ -279,7 +280,7 @@ def _tiers(memory: Mapping[str, Any] | None) -> tuple[int | None, int | None, tu
         if size is not None and (type(size) is not int or size <= 0):
             raise ConfigError(f"memory: {name} must be a size such as '80GiB', not {value!r}")
         sizes[name] = size
-    return sizes["gpu"], sizes["host"], tuple(Path(folder).expanduser() for folder in folders)
+    return sizes["gpu"], sizes["host"], tuple(Path(expanduser(folder)) for folder in folders)
 
 
 def _check_types(optimizer: object, settings: object, seed: object, max_grad_norm: object) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,7 +74,36 @@ class ModelSource:
     def load(self, auto: Any, trust_remote_code: bool) -> Any:
         """What transformers' class `auto` reads from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
-        return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+        with nothing_overlooked(self.path):
+            return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+
+
+@contextmanager
+def nothing_overlooked(folder: Path) -> Iterator[None]:
+    """Raises the OSError with which a file below the folder could not be looked at.
+
+    `os.path.isfile` says then that it is not there, and transformers makes another tokenizer
+    without it.
+    """
+    look, failed = os.stat, []
+
+    def watched(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        try:
+            return look(path, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            if str(path).startswith(f"{folder}/"):
+                failed.append(error)
+            raise
+
+    os.stat = watched
+    try:
+        yield
+    finally:
+        os.stat = look
+        if failed:
+            raise failed[0]
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
@@ -111,7 +143,7 @@ def resolve_source(
 
     Raises ModelError if there is no such model, or the hub cannot be reached.
     """
-    path = Path(source).expanduser()
+    path = Path(expanduser(source))
     if path.is_dir():
         return _resolve_folder(path)
     if path.is_file():
@@ -238,6 +270,9 @@ def load_tokenizer(
         if type(error) is not Exception and not isinstance(error, UNUSABLE):
             raise
         raise ModelError(f"{source.file}: the tokenizer {_explain(error)}") from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        longest = f"model_max_length is {tokenizer.model_max_length!r}"
+        raise ModelError(f"{source.file}: the tokenizer's {longest}; a number is wanted")
     if chat_template is not None:
         use_template(tokenizer, chat_template)
     turn = end_of_turn(tokenizer)

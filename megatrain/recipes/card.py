@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def public_name(source: object) -> str:
 
 def is_local(source: str) -> bool:
     """True unless it is the name of something on the hub."""
-    path = Path(source).expanduser()
+    path = Path(expanduser(source))
     return path.is_absolute() or path.exists()
 
 

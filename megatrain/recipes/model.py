@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ def check_weights(source: str, *, needed: bool = True) -> None:
 
     needed: false allows a folder without any. Raises ModelError and StorageError.
     """
-    folder = Path(source).expanduser()
+    folder = Path(expanduser(source))
     if not folder.is_dir() or resolve_source(folder).kind == "gguf":
         return
     if needed or any(folder.glob("*.safetensors")):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import random
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import TokenRows, load_cached_set
+from megatrain.data.dataset import TokenRows, default_cache, load_cached_set
+from megatrain.errors import ConfigError
 from tests.commands import environment
 from tests.files import names
 
@@ -148,3 +150,13 @@ def test_a_file_that_is_cut_short_while_it_is_read_leaves_a_stack(tmp_path):
     assert done.returncode < 0
     assert "Fatal Python error: Bus error" in done.stderr
     assert 'File "<string>", line 7' in done.stderr
+
+
+def test_without_a_home_the_cache_needs_a_name(monkeypatch):
+    for name in ("MEGATRAIN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        pwd, "getpwuid", {}.__getitem__
+    )  # a user id without a name, as in containers
+    with pytest.raises(ConfigError, match="set MEGATRAIN_CACHE to a folder"):
+        default_cache()

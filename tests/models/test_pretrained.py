@@ -3,7 +3,9 @@ obeyed."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,33 @@ def test_a_tokenizer_that_cannot_be_parsed_is_named(folder: Path, change: dict[s
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ModelError, match="model: the tokenizer cannot be used"):
+        load_tokenizer(resolve_source(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_file_that_cannot_be_looked_at_is_not_taken_for_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    look = os.stat
+    failures: list[object] = []
+
+    def once(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path) == str(folder / name) and not failures:
+            failures.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", once)
+    with pytest.raises(ModelError, match="Input/output error"):
+        load_tokenizer(ModelSource("folder", folder))
+    assert load_tokenizer(ModelSource("folder", folder)).is_fast
+
+
+def test_a_length_that_is_no_number_is_named(folder: Path) -> None:
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    edit(folder, "tokenizer_config.json", model_max_length="long")
+    with pytest.raises(ModelError, match="model: the tokenizer's model_max_length is 'long'"):
         load_tokenizer(resolve_source(folder))
 
 

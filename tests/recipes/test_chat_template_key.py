@@ -64,6 +64,11 @@ def test_what_cannot_be_used_is_named_with_its_line(megatrain, project):
     assert error.startswith(f"error: {words}")
 
 
+def test_a_template_in_the_home_of_nobody_is_named(megatrain, project):
+    error = megatrain("data cfg.yaml", "data.chat_template=~nobody-here/x", code=2).err
+    assert "data.chat_template: ~nobody-here/x: no such file, and no such name" in error
+
+
 def test_a_gguf_file_takes_one_too(smollm2_gguf):
     tokenizer: Any = load_tokenizer(resolve_source(smollm2_gguf), chat_template="alpaca")
     text = tokenizer.apply_chat_template(TURNS, tokenize=False)
