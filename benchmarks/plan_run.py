@@ -50,7 +50,7 @@ def plan_case(case: Case, device: str) -> Plan:
     import torch
 
     from megatrain.engine.placement import PRECISIONS
-    from megatrain.machine.hardware import GIB, keep_heap_small, read_hardware
+    from megatrain.machine.hardware import GIB, bound_heap, keep_caches_small, read_hardware
     from megatrain.models.skeleton import Skeleton
     from megatrain.planner.job import Budget
     from megatrain.planner.memory import Layout
@@ -58,7 +58,8 @@ def plan_case(case: Case, device: str) -> Plan:
     from megatrain.planner.search import Search
     from megatrain.recipes.doctor import measured_or_typical
 
-    keep_heap_small()
+    keep_caches_small()
+    bound_heap()  # what plans count on where memory is short
     hardware = read_hardware(".", device)
     skeleton = Skeleton(case.config(), dtype=PRECISIONS[case.precision])
     shape = shape_of_case(case, skeleton, device)

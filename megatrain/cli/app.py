@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,12 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
 Timeline = Annotated[
     Path | None,
     typer.Option(help="File for the timeline of a steady step, .json or .json.gz, for Perfetto."),
+]
+NoVerify = Annotated[
+    bool,
+    typer.Option(
+        "--no-verify", help="Do not compare files with the hashes of MANIFEST.json, only sizes."
+    ),
 ]
 Checkpoint = Annotated[str | None, typer.Option(help="last, best, proven or checkpoint-N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -113,6 +120,18 @@ def find_model(source: str, revision: str | None = None) -> None:
     # it warns of every retry
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     resolve_source(source, revision, weights=False)
+
+
+def reading(no_verify: bool) -> AbstractContextManager[None]:
+    """Inside, a model is read, and compared with its hashes unless that is not wanted, as is said.
+
+    Commands that write a run's log say it there.
+    """
+    from megatrain.storage.manifest import UNVERIFIED, verifying
+
+    if no_verify:
+        typer.echo(f"warning: {UNVERIFIED}", err=True)
+    return verifying(not no_verify)
 
 
 def find_shape(name: str) -> None:

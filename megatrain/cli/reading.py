@@ -12,12 +12,14 @@ from megatrain.cli.app import (
     AsJson,
     Checkpoint,
     ConfigFile,
+    NoVerify,
     Overrides,
     RunDir,
     app,
     find_model,
     need_folder,
     print_json,
+    reading,
 )
 from megatrain.errors import ConfigError, printable
 from megatrain.reporting.streams import console_on
@@ -57,13 +59,14 @@ def evaluate(
         str | None, typer.Option(help="Rows to evaluate on; default: those the run holds out.")
     ] = None,
     as_json: AsJson = False,
+    no_verify: NoVerify = False,
 ) -> None:
     """Compute the held-out loss of a run, a checkpoint or any other model."""
     find_model(model)
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
 
-    with logging_on(console_on(stderr=True)):
+    with logging_on(console_on(stderr=True)), reading(no_verify):
         result = inspect.evaluate(model, data)
     if as_json:
         print_json(result)
@@ -83,12 +86,14 @@ def export(
     ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
+    no_verify: NoVerify = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
-    folder = export_model(run_dir, out, dtype, checkpoint)
+    with reading(no_verify):
+        folder = export_model(run_dir, out, dtype, checkpoint)
     if as_json:
         print_json({"folder": str(folder)})
     else:
@@ -115,6 +120,7 @@ def generate(
         ),
     ] = None,
     as_json: AsJson = False,
+    no_verify: NoVerify = False,
 ) -> None:
     """Answer a prompt with a model; on a terminal word by word."""
     if prompt is None and sys.stdin.isatty():
@@ -128,7 +134,9 @@ def generate(
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     live = sys.stdout.isatty() and not as_json
-    answer = inspect.generate(model, question, max_new_tokens, sampling, _say if live else None)
+    say = _say if live else None
+    with reading(no_verify):
+        answer = inspect.generate(model, question, max_new_tokens, sampling, say)
     if as_json:
         print_json({"prompt": question, "answer": answer})
     else:

@@ -12,6 +12,7 @@ from megatrain.cli.app import (
     Checkpoint,
     ConfigFile,
     ConfigOrModel,
+    NoVerify,
     Overrides,
     RunDir,
     Timeline,
@@ -36,6 +37,7 @@ def train(
     overrides: Overrides = None,
     as_json: AsJson = False,
     profile: Timeline = None,
+    no_verify: NoVerify = False,
 ) -> None:
     """Train a model as a config file says."""
     one_process()
@@ -45,8 +47,11 @@ def train(
     with stop_requests():
         find_model(settings.model.source, settings.model.revision)
         from megatrain.recipes import run
+        from megatrain.storage.manifest import verifying
 
-        finish(run.train(settings, profile), as_json)
+        with verifying(not no_verify):
+            summary = run.train(settings, profile)
+        finish(summary, as_json)
 
 
 @app.command()
@@ -55,14 +60,18 @@ def resume(
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
+    no_verify: NoVerify = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
     one_process()
     need_folder(run_dir)
     with stop_requests():
         from megatrain.recipes import run
+        from megatrain.storage.manifest import verifying
 
-        finish(run.resume(run_dir, overrides or [], checkpoint), as_json)
+        with verifying(not no_verify):
+            summary = run.resume(run_dir, overrides or [], checkpoint)
+        finish(summary, as_json)
 
 
 @app.command()

@@ -19,8 +19,9 @@ from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, reso
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import (
     bf16_is_fast,
+    bound_heap,
     disk_free,
-    keep_heap_small,
+    keep_caches_small,
     read_hardware,
     update_threads,
 )
@@ -37,6 +38,7 @@ from megatrain.storage.manifest import check_description
 logger = logging.getLogger("megatrain")
 
 PLAN_NEEDS = "settings='auto': a plan needs both tokens_per_step and seq_len"
+ROOM_FOR_HOLES = 2  # of a plan: its budget then takes what malloc leaves unused
 NO_PLAN = (
     "tokens_per_step, seq_len and memory are for settings='auto'; your settings say what lies where"
 )
@@ -135,7 +137,7 @@ def prepare(
                 wanted = "give a whole number of at least 1"
                 raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
         gpu_limit, host_limit, nvme_folders = _tiers(memory)
-        keep_heap_small()
+        keep_caches_small()
         check_positions(skeleton, seq_len, "seq_len")
         hardware = read_hardware(".", where.type)
         profile, assumed = with_drives(known_or_typical(hardware), nvme_folders, hardware)
@@ -211,6 +213,7 @@ def prepare_planned(plan: Plan) -> Prepared:
             "and ram"
         )
     hold_to_budget(machine, resolved.gpu_limit)
+    bound_heap_if_short(plan)
     # its own: a plan may open several engines
     skeleton = _skeleton(
         resolved.skeleton.config, resolved.attention, machine.precision, resolved.weights
@@ -245,6 +248,12 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - hardware.context_bytes
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)
+
+
+def bound_heap_if_short(plan: Plan) -> None:
+    """Keep malloc to the plan's bytes, unless a CPU's run has room for the holes in its heap."""
+    if plan.made_of.machine.hardware.gpu or plan.host_bytes * ROOM_FOR_HOLES > plan.budget.host:
+        bound_heap()
 
 
 def read_config(config: Any, trust_remote_code: bool) -> Any:

@@ -56,7 +56,7 @@ ADDRESS_SPARE_BYTES = 512 * MIB
 # glibc maps large blocks and returns them when they are freed, but raises the size from which it
 # does so up to 32 MiB as it goes. Smaller activations then leave holes in heaps that are never
 # returned: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time. A fixed size costs page
-# faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md).
+# faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md), so it is for short memory.
 LARGE_BLOCK_BYTES = 2 * MIB
 _M_MMAP_THRESHOLD = -3  # malloc.h
 # oneDNN keeps generated code for 1024 shapes of bf16 matmuls, and PyTorch its own copy: with
@@ -205,10 +205,14 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def keep_heap_small() -> None:
-    """Keep malloc and CPU kernel libraries from hoarding memory. Call it before they compute."""
+def keep_caches_small() -> None:
+    """Keep CPU kernel libraries from hoarding memory. Call it before they compute."""
     for name, value in LIBRARY_CACHES.items():
         os.environ.setdefault(name, value)
+
+
+def bound_heap() -> None:
+    """Keep malloc from hoarding memory: it returns large blocks, at the price of page faults."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)

@@ -81,7 +81,7 @@ class Device:
         return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0, out=target))
 
     def fresh(self, nbytes: int) -> float:
-        """The same into pages just mapped by malloc (hardware.keep_heap_small): first touch."""
+        """The same into pages just mapped by malloc (hardware.bound_heap): first touch."""
         source = torch.zeros(nbytes // 4, device=self.device)
         return 2 * source.nbytes / self._clock.seconds(lambda: torch.add(source, 1.0))
 

@@ -65,11 +65,9 @@ def download(name: str, revision: str | None, files: list[str], hint: str = "") 
 
 def _bar() -> Any:
     """The hub's progress bar; a download may end wherever it moves."""
-    import huggingface_hub.utils
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    hubs: Any = vars(huggingface_hub.utils)["tqdm"]
-
-    class Bar(hubs):
+    class Bar(tqdm):
         def update(self, n: float | None = 1) -> Any:
             may_end_here()
             return super().update(n)

@@ -36,7 +36,7 @@ FP8_TRAFFIC = 1.45
 # 1.5 (float32) to 1.9; a 7.6B model's step: 1.5.
 EAGER_TRAFFIC = 1.6
 # The same on a CPU, at the rate of first-touch writes, where every larger tensor is written
-# (hardware.keep_heap_small), but not all that is read: ten steps in float32, 0.3 to 1.1, mostly 0.7
+# (hardware.bound_heap), but not all that is read: ten steps in float32, 0.3 to 1.1, mostly 0.7
 # to 0.9.
 CPU_TRAFFIC = 0.8
 # Cost on the host of one of a layer's kernels, in bare launches, with the module around it, or with

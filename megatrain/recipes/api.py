@@ -14,6 +14,7 @@ from megatrain.recipes import inspect, run
 from megatrain.recipes.shapes import bench_config
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
+from megatrain.storage.manifest import verifying
 
 ConfigLike = Config | Mapping[str, Any] | str | Path
 
@@ -56,9 +57,12 @@ def plan(
     return run.plan(config, not is_config, described)
 
 
-def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any) -> RunSummary:
+def train(
+    config: ConfigLike, *, profile: str | Path | None = None, verify: bool = True, **keys: Any
+) -> RunSummary:
     """Run a config from its first step; what was saved before an error stays.
 
+    verify: compare the model's files with the hashes of its MANIFEST.json, if it has one.
     profile: file for the timeline of one steady step, which Perfetto opens.
     keys: keys of the config, as for `plan`.
 
@@ -66,39 +70,55 @@ def train(config: ConfigLike, *, profile: str | Path | None = None, **keys: Any)
     """
     settings = config_of(config, keys)
     check_sources(settings)
-    return run.train(settings, None if profile is None else _path_of(profile))
+    with verifying(verify):
+        return run.train(settings, None if profile is None else _path_of(profile))
 
 
-def resume(run_dir: str | Path, *, checkpoint: str | None = None, **keys: Any) -> RunSummary:
+def resume(
+    run_dir: str | Path, *, checkpoint: str | None = None, verify: bool = True, **keys: Any
+) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit.
 
+    verify: false takes a checkpoint for intact whose files have the right sizes.
     keys: keys that may change (config/resuming.py). Raises MegaTrainError.
     checkpoint: another one: proven, best or checkpoint-N.
     """
-    return run.resume(_path_of(run_dir), keys, checkpoint)
+    with verifying(verify):
+        return run.resume(_path_of(run_dir), keys, checkpoint)
 
 
-def evaluate(folder: str | Path, data: str | Path | None = None) -> dict[str, Any]:
+def evaluate(
+    folder: str | Path, data: str | Path | None = None, *, verify: bool = True
+) -> dict[str, Any]:
     """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
     Args:
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
         data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+        verify: as for `train`.
 
     Raises MegaTrainError.
     """
-    return inspect.evaluate(_path_of(folder), None if data is None else str(data))
+    with verifying(verify):
+        return inspect.evaluate(_path_of(folder), None if data is None else str(data))
 
 
 def export(
-    run_dir: str | Path, out: str | Path, *, dtype: str | None = None, checkpoint: str | None = None
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    checkpoint: str | None = None,
+    verify: bool = True,
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 
     dtype: "bfloat16" or "float32"; None: the checkpoint's own.
     checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
+    verify: as for `train`.
     """
-    return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
+    with verifying(verify):
+        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
 
 
 def config_of(config: ConfigLike, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:

@@ -16,6 +16,7 @@ from megatrain.recipes.signals import Stopped, StopRequest, stop_requests
 from megatrain.reporting.progress import logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
+from megatrain.storage.manifest import UNVERIFIED, verifies
 from megatrain.storage.run_folder import RunLock, checkpoints, forget_unused, run_lock
 
 logger = logging.getLogger("megatrain")
@@ -42,6 +43,8 @@ def in_run_folder(path: Path, work: Callable[[Opened], RunSummary]) -> RunSummar
             with logging_to(path, console):
                 if lock.warning:
                     logger.warning(lock.warning)
+                if not verifies():
+                    logger.warning(UNVERIFIED)
                 quiet_libraries()
                 return _unless_stopped(path, work, Opened(lock, console, stop))
         except MegaTrainError:  # of any other the log has the traceback

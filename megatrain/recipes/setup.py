@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config import Config
-from megatrain.engine.build import check_positions, choose_device, choose_precision, hold_to_budget
+from megatrain.engine.build import (
+    bound_heap_if_short,
+    check_positions,
+    choose_device,
+    choose_precision,
+    hold_to_budget,
+)
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
-from megatrain.machine.hardware import Hardware, keep_heap_small, read_hardware
+from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware
 from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.job import StepTokens
@@ -76,7 +82,7 @@ def prepare(
         may_measure: measure a machine whose rates are not known, which takes seconds, instead of
             guessing them.
     """
-    keep_heap_small()
+    keep_caches_small()
     model = model or read_model(config)
     machine = machine or find_machine(config, may_measure=may_measure)
     say_if_without_bfloat16(machine)
@@ -234,6 +240,7 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
     """
     resolved, machine = parts.resolved, parts.machine
     hold_to_budget(machine, resolved.gpu_limit)
+    bound_heap_if_short(plan)
     engine = Engine(
         resolved.skeleton,
         optimizer=resolved.optimizer,

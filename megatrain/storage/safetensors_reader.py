@@ -303,14 +303,17 @@ def read_chunks(
 class HashedReader:
     """A file that is read once, from beginning to end, and hashed meanwhile. A context manager.
 
+    hashes: false leaves out the hash, and what is skipped is not read.
+
     The disk reads on while a piece is hashed. The page cache keeps almost nothing: the RAM is the
     run's.
 
     Raises StorageError if the file is missing, unreadable or not a regular file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hashes: bool = True) -> None:
         self.path = path
+        self._hashes = hashes
         self._fd = open_regular(path)
         self.nbytes = os.fstat(self._fd).st_size
         self._hash = hashlib.sha256()
@@ -348,6 +351,8 @@ class HashedReader:
     def skip_to(self, offset: int) -> None:
         """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
         assert offset >= self._done, (self.path, offset)
+        if not self._hashes:
+            self._done = offset
         scratch = memoryview(bytearray(min(PIECE_BYTES, offset - self._done)))
         while self._done < offset:
             self._read(scratch[: offset - self._done])
@@ -356,7 +361,8 @@ class HashedReader:
         begin, stop = self._done, self._done + len(view)
         os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
         _read_exactly(self._fd, view, begin, self.path)
-        self._hash.update(view)
+        if self._hashes:
+            self._hash.update(view)
         beat(BYTES_READ, len(view))
         os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop

@@ -20,7 +20,7 @@ from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.optim.split import split_master
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model
+from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
@@ -72,7 +72,8 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors
         copy_in(anatomy, store, _read_gguf(source), str(source.file))
         return anatomy.published.tensors  # its names are transformers' own
     manifest = manifest_of_model(source.path)
-    sums = {source.path / name: file for name, file in manifest.files.items()} if manifest else {}
+    hashed = manifest.files if manifest and verifies() else {}
+    sums = {source.path / name: file for name, file in hashed.items()}
     try:
         found = copy_in(anatomy, store, _open_folder(source), str(source.file), sums)
     except (ModelError, StorageError):
