@@ -31,7 +31,7 @@ from megatrain.engine.build import choose_device, choose_precision
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.streams import Lane
-from megatrain.models.anatomy import decays
+from megatrain.models.anatomy import decaying
 from megatrain.models.family import choose_attention
 from megatrain.optim import AdamW
 from megatrain.optim.split import join_master
@@ -90,9 +90,10 @@ class PlainLoop:
         with torch.no_grad():
             for name, parameter in named:
                 parameter.copy_(weights[name])
+        decay = decaying(self.model)
         groups: dict[bool, list[nn.Parameter]] = defaultdict(list)
         for (name, parameter), master in zip(named, self.masters, strict=True):
-            groups[decays(name, tuple(parameter.shape))].append(master)
+            groups[name in decay].append(master)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": group, "weight_decay": WEIGHT_DECAY * decay}

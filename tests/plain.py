@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.step import mix
-from megatrain.models.anatomy import decays
+from megatrain.models.anatomy import decaying
 from megatrain.models.plain import count_targets, plain_gradients
 from tests.runs import Steps, Trace, gradients_of, masters_of
 from tests.support import Batch, micro_batches
@@ -30,9 +30,19 @@ def plain_optimizer(
     model: nn.Module, lr: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
     """torch's, or one that is made alike, with the usual exclusions from weight decay."""
-    of_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        of_kind[decays(name, tuple(parameter.shape))].append(parameter)
+    return optimizer_of(model.named_parameters(), decaying(model), lr, kind)
+
+
+def optimizer_of(
+    named: Iterable[tuple[str, Tensor]],
+    decay: Collection[str],
+    lr: float,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+) -> torch.optim.Optimizer:
+    """One of parameters by name, of which those in `decay` decay."""
+    of_kind: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in named:
+        of_kind[name in decay].append(parameter)
     groups = [
         {"params": of_kind[True], "weight_decay": DECAY},
         {"params": of_kind[False], "weight_decay": 0.0},
@@ -107,19 +117,19 @@ def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
         The masters that torch.optim.AdamW has made.
     """
     assert engine.max_grad_norm is not None
-    masters = nn.ParameterDict(
-        {name.replace(".", "/"): master.clone() for name, master in masters_of(engine).items()}
-    )
-    optimizer = plain_optimizer(masters, rates[0])
+    masters = {name: nn.Parameter(m.clone()) for name, m in masters_of(engine).items()}
+    tensors = [tensor for block in engine.anatomy.blocks for tensor in block.layout.tensors]
+    decay = {tensor.name for tensor in tensors if tensor.decay}
+    optimizer = optimizer_of(masters.items(), decay, rates[0])
     for step, lr in enumerate(rates):
         engine.forward_backward(micro_batches(step))
         for name, gradient in gradients_of(engine).items():
             assert gradient.dtype == torch.bfloat16
-            masters[name.replace(".", "/")].grad = gradient.float()
+            masters[name].grad = gradient.float()
         for group in optimizer.param_groups:
             group["lr"] = lr
-        norm = float(nn.utils.clip_grad_norm_(masters.parameters(), engine.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(masters.values(), engine.max_grad_norm))
         assert norm > engine.max_grad_norm, "clipping must be active"
         optimizer.step()
         assert abs(engine.step(lr) - norm) <= 1e-6 * norm
-    return {name.replace("/", "."): master.detach() for name, master in masters.items()}
+    return {name: master.detach() for name, master in masters.items()}

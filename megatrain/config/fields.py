@@ -222,7 +222,9 @@ class OptimizerOptions(Options):
         "Decay rates of the moments; auto: adamw and muon's AdamW [0.9, 0.999], lion [0.9, 0.99].",
     )
     eps: v.PositiveOrAuto = key("auto", "Added to the root of the second moment; auto: adamw 1e-8.")
-    weight_decay: v.NotNegative = key(0.0, "Decoupled; not applied to norms and biases.")
+    weight_decay: v.NotNegative = key(
+        0.0, "Decoupled; on what transformers' Trainer lets decay: no norm, no bias."
+    )
     momentum: v.BetaOrAuto = key("auto", "muon: decay rate of the momentum; auto: 0.95.")
     nesterov: v.FlagOrAuto = key("auto", "muon: Nesterov's momentum; auto: true.")
     ns_steps: v.CountOrAuto = key("auto", "muon: Newton-Schulz iterations; auto: 5.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,9 @@ from torch import nn
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.names import Published
+
+# Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
+NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -116,19 +120,32 @@ def divide(
         unused = "is used neither before the first nor after the last layer"
         raise ModelError(f"{family}: {homeless[0]} {unused}")
     labels = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    decay = decaying(model)
     blocks = (
-        Block(i, label, layout_of(((n, by_name[n]) for n in names), layer=0 < i <= layers))
+        Block(i, label, layout_of(((n, by_name[n]) for n in names), decay, layer=0 < i <= layers))
         for i, (label, names) in enumerate(zip(labels, members, strict=True))
     )
     return tuple(blocks), tuple(tied)
 
 
-def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """True if weight decay applies: not to norms and biases, as in transformers' Trainer."""
-    return len(shape) > 1 and not name.endswith("bias")
+def decaying(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to, as transformers' Trainer has them.
+
+    Everything but layer norms, by their class or their names, and biases, by their names: vectors
+    such as attention sinks decay, norms of two dimensions do not.
+    """
+    return {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        if not isinstance(module, nn.LayerNorm)
+        for leaf in module._parameters
+        if not NORM_OR_BIAS.search(f"{path}.{leaf}".lower())
+    }
 
 
-def layout_of(parameters: Iterable[tuple[str, nn.Parameter]], *, layer: bool = False) -> FlatLayout:
+def layout_of(
+    parameters: Iterable[tuple[str, nn.Parameter]], decay: Collection[str], *, layer: bool = False
+) -> FlatLayout:
     """One block's layout: parameters that decay first, so that one launch updates each kind."""
-    tensors = [(name, tuple(p.shape), decays(name, tuple(p.shape))) for name, p in parameters]
+    tensors = [(name, tuple(p.shape), name in decay) for name, p in parameters]
     return FlatLayout.pack(sorted(tensors, key=lambda tensor: not tensor[2]), layer=layer)

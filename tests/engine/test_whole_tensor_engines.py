@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain import schedule
 from megatrain.engine.workspace import HostWorkspace
-from megatrain.models.anatomy import decays
+from megatrain.models.anatomy import decaying
 from megatrain.optim import Muon
 from megatrain.schedule import LEVELS
 from megatrain.settings import ALL, Settings
@@ -31,10 +31,9 @@ STEPS = [micro_batches(seed) for seed in range(8)]
 def plain_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """torch's own. Hidden is what the model's layers hold as matrices."""
     made: list[torch.optim.Optimizer] = []
+    decay = decaying(model)
     for name, parameter in model.named_parameters():
-        options: dict[str, Any] = {
-            "weight_decay": DECAY if decays(name, tuple(parameter.shape)) else 0.0
-        }
+        options: dict[str, Any] = {"weight_decay": DECAY if name in decay else 0.0}
         if ".layers." in name and parameter.ndim == 2:
             made.append(
                 torch.optim.Muon([parameter], lr=MUON.lr, adjust_lr_fn="match_rms_adamw", **options)
