@@ -92,7 +92,7 @@ class PlainLoop:
                 parameter.copy_(weights[name])
         decay = decaying(self.model)
         groups: dict[bool, list[nn.Parameter]] = defaultdict(list)
-        for (name, parameter), master in zip(named, self.masters, strict=True):
+        for (name, _), master in zip(named, self.masters, strict=True):
             groups[name in decay].append(master)
         self.optimizer = torch.optim.AdamW(
             [
