@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models.documents import documents_known, documents_of, none_found
+from megatrain.models.meta import torch_paths
 from megatrain.models.plain import plain_model
 from megatrain.models.shrink import shrink
 
@@ -97,7 +98,7 @@ def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None) ->
     """Logits [rows, tokens, vocab]. `positions`: of packed documents. Raises ModelError."""
     given = {} if positions is None else {"position_ids": positions}
     try:
-        with documents_known(none_found if positions is None else documents_of):
+        with torch_paths(), documents_known(none_found if positions is None else documents_of):
             logits: Tensor = model(input_ids=ids, use_cache=False, **given).logits
     except Exception as error:  # whatever a family's code raises
         raise ModelError(f"it does not run ({type(error).__name__}: {error})") from error

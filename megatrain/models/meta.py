@@ -52,7 +52,7 @@ class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
 @contextmanager
 def torch_paths() -> Iterator[None]:
     """Have transformers compute in plain torch, though a package of kernels is installed (fla,
-    mamba-ssm, causal-conv1d): of tensors without data, kernels would want addresses.
+    mamba-ssm, causal-conv1d): kernels want addresses on a GPU, which tensors without data lack.
 
     It does so while it takes a model to be exported. Only its choice of kernels is told that: its
     own torch code, which avoids some operators then, stays as it is.

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from megatrain.models.behaviour import observe
 from megatrain.models.meta import blank_call, on_meta
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.compiled import predict_compiled
@@ -89,6 +90,11 @@ def test_models_are_read_and_their_layers_counted_with_transformers_own_path(fam
         forward()  # the stand-ins are in the way
     with on_meta():
         assert forward().shape == hidden.shape
+
+
+def test_small_models_are_tried_on_the_cpu_too(family, installed):
+    found = observe(CONFIGS[family], PLAIN[family].config._attn_implementation)
+    assert found.causal
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"], indirect=True)
