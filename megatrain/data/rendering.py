@@ -1,16 +1,21 @@
-"""A limit in time on code that comes with a model: chat templates may loop for ever."""
+"""Limits on code that comes with a model: chat templates may loop for ever, or fill memory."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
 LONGEST_S = 10.0  # of one rendering; real ones take under a millisecond
 LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
+LARGEST_CONSTANT = 1 << 20  # characters, or binary digits
 CHECKS_PER_LIMIT = 10
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
 
 
 class TooLong(Exception):
@@ -66,3 +71,37 @@ def limited() -> Iterator[None]:
             late = _watch.begun.pop(thread, None) is None
         if late:  # it may not have been raised yet, and has nothing to say to what follows
             _raise_in(thread, None)
+
+
+@lru_cache(maxsize=16)
+def check_constants(source: str) -> None:
+    """Jinja computes constant products while it compiles, where nothing can stop it.
+
+    Raises ValueError for one that is too large, and what Jinja raises on other code.
+    """
+    from jinja2 import Environment, nodes
+
+    def value(node: Any) -> Any:
+        if isinstance(node, nodes.Const):
+            return node.value if isinstance(node.value, str | int) else None
+        if not isinstance(node, nodes.Mul | nodes.Pow):
+            return None
+        one, other = value(node.left), value(node.right)
+        if one is None or other is None:
+            return None
+        text, times = (one, other) if isinstance(one, str) else (other, one)
+        if isinstance(times, str):
+            return None  # no product of two texts
+        if isinstance(text, str):
+            size = len(text) * times
+        elif isinstance(node, nodes.Pow):
+            size = one.bit_length() * abs(other)
+        else:
+            size = one.bit_length() + other.bit_length()
+        if size > LARGEST_CONSTANT:
+            raise ValueError("it computes a constant of more than a million characters")
+        return one**other if isinstance(node, nodes.Pow) else one * other
+
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", source))
+    for node in parsed.find_all((nodes.Mul, nodes.Pow)):
+        value(node)

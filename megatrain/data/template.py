@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
-from megatrain.data.rendering import LARGEST_CHARACTERS, limited
+from megatrain.data.rendering import LARGEST_CHARACTERS, check_constants, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -231,12 +231,14 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         refuses = "the chat template refuses this conversation"
+        source = self._with_tools if scene.tools else self._source
         try:
             with limited():
+                check_constants(source)
                 found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
                     conversations=[list(scene.turns)],
                     tools=[dict(tool) for tool in scene.tools] or None,
-                    chat_template=self._with_tools if scene.tools else self._source,
+                    chat_template=source,
                     return_assistant_tokens_mask=marks,
                     add_generation_prompt=generation_prompt,
                     **{**self._variables, **scene.variables},

@@ -19,7 +19,9 @@ TEMPLATES = {
     "an overflow": ("{{ 10.0 ** 400 }}", "."),
     "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     "deep nesting": ("{% if true %}" * 3000 + "{% endif %}" * 3000, "."),
-    "much text": ("{{ 'x' * 70000000 }}", "more than"),
+    "much text": ("{{ messages[0].content * 70000000 }}", "more than 64 million characters"),
+    "a constant of a gigabyte": ("{{ 10**3 * ('x' * 10**3) * 10**3 }}", "a constant of more than"),
+    "a constant without end": ("{{ 9 ** (9**9) }}", "a constant of more than"),
     "no template": ("{% for %}", "Expected"),
     "an attribute of the sandbox": ("{{ ''.__class__.__mro__ }}", "unsafe"),
 }
