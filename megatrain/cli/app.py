@@ -43,6 +43,12 @@ Timeline = Annotated[
     Path | None,
     typer.Option(help="File for the timeline of a steady step, .json or .json.gz, for Perfetto."),
 ]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model; no file can ask for it."
+    ),
+]
 NoVerify = Annotated[
     bool,
     typer.Option(

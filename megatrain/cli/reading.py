@@ -15,6 +15,7 @@ from megatrain.cli.app import (
     NoVerify,
     Overrides,
     RunDir,
+    TrustCode,
     app,
     find_model,
     need_folder,
@@ -60,6 +61,7 @@ def evaluate(
     ] = None,
     as_json: AsJson = False,
     no_verify: NoVerify = False,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Compute the held-out loss of a run, a checkpoint or any other model."""
     find_model(model)
@@ -67,7 +69,7 @@ def evaluate(
     from megatrain.reporting.progress import logging_on
 
     with logging_on(console_on(stderr=True)), reading(no_verify):
-        result = inspect.evaluate(model, data)
+        result = inspect.evaluate(model, data, trust_remote_code)
     if as_json:
         print_json(result)
         return
@@ -121,6 +123,7 @@ def generate(
     ] = None,
     as_json: AsJson = False,
     no_verify: NoVerify = False,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer a prompt with a model; on a terminal word by word."""
     if prompt is None and sys.stdin.isatty():
@@ -136,7 +139,7 @@ def generate(
     live = sys.stdout.isatty() and not as_json
     say = _say if live else None
     with reading(no_verify):
-        answer = inspect.generate(model, question, max_new_tokens, sampling, say)
+        answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
     if as_json:
         print_json({"prompt": question, "answer": answer})
     else:

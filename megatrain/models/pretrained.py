@@ -129,6 +129,14 @@ def digests_of(source: ModelSource) -> dict[str, str]:
     return found
 
 
+def code_of(source: ModelSource) -> dict[str, bytes]:
+    """The Python files of a model's folder by name. Raises ModelError."""
+    try:
+        return {path.name: path.read_bytes() for path in _matching(source.path, ("*.py",))}
+    except OSError as error:
+        raise ModelError(f"{source.path}: its code cannot be read: {error.strerror}") from error
+
+
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
 
@@ -229,8 +237,8 @@ def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return (
-            "needs Python code from the model's folder; read that code, and set trust_remote_code "
-            "if you trust it"
+            "needs Python code from the model's folder; read that code, and if you trust it set "
+            "trust_remote_code (of eval and generate: --trust-remote-code)"
         )
     return f"cannot be used: {text[:400] or type(error).__name__}"
 

@@ -88,7 +88,11 @@ def resume(
 
 
 def evaluate(
-    folder: str | Path, data: str | Path | None = None, *, verify: bool = True
+    folder: str | Path,
+    data: str | Path | None = None,
+    *,
+    verify: bool = True,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
@@ -96,11 +100,13 @@ def evaluate(
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
         data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
         verify: as for `train`.
+        trust_remote_code: run code that comes with the model; its run's config does not count.
 
     Raises MegaTrainError.
     """
     with verifying(verify):
-        return inspect.evaluate(_path_of(folder), None if data is None else str(data))
+        rows = None if data is None else str(data)
+        return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
 
 
 def export(

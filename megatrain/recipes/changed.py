@@ -29,7 +29,7 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
         found.append(f"{error}; {KEPT}")
     path, revision, used = Path(config.model.source), config.model.revision, KEPT
     if config.model.trust_remote_code:
-        used = "it is used as it is now, as its code is not in the checkpoint"
+        used = "it is used as it is now, as its code is not read from a checkpoint"
     if path.is_absolute() and not path.exists():
         return [*found, f"{path}: is no longer there; {DESCRIBED}"]
     try:

@@ -44,7 +44,8 @@ class GoingOn:
     def model(self) -> Model:
         """As the checkpoint describes it; what has changed where it came from is said.
 
-        Code that comes with a model is not in the checkpoint: then all is read from its source.
+        Code that comes with a model is trusted where the config says, and nowhere else: then all is
+        read from there.
         """
         assert self.found.path is not None
         for change in changed_source(self.before, self.digests):

@@ -53,19 +53,23 @@ def show_data(
     return None
 
 
-def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
+def evaluate(
+    named: str | Path, data: str | None, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Held-out loss of a run folder's model, of one checkpoint or of any other model.
 
     Args:
         named: a run folder, a checkpoint, a model folder, a GGUF file or a hub id.
         data: rows to evaluate on, all of them; None: those that the run holds out.
+        trust_remote_code: run code that comes with the model. No file says so, the run's config
+            included: it may be anyone's.
     """
     quiet_libraries()
     run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(Path(named))
     if run_dir is None and data is None:
         neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
         raise ConfigError(f"{named}: {neither}; name rows with --data")
-    model = describe_model(str(checkpoint))
+    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_weights(str(checkpoint))
     rows_of = {"data.train": data, "data.eval": None} if data else {}
     if run_dir is not None:
@@ -80,7 +84,7 @@ def evaluate(named: str | Path, data: str | None) -> dict[str, Any]:
     if rows is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
     say_rows(rows)
-    with reader(checkpoint, run_dir) as engine:
+    with reader(checkpoint, run_dir, trust_remote_code) as engine:
         size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
         limit = None if data else config.train.eval_rows
         batches = held_out_batches(
@@ -117,30 +121,36 @@ def generate(
     max_new_tokens: int,
     sampling: Mapping[str, Any] | None = None,
     show: Callable[[str], None] | None = None,
+    trust_remote_code: bool = False,
 ) -> str:
     """The model's answer to a prompt.
 
     Args:
-        named: as for `evaluate`.
+        named, trust_remote_code: as for `evaluate`.
         sampling: fields of `Sampling`; by default greedy.
         show: gets the text as it grows.
     """
     drawn = Sampling(**(sampling or {}))
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
-    model = describe_model(str(checkpoint))
-    with reader(checkpoint, run_folder_of(Path(named))) as engine:
+    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 
 
-def reader(checkpoint: Path, run_dir: Path | None) -> Engine:
+def reader(checkpoint: Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
     """An engine that reads only, with no optimizer state in RAM, computing as the run did."""
     chosen: dict[str, Any] = {}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE)
         chosen = {name: getattr(config, name) for name in ("precision", "attention", "device")}
     return Engine.from_pretrained(
-        checkpoint, optimizer=Frozen(), max_grad_norm=None, settings=Settings(), **chosen
+        checkpoint,
+        optimizer=Frozen(),
+        max_grad_norm=None,
+        settings=Settings(),
+        trust_remote_code=trust_remote_code,
+        **chosen,
     )
 
 

@@ -343,6 +343,7 @@ def save(run: Run, loss: float | None) -> None:
                 run.config.checkpoint.keep,
                 model.generation,
                 source=model.digests,
+                code=model.code,
                 best=run.best.get("step"),
                 abandoned=run.abandoned,
             )

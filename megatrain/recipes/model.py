@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 from megatrain.config import Config
 from megatrain.data.named_templates import find_template
 from megatrain.errors import ConfigError, DataError
-from megatrain.models.pretrained import digests_of, load_config_and_tokenizer, resolve_source
+from megatrain.models.pretrained import (
+    code_of,
+    digests_of,
+    load_config_and_tokenizer,
+    resolve_source,
+)
 from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
 from megatrain.storage.safetensors_reader import check_shards
@@ -27,13 +32,15 @@ TEMPLATE = "data.chat_template"
 class Model:
     """A model as its files describe it: everything but the weights.
 
-    `digests`: of those files (models/pretrained.py), where a run began.
+    `digests`: of those files (models/pretrained.py), where a run began. `code`: its own Python
+    files, where they are trusted; every save has them, too.
     """
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig | None
     digests: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +82,8 @@ def describe_model(
     found = resolve_source(source, revision, weights=False)
     check_description(found.path)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    return Model(*read, digests_of(found) | digest_of_template(chat_template))
+    code = code_of(found) if trust_remote_code and found.kind == "folder" else {}
+    return Model(*read, digests_of(found) | digest_of_template(chat_template), code)
 
 
 def digest_of_template(name: str | None) -> dict[str, str]:

@@ -58,6 +58,7 @@ def save_checkpoint(
     generation_config: GenerationConfig | None = None,
     *,
     source: Mapping[str, str] | None = None,
+    code: Mapping[str, bytes] | None = None,
     best: int | None = None,
     abandoned: Sequence[Path] = (),
 ) -> Path:
@@ -69,6 +70,7 @@ def save_checkpoint(
         state: what the caller needs to go on (data position, random state, ...), as JSON.
         keep: the number of newest checkpoints to keep, beside the one that `best` points to.
         source: digests of the files that the model began with.
+        code: Python files that the model needs, by name.
         best: point `best` to the checkpoint of this step; None leaves it.
         abandoned: checkpoints to remove once this one is written.
 
@@ -92,6 +94,7 @@ def save_checkpoint(
             files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
+            files += [write_bytes(folder / name, text) for name, text in (code or {}).items()]
             _write_manifest(folder, step, saves.next_sequence(run_dir), files)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():

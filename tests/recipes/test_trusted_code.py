@@ -1,0 +1,102 @@
+"""Models that come with code of their own: a run keeps the code beside the weights, and nobody runs
+it unless the user says so, each time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import megatrain as mt
+from megatrain.errors import ModelError
+from megatrain.storage.manifest import read_manifest
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+AUTO_MAP = {
+    "AutoConfig": "modeling_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
+TRAIN = "train cfg.yaml model.path=own model.trust_remote_code=true train.max_steps=2"
+
+
+@pytest.fixture
+def mark(project: Path) -> Path:
+    """A file that the code of the model `own` makes when it is run."""
+    folder, mark = project / "own", project / "ran"
+    shutil.copytree(project / "model", folder)
+    (folder / "modeling_own.py").write_text(CODE.format(mark=str(mark)))
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(described))
+    return mark
+
+
+@pytest.fixture
+def trained(megatrain, project: Path, mark: Path) -> Path:
+    """The run of such a model, whose own folder is gone, and whose code has left no mark."""
+    megatrain(TRAIN)
+    shutil.rmtree(project / "own")
+    mark.unlink()
+    return project / "run"
+
+
+@pytest.mark.parametrize("line", ["eval {}", "generate {} hello --max-new-tokens 2"])
+@pytest.mark.parametrize("named", ["run", "run/final", "run/checkpoint-2"])
+def test_it_is_run_only_when_the_user_says_so(megatrain, trained, mark, line, named):
+    done = megatrain(line.format(named), code=2)
+    assert "needs Python code from the model's folder; read that code, and" in done.err
+    assert "--trust-remote-code" in done.err
+    assert not mark.exists(), "the run's config trusts it, which says nothing of who runs this"
+    megatrain(line.format(named), "--trust-remote-code")
+    assert mark.exists()
+
+
+def test_the_code_is_part_of_every_model_folder(megatrain, trained, project, mark):
+    megatrain("export run out")
+    code = CODE.format(mark=str(mark)).encode()
+    for folder in (trained / "final", trained / "checkpoint-2"):
+        assert "modeling_own.py" in read_manifest(folder).files
+    for folder in (trained / "final", project / "out"):
+        assert (folder / "modeling_own.py").read_bytes() == code
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        project / "out", trust_remote_code=True
+    )
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_code_that_was_changed_is_not_run(megatrain, trained, mark):
+    path = trained / "final" / "modeling_own.py"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data + b"#")
+    done = megatrain("eval run/final --trust-remote-code", code=7)
+    assert "modeling_own.py: does not match its checksum" in done.err
+    assert not mark.exists()
+
+
+def test_a_resumed_run_keeps_it(megatrain, project, mark):
+    megatrain(TRAIN)
+    megatrain("resume run train.max_steps=3")
+    assert "modeling_own.py" in read_manifest(project / "run" / "checkpoint-3").files
+
+
+def test_in_python(trained, mark):
+    with pytest.raises(ModelError):
+        mt.evaluate(trained)
+    assert not mark.exists()
+    assert mt.evaluate(trained, trust_remote_code=True)["eval_loss"] > 0
