@@ -92,8 +92,13 @@ def test_a_signal_during_a_save_stops_after_it(megatrain, project, interrupt):
     assert (saved_steps(project / "run"), steps_of(project / "run")[-1]["step"]) == ([5], 5)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(megatrain, project, interrupt):
-    interrupt(loop, "train_step", at=10)
+@pytest.mark.parametrize(
+    ("owner", "name", "at"), [(loop, "train_step", 10), (loop, "write_final", 1)]
+)
+def test_a_signal_in_the_last_step_or_behind_changes_nothing(
+    megatrain, project, interrupt, owner, name, at
+):
+    interrupt(owner, name, at)
     megatrain("train cfg.yaml")
     assert (project / "run" / "final").is_dir()
     assert evaluations_of(project / "run")[-1]["step"] == 10
