@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatrain.data.named_templates import use_template
 from megatrain.errors import ModelError
 from megatrain.models.hub import download
+from megatrain.models.quantised import forget_quantisation, quantisation_of
 from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
@@ -209,9 +210,10 @@ def _nearest(path: Path) -> str:
 
 
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's configuration, without its choices of implementations.
+    """The model's configuration, without its choices of implementations and its quantisation.
 
-    Raises ModelError if it cannot be used, needs code from the folder, or has quantised weights.
+    Raises ModelError if it cannot be used, needs code from the folder, or its weights are quantised
+    by a method that cannot be undone.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -226,7 +228,8 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
         config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
         raise ModelError(f"{file}: {_explain(error)}") from error
-    _refuse_quantised(config, file)
+    quantisation_of(config.to_dict(), file)  # refuses what cannot be dequantised
+    forget_quantisation(config)
     # A configuration may name a kernel repository to download and run; that is the user's to choose
     config._attn_implementation = None
     config._experts_implementation = None
@@ -241,19 +244,6 @@ def _explain(error: Exception) -> str:
             "trust_remote_code (of eval and generate: --trust-remote-code)"
         )
     return f"cannot be used: {text[:400] or type(error).__name__}"
-
-
-def _refuse_quantised(config: Any, file: Path) -> None:
-    stated = config.to_dict()
-    for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
-        for quantised in filter(None, map(part.get, ("quantization_config", "compression_config"))):
-            method = quantised
-            if isinstance(quantised, dict):
-                method = quantised.get("quant_method", "an unknown method")
-            raise ModelError(
-                f"{file}: the weights are quantised ({method}); training needs the unquantised "
-                "model in bf16, fp16 or fp32"
-            )
 
 
 def load_tokenizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
+from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import split_master
+from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
 from megatrain.storage.safetensors_reader import (
@@ -37,13 +40,14 @@ IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"
     r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
 )
+logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A tensor of the source. `chunks()` yields (first element, flat values) in order.
 
-    stored: where it lies in a safetensors file; None for other sources.
+    stored: where it lies in a safetensors file; None for other sources and quantised tensors.
     """
 
     where: str  # file and name, for error messages
@@ -75,7 +79,9 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        found = copy_in(anatomy, store, _open_folder(source), str(source.file), sums)
+        found = copy_in(
+            anatomy, store, _open_folder(anatomy, store, source), str(source.file), sums
+        )
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
             names = [name for name in manifest.files if not name.startswith("optimizer")]
@@ -84,9 +90,22 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors
     return anatomy.published.named_as(found)
 
 
-def _open_folder(source: ModelSource) -> dict[str, Candidate]:
+def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[str, Candidate]:
+    stored, how = open_shards(source.path), quantisation_in(source.path)
     found = {}
-    for name, t in open_shards(source.path).items():
+    if how is not None:
+        held = sum(tensor.nbytes for tensor in stored.values())
+        quantised, stored = dequantised(stored, how)
+        for name, q in quantised.items():
+            where = f"{q.values.path}: {q.values.name}"
+            found[name] = Candidate(where, torch.bfloat16, q.shape, q.chunks)
+        dtype = store.arrays["weight"].dtype
+        logger.info(
+            f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
+            f"and what it saves is {str(dtype).removeprefix('torch.')}: "
+            f"{anatomy.parameters * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
+        )
+    for name, t in stored.items():
         found[name] = Candidate(f"{t.path}: {name}", t.dtype, t.shape, partial(read_chunks, t), t)
     return found
 
@@ -248,7 +267,8 @@ def _check_kind(candidate: Candidate, tensor: TensorRange) -> None:
 
 
 def _check_twins(alias: Candidate, owner: Candidate) -> None:
-    pairs = zip(alias.chunks(), owner.chunks(), strict=True)
+    # not strict: a dequantised tensor's chunks are cut elsewhere, and its values differ anyway
+    pairs = zip(alias.chunks(), owner.chunks(), strict=False)
     same = (torch.equal(one.float(), other.float()) for (_, one), (_, other) in pairs)
     if alias.shape != owner.shape or not all(same):
         raise ModelError(

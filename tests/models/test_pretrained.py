@@ -126,10 +126,26 @@ def test_a_huge_config_is_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_quantised_weights_are_refused_by_method(folder: Path, key: str) -> None:
-    edit(folder, "config.json", **{key: {"quant_method": "fp8"}})
-    with pytest.raises(ModelError, match=r"quantised \(fp8\).*unquantised"):
+@pytest.mark.parametrize(
+    "method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", "fbgemm_fp8"]
+)
+def test_other_quantised_weights_are_refused_by_method(folder: Path, key: str, method: str) -> None:
+    edit(folder, "config.json", **{key: {"quant_method": method}})
+    with pytest.raises(ModelError, match=rf"quantised \({method}\).*name the unquantised model"):
         read_model_config(resolve_source(folder))
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_what_can_be_dequantised_is_a_model_without_quantisation(
+    folder: Path, method: str, part: str | None
+) -> None:
+    plain = read_model_config(resolve_source(folder)).to_dict()
+    settings = {"quantization_config": {"quant_method": method}}
+    edit(folder, "config.json", **({part: settings} if part else settings))
+    found = read_model_config(resolve_source(folder)).to_dict()
+    assert "quantization_config" not in found | found.get("text_config", {})
+    assert {key: found[key] for key in plain} == plain
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatrain.config import Config
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
 from megatrain.recipes.another_machine import another_machine
+from tests.quantised import TILES, config_in, in_tiles, rewrite, state
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
@@ -145,3 +147,22 @@ def test_what_is_no_machine_is_refused(megatrain, arguments, reason):
 def test_nothing_to_plan_is_said(megatrain):
     words = "name a config file, a model folder, a hub id or a shape, such as `megatrain plan qwen"
     assert words in megatrain("plan", code=2).err
+
+
+def test_a_quantised_folder_is_planned_and_trained_as_the_one_it_was_made_from(megatrain, project):
+    def planned() -> Any:
+        plan = megatrain("plan cfg.yaml --json").json
+        return [plan[key] for key in ("job", "choices", "disk")]
+
+    original = (project / "model").resolve()
+    (project / "model").unlink()
+    shutil.copytree(original, project / "model")
+    expected = planned()
+    rewrite(project / "model", in_tiles)
+    state(project / "model", TILES)
+    assert planned() == expected
+    done = megatrain("train cfg.yaml", "train.max_steps=1", "checkpoint.every=1")
+    assert (done.out + done.err).count("fp8 weights; training starts from dequantised ones") == 1
+    resumed = megatrain("resume run", "train.max_steps=2")
+    assert "dequantised" not in resumed.out + resumed.err
+    assert "quantization_config" not in config_in(project / "run" / "final")

@@ -1,0 +1,158 @@
+"""Quantised tensors of a model folder, dequantised to bf16 while they are read.
+
+MXFP4, as GPT-OSS's experts have it: two values of 4 bits (E2M1) in a byte, and a power of two for
+each 32 of them (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
+FP8, as DeepSeek-V3 has it: E4M3, times an fp32 scale for each tile of 128 x 128 values, or for the
+whole tensor. The arithmetic is transformers' own, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.models.quantised import Quantisation
+from megatrain.storage.safetensors_reader import CHUNK_ELEMENTS, StoredTensor, read_chunks
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
+GROUP = 32  # values that share a scale
+NAN_SCALE, BIAS = 255, 127  # of E8M0
+# method -> (suffix of the values' names, of the scales', dtype of the values)
+NAMED = {
+    "mxfp4": ("_blocks", "_scales", torch.uint8),
+    "fp8": ("", "_scale_inv", torch.float8_e4m3fn),
+}
+SCALES = (torch.float32, torch.bfloat16, torch.float16)  # of fp8
+SERVED = "activation_scale"  # of fp8 activations, which training does not have
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """A bf16 tensor that a folder holds as values and scales. `chunks()`: as `read_chunks`."""
+
+    values: StoredTensor
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
+
+
+def dequantised(
+    stored: Mapping[str, StoredTensor], how: Quantisation
+) -> tuple[dict[str, Dequantised], dict[str, StoredTensor]]:
+    """(quantised tensors of a folder, those that are read as they are), by the model's names.
+
+    The tensors decide, not `modules_to_not_convert`. Raises ModelError if values or scales are
+    missing, or do not fit each other.
+    """
+    of_values, of_scales, dtype = NAMED[how.method]
+    scales = {n.removesuffix(of_scales): t for n, t in stored.items() if n.endswith(of_scales)}
+    values = {
+        n.removesuffix(of_values): t
+        for n, t in stored.items()
+        if n.endswith(of_values) and t.dtype == dtype
+    }
+    for name in scales.keys() - values.keys():
+        raise ModelError(
+            f"{_where(scales[name])} belongs to {name}{of_values}, which is not there or not "
+            f"{_named(dtype)}; download the folder again"
+        )
+    for name in values.keys() - scales.keys():
+        raise ModelError(
+            f"{values[name].path}: lacks {name}{of_scales}, without which {values[name].name} "
+            "cannot be dequantised; download the folder again"
+        )
+    paired = {n: (values[n], scales[n]) for n in values}
+    used = {tensor.name for pair in paired.values() for tensor in pair}
+    others = {n: t for n, t in stored.items() if n not in used and not n.endswith(SERVED)}
+    for name in paired.keys() & others.keys():
+        path = others[name].path
+        raise ModelError(f"{path}: holds {name} twice, quantised too; remove one of them")
+    if how.method == "mxfp4":
+        return {name: _mxfp4(*pair) for name, pair in paired.items()}, others
+    return {name: _fp8(*pair, how.tile) for name, pair in paired.items()}, others
+
+
+def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
+    if len(blocks.shape) != 4 or blocks.shape[3] * 2 != GROUP:
+        raise ModelError(
+            f"{_where(blocks)} has shape {list(blocks.shape)}; MXFP4 has experts, rows, groups and "
+            f"{GROUP // 2} bytes"
+        )
+    experts, rows, groups, _ = blocks.shape
+    _check_scales(scales, (torch.uint8,), blocks.shape[:3], scales.shape == blocks.shape[:3])
+    shape = (experts, groups * GROUP, rows)  # transformers exchanges rows and columns
+    return Dequantised(blocks, shape, partial(_read_mxfp4, blocks, scales))
+
+
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Packed values are read an expert at a time, as its first column comes from all its rows."""
+    _, rows, groups, width = blocks.shape
+    signed = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
+    low, high = signed.repeat(16), signed.repeat_interleave(16)
+    of_byte = torch.stack([low, high], 1).view(torch.int32)  # a pair of values, as one element
+    step = max(1, CHUNK_ELEMENTS // (rows * GROUP))
+    experts = read_chunks(blocks, rows * groups * width)
+    begin = 0
+    for (_, packed), (_, biased) in zip(experts, read_chunks(scales, rows * groups), strict=True):
+        if int(biased.max()) == NAN_SCALE:
+            raise ModelError(f"{_where(scales)} holds NaN; the file is damaged")
+        ones = torch.ones(biased.shape)
+        powers = torch.ldexp(ones, biased.int() - BIAS).bfloat16().view(rows, groups, 1)
+        packed = packed.view(rows, groups, width)
+        for first in range(0, groups, step):
+            part = packed[:, first : first + step]
+            pairs = of_byte.index_select(0, part.reshape(-1).int())
+            values = pairs.view(torch.bfloat16).view(rows, -1, GROUP)
+            values *= powers[:, first : first + step]  # exact: bf16 has these powers' range
+            turned = values.view(rows, -1).t().reshape(-1)
+            yield begin, turned
+            begin += turned.numel()
+
+
+def _fp8(weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | None) -> Dequantised:
+    if len(weight.shape) < 2 or not weight.numel:
+        raise ModelError(f"{_where(weight)} has shape {list(weight.shape)}: it is not a matrix")
+    *matrices, rows, columns = weight.shape
+    high, wide = tile or (rows, columns)
+    grid = (*matrices, math.ceil(rows / high), math.ceil(columns / wide))
+    fits = scales.shape == grid or (tile is None and scales.numel == math.prod(grid))
+    _check_scales(scales, SCALES, grid, fits)
+    return Dequantised(weight, weight.shape, partial(_read_fp8, weight, scales, grid, high, wide))
+
+
+def _read_fp8(
+    weight: StoredTensor, scales: StoredTensor, grid: tuple[int, ...], high: int, wide: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    ((_, stored),) = read_chunks(scales, scales.numel)
+    if not torch.isfinite(stored).all():
+        raise ModelError(f"{_where(scales)} holds NaN or infinity; the file is damaged")
+    of_tiles = stored.float().view(-1, grid[-1])
+    rows, columns = weight.shape[-2:]
+    step = max(1, CHUNK_ELEMENTS // columns)
+    for begin, values in read_chunks(weight, step * columns):
+        row = torch.arange(begin // columns, (begin + values.numel()) // columns)
+        tiles = of_tiles[row // rows * grid[-2] + row % rows // high]
+        factors = tiles.repeat_interleave(wide, dim=1)[:, :columns]
+        yield begin, values.view(-1, columns).float().mul_(factors).bfloat16().view(-1)
+
+
+def _check_scales(
+    scales: StoredTensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], fits: bool
+) -> None:
+    if not fits or scales.dtype not in dtypes:
+        raise ModelError(
+            f"{_where(scales)} has shape {list(scales.shape)} and is {_named(scales.dtype)}; its "
+            f"tensor needs {list(shape)} in {' or '.join(map(_named, dtypes))}"
+        )
+
+
+def _where(tensor: StoredTensor) -> str:
+    return f"{tensor.path}: {tensor.name}"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
