@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.step import mix
+from megatrain.engine.verify import gradients_of
 from megatrain.models.anatomy import decaying
 from megatrain.models.plain import count_targets, plain_gradients
-from tests.runs import Steps, Trace, gradients_of, masters_of
+from tests.runs import Steps, Trace, masters_of
 from tests.support import Batch, micro_batches
 
 MAX_NORM, DECAY = 0.5, 0.1  # as `engine_of` has them

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.verify import weights_of
 from megatrain.optim.split import join_master
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
@@ -111,26 +112,6 @@ def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
             with engine.store.lease(block.index, [name]) as arrays:
                 state[name, block.index] = arrays[name].cpu().clone()
     return state
-
-
-def gradients_of(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the last `forward_backward`'s gradients, by tensor name, once they have landed."""
-    finished = engine.parts.sink.finished
-    assert finished, "call forward_backward first"
-    named: dict[str, Tensor] = {}
-    for gradient in finished:
-        gradient.landed.synchronize()
-        named |= engine.anatomy.blocks[gradient.block].layout.views(gradient.values.clone())
-    return named
-
-
-def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the weights as the device computes with them, by the model's own names."""
-    named: dict[str, Tensor] = {}
-    for block in engine.anatomy.blocks:
-        engine.wait_ready(block.index)
-        named |= block.layout.views(engine.store.lasting("weight", block.index).clone())
-    return named
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:

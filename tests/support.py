@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatrain.engine.build import prepare
 from megatrain.engine.engine import Engine
-from megatrain.engine.masters import write_master
 from megatrain.engine.resolved import Weights
+from megatrain.engine.verify import copy_weights
 from megatrain.losses import NextToken, Targets
 from megatrain.models import plain
 from megatrain.models.names import Published
@@ -203,18 +203,8 @@ def engine_of(
     settings = settings or Settings(head_chunk_tokens=7)
     prepared = prepare(config, settings=settings, weights=Weights(None), **options)
     engine = Engine(**prepared.arguments())
-    load(engine, weights if weights is not None else plain_model(config))
+    copy_weights(weights if weights is not None else plain_model(config), engine)
     return engine
-
-
-def load(engine: Engine, model: nn.Module) -> None:
-    """Copy a plain model's weights into the engine's store."""
-    weights = model.state_dict()
-    for block in engine.anatomy.blocks:
-        master = torch.zeros(block.layout.numel)
-        for name, view in block.layout.views(master).items():
-            view.copy_(weights[name])
-        write_master(engine.store, block.index, master)
 
 
 # -- batches ---------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ from megatrain.cli.app import (
     TrustCode,
     app,
     find_model,
+    find_shape,
     need_folder,
     print_json,
     reading,
+    show,
 )
-from megatrain.errors import ConfigError, printable
+from megatrain.errors import ConfigError, VerificationError, printable
 from megatrain.reporting.streams import console_on
 
 RunOrModel = Annotated[
@@ -75,6 +77,26 @@ def evaluate(
         return
     for name, value in result.items():
         typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model folder, hub id or named shape.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Compare a small model of the same family with plain PyTorch: loss, gradients, steps, folder.
+
+    Loads no weights and needs no GPU. Exits 8 unless all agree.
+    """
+    find_shape(model)
+    from megatrain.recipes.verify import verify as check
+
+    found = check(model)
+    show(found, as_json)
+    if found.verdict.state != "passed":
+        raise typer.Exit(VerificationError.exit_code)
 
 
 @app.command()

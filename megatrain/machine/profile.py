@@ -157,10 +157,11 @@ def known_or_typical(hardware: Hardware) -> MachineProfile:
 
 def save(profile: MachineProfile) -> Path:
     """Cache a profile and return its file. Raises StorageError if it cannot be written."""
-    return _write(cache_file(profile.fingerprint), asdict(profile))
+    return write_json(cache_file(profile.fingerprint), asdict(profile))
 
 
-def _write(path: Path, value: dict[str, Any]) -> Path:
+def write_json(path: Path, value: dict[str, Any]) -> Path:
+    """Write a file of the cache. Raises StorageError."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def load_drives(fingerprint: str) -> dict[str, DriveRates]:
 def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
     """Cache a drive's rates in place of older ones. Raises StorageError."""
     kept = load_drives(fingerprint) | {name: rates}
-    _write(drives_file(fingerprint), {name: asdict(found) for name, found in kept.items()})
+    write_json(drives_file(fingerprint), {name: asdict(found) for name, found in kept.items()})
 
 
 # Shares of a data sheet that an H200 sustained: matmuls by tokens, under the power that a whole

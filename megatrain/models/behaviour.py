@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.models.documents import documents_known, documents_of, none_found
 from megatrain.models.meta import torch_paths
-from megatrain.models.plain import plain_model
+from megatrain.models.plain import plain_model, small_scale
 from megatrain.models.shrink import shrink
 
 TOKENS = 8
@@ -62,8 +62,9 @@ def behaviour_of(
     key = json.dumps([type(model).__name__, attention, config.to_dict()], default=str)
     if key not in _KNOWN:
         try:
-            small = shrink(config, stack, attention, trust_remote_code)
-            _KNOWN[key] = observe(small, attention, trust_remote_code)
+            with small_scale():
+                small = shrink(config, stack, attention, trust_remote_code)
+                _KNOWN[key] = observe(small, attention, trust_remote_code)
         except ModelError:
             _KNOWN[key] = None
     return _KNOWN[key]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from megatrain.models.family import causal_lm
 Batch = Mapping[str, Tensor]
 
 
+@contextmanager
+def small_scale() -> Iterator[None]:
+    """For work on small models: in one thread, as others would only wait for each other; the random
+    state stays as it was."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def plain_model(
     config: Any, *, seed: int = 0, attention: str = "auto", trust_remote_code: bool = False
 ) -> nn.Module:
@@ -26,7 +40,7 @@ def plain_model(
 
     Raises ModelError if transformers cannot build it.
     """
-    with torch.random.fork_rng(devices=[]):
+    with small_scale():
         torch.default_generator.manual_seed(seed)  # not CUDA's
         try:
             model = causal_lm(copy.deepcopy(config), attention, torch.float32, trust_remote_code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -68,7 +68,7 @@ RANDOM = re.compile("drop|jitter")
 
 
 def shrink(
-    config: Any, stack: nn.ModuleList, attention: str, trust_remote_code: bool = False
+    config: Any, stack: Iterable[nn.Module], attention: str, trust_remote_code: bool = False
 ) -> Any:
     """A configuration with few layers of every kind and small sizes, or else only with few layers.
 
@@ -85,7 +85,7 @@ def shrink(
     reasons = []
     for smaller, depth in product(changes, depths_of(kinds)):
         try:
-            small = read_changed(config, len(stack), depth, smaller)
+            small = read_changed(config, len(kinds), depth, smaller)
             built = build_model(small, attention, torch.float32, trust_remote_code)
             layers = find_layers(built, small.get_text_config().num_hidden_layers)[1]
         except ModelError as error:
@@ -172,16 +172,16 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-def kinds_of(text: Any, stack: nn.ModuleList) -> list[Any]:
+def kinds_of(text: Any, stack: Iterable[nn.Module]) -> list[Any]:
     """What each layer has in common with others of its kind, whatever their sizes: its class, its
     tensors (a number in a name is an expert's) and what the configuration says of it."""
+    layers, kinds = list(stack), []
     by_layer = [
         value
         for key, value in text.to_dict().items()
-        if _is_by_layer(key, value, len(stack)) and key not in WHAT
+        if _is_by_layer(key, value, len(layers)) and key not in WHAT
     ]
-    kinds = []
-    for index, layer in enumerate(stack):
+    for index, layer in enumerate(layers):
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         names = frozenset((re.sub(r"\d+", "n", name), tensor.ndim) for name, tensor in tensors)
         kinds.append((type(layer).__name__, names, *(repr(given[index]) for given in by_layer)))

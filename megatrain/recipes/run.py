@@ -44,6 +44,7 @@ from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
+from megatrain.recipes.verify import check_once
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
@@ -95,6 +96,7 @@ def plan(
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
+    check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
     return setup.make_run_plan(parts, steps=steps, suggest=True)
 
@@ -172,6 +174,7 @@ def get_ready(
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
+    check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
     may_end_here()
     say_rows(rows, held_out)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatrain.engine.step import mix
+from megatrain.engine.verify import gradients_of
 from megatrain.settings import Settings
 from tests.compare import apart, differing
 from tests.plain import gradients_without_recompute, named_gradients
-from tests.runs import gradients_of
 from tests.support import engine_of, full_batches, plain_model, tiny_config, without_targets
 
 DROPOUTS = {

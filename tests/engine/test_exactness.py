@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.verify import gradients_of
 from megatrain.errors import MegaTrainError
 from megatrain.losses import NextToken, Targets
 from megatrain.models.plain import count_targets
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing
-from tests.runs import Trace, assert_same, gradients_of, run, state_of, train_serially
+from tests.runs import Trace, assert_same, run, state_of, train_serially
 from tests.support import (
     Batch,
     engine_of,

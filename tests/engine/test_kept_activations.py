@@ -11,10 +11,11 @@ import torch
 
 from megatrain.engine.activations.codecs import CODECS
 from megatrain.engine.engine import Engine
+from megatrain.engine.verify import gradients_of
 from megatrain.errors import ConfigError
 from megatrain.settings import ALL, Settings
 from tests.compare import differing, distance
-from tests.runs import assert_same, gradients_of, run
+from tests.runs import assert_same, run
 from tests.support import engine_of, full_batches, micro_batches
 
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
+from megatrain.engine.verify import gradients_of
 from megatrain.models.transforms.chunked import Chunks
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.plain import train_plain
-from tests.runs import Trace, assert_same, gradients_of, run, train_engine
+from tests.runs import Trace, assert_same, run, train_engine
 from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 CHUNK = 8  # of micro-batches of 18, 39 and 6 tokens

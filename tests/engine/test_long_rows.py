@@ -12,11 +12,11 @@ import torch
 from megatrain.data.dataset import IdArray, MaskArray
 from megatrain.data.loader import Loader, StepBatch, collate, held_out_batches
 from megatrain.data.regimes import Regime
+from megatrain.engine.verify import gradients_of
 from megatrain.models.plain import count_targets, plain_loss
 from megatrain.models.rotary import regimes_of
 from tests.compare import apart
 from tests.data.test_loader import FakeRows, documents, row_numbers
-from tests.runs import gradients_of
 from tests.support import VOCABULARY, Batch, engine_of, plain_model, tiny_config
 
 LIMIT, SEQ_LEN, ALL_AT_ONCE = 16, 40, 10**6

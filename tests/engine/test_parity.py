@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain.engine.context import fastest_attention
+from megatrain.engine.verify import gradients_of
 from megatrain.models.plain import count_targets, plain_gradients, plain_loss
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
@@ -23,7 +24,7 @@ from tests.plain import (
     named_gradients,
     train_plain,
 )
-from tests.runs import cosine, gradients_of, masters_of, run, train_engine
+from tests.runs import cosine, masters_of, run, train_engine
 from tests.support import (
     FAMILIES,
     MORE_FAMILIES,

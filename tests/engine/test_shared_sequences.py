@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatrain.data.loader import collate
+from megatrain.engine.verify import gradients_of
 from megatrain.models.documents import documents_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from tests.compare import apart
 from tests.data.test_loader import FakeRows
-from tests.runs import gradients_of
 from tests.support import FAMILIES, MORE_FAMILIES, RECURRENT, engine_of, tiny_config
 
 SEQUENCES = [[0, 1], [2, 3, 4]]

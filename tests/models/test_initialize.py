@@ -8,9 +8,9 @@ import transformers
 from torch import Tensor
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.verify import weights_of
 from megatrain.optim.split import join_master
 from tests.compare import differing
-from tests.runs import weights_of
 from tests.support import FAMILIES, tiny_config
 
 BIG = {"hidden_size": 128, "num_hidden_layers": 2}

@@ -17,6 +17,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Interleave, Transpose, WeightConverter, WeightRenaming
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.verify import weights_of
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW, Muon
@@ -28,7 +29,7 @@ from megatrain.storage.restore import load_checkpoint
 from tests.compare import differing, distance
 from tests.files import logits_of
 from tests.plain import train_plain
-from tests.runs import state_of, train_engine, weights_of
+from tests.runs import state_of, train_engine
 from tests.support import FALCON, SIZES, VOCABULARY, micro_batches, plain_model, tiny_config
 
 MODEL: dict[str, Any] = {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": False}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain.engine.verify import gradients_of
 from megatrain.models.transforms.fp8 import (
     FP8,
     FP8_MAX,
@@ -22,7 +23,7 @@ from megatrain.models.transforms.fp8 import (
 )
 from megatrain.optim import AdamW
 from tests.compare import bits, distance
-from tests.runs import gradients_of, train_engine
+from tests.runs import train_engine
 from tests.support import engine_of, full_batches, plain_model, tiny_config
 
 ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16")

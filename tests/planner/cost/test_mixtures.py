@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.engine.verify import gradients_of
 from megatrain.errors import ModelError
 from megatrain.models.meta import blank_call
 from megatrain.models.plain import plain_gradients
@@ -13,7 +14,6 @@ from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import shape_of
 from tests.compare import apart
 from tests.plain import named_gradients
-from tests.runs import gradients_of
 from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
 
 ROWS, TOKENS = 2, 16

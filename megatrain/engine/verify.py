@@ -1,0 +1,252 @@
+"""The self-check of a family: its small model, streamed, against plain transformers and autograd.
+
+Random values in every tensor and in every buffer that belongs to the weights, float32, on the CPU:
+the folder that transformers saves is read, written again, and trained for three steps.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine.engine import Engine
+from megatrain.engine.masters import write_master
+from megatrain.errors import ModelError, VerificationError
+from megatrain.losses import IGNORE
+from megatrain.models.meta import torch_paths
+from megatrain.models.plain import plain_gradients, plain_model, small_scale
+from megatrain.models.shrink import shrink
+from megatrain.models.skeleton import Skeleton
+from megatrain.optim import AdamW
+from megatrain.settings import Settings
+from megatrain.storage.export import save_pretrained
+
+FORMAT = 1  # of verdicts: they are made anew with another
+STEPS, SHAPES = 3, ((2, 9), (1, 13))  # of micro-batches: rows, tokens
+MAX_NORM = 0.5
+# An eps far above rounding: a gradient that is zero but for rounding must not become a whole step.
+OPTIMIZER = AdamW(lr=1e-3, eps=1e-4)
+# layers recomputed and retained; a head in several chunks
+SETTINGS = Settings(retained=1, head_chunk_tokens=7, update_threads=1)
+# How far a gradient may be off: a share of its own norm, and of the largest tensor's.
+SHARE, OF_LARGEST = 1e-3, 1e-5
+BY_STEPS = 10  # times as far: steps add up what rounding has moved
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a self-check.
+
+    Attributes:
+        state: "passed", "failed" or "not checked".
+        stage: where it failed: loading, saving, running, loss, gradients or steps; empty if it did
+            not.
+        reason: what differs first, or why there was nothing to check.
+    """
+
+    state: str
+    stage: str = ""
+    reason: str = ""
+
+    @property
+    def computes_wrongly(self) -> bool:
+        """Training would differ from plain training. (A folder that cannot be loaded says so.)"""
+        return self.state == "failed" and self.stage != "loading"
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass
+class Trace:
+    """What plain transformers, or the engine, makes of the same steps."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
+    changes: dict[str, Tensor] = field(default_factory=dict)  # of the weights, by all steps
+
+
+def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
+    """Check the family of a model, for its configuration."""
+    attention = skeleton.config._attn_implementation
+    with small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
+        try:
+            small = shrink(skeleton.config, skeleton.layers, attention, trust_remote_code)
+            model = with_random_buffers(
+                plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
+            )
+            return compare(model, attention, trust_remote_code, Path(folder))
+        except ModelError as error:
+            return Verdict("not checked", reason=str(error))
+
+
+def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -> Verdict:
+    """Compare a plain model with its like in an engine. `folder`: an empty one.
+
+    Raises ModelError if the family refuses the small model, or plain PyTorch cannot run it.
+    """
+    given, written, refused = folder / "given", folder / "written", ""
+    model.save_pretrained(given)
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+    options |= {"optimizer": OPTIMIZER, "max_grad_norm": MAX_NORM, "settings": SETTINGS}
+    options |= {"precision": "float32", "device": "cpu"}
+    try:
+        engine = Engine.from_pretrained(given, **options)
+    except ModelError as error:
+        refused = str(error).replace(f"{given}/", "").replace(f"{given}", "its folder")
+        engine = Engine.from_config(model.config, **options)
+        copy_weights(model, engine)
+    with engine:
+        if not refused:
+            save_pretrained(engine, written)
+            if difference := first_changed(tensors_of(given), tensors_of(written)):
+                return Verdict("failed", "saving", difference)
+        vocabulary = engine.anatomy.vocab_size
+        steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
+        expected = plain_trace(model, steps)
+        try:
+            found = engine_trace(engine, steps)
+        except VerificationError as error:
+            return Verdict("failed", "running", str(error))
+    if any(abs(a - b) > SHARE * abs(b) for a, b in zip(found.losses, expected.losses, strict=True)):
+        reason = f"{found.losses} in place of {expected.losses}"
+        return Verdict("failed", "loss", reason)
+    if difference := first_apart(found.gradients, expected.gradients):
+        return Verdict("failed", "gradients", difference)
+    if difference := first_apart(found.changes, expected.changes, BY_STEPS):
+        return Verdict("failed", "steps", difference)
+    return Verdict("failed", "loading", refused) if refused else Verdict("passed")
+
+
+# -- the two sides ---------------------------------------------------------------------------------
+
+
+def with_random_buffers(model: nn.Module) -> nn.Module:
+    """The model, its persistent buffers moved a little: zeros would hide one that is lost."""
+    generator, kept = torch.Generator().manual_seed(1), model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point():
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
+    return model
+
+
+def micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
+    """Random tokens; the first micro-batch has a row that is padded at its end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(vocabulary, shape, generator=generator) for shape in SHAPES]
+    mask = torch.ones_like(ids[0])
+    mask[0, -3:] = 0
+    padded = {"attention_mask": mask, "labels": ids[0].masked_fill(mask == 0, IGNORE)}
+    return [{"input_ids": ids[0]} | padded, *({"input_ids": x, "labels": x} for x in ids[1:])]
+
+
+def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]]) -> Trace:
+    """Autograd, clip_grad_norm_ and torch's AdamW. Raises ModelError."""
+    named, trace = dict(model.named_parameters()), Trace()
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    torchs = torch.optim.AdamW(
+        named.values(), OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, weight_decay=0.0
+    )
+    for batches in steps:
+        try:
+            trace.losses.append(plain_gradients(model, batches))
+        except Exception as error:  # whatever a family's code raises
+            raise ModelError(
+                f"its small model does not run ({type(error).__name__}: {error})"
+            ) from error
+        trace.gradients = trace.gradients or {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in named.items()
+        }
+        nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
+        torchs.step()
+        torchs.zero_grad()
+    trace.changes = {name: p.detach() - before[name] for name, p in named.items()}
+    return trace
+
+
+def engine_trace(engine: Engine, steps: Sequence[Sequence[Mapping[str, Tensor]]]) -> Trace:
+    """The same in the engine. Raises VerificationError, as the plain model runs."""
+    trace, before = Trace(), weights_of(engine)
+    for batches in steps:
+        try:
+            trace.losses.append(engine.forward_backward([dict(batch) for batch in batches]).loss)
+        except Exception as error:
+            raise VerificationError(f"{type(error).__name__}: {error}") from error
+        trace.gradients = trace.gradients or gradients_of(engine)
+        engine.step()
+    trace.changes = {name: weight - before[name] for name, weight in weights_of(engine).items()}
+    return trace
+
+
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the last `forward_backward`'s gradients, by tensor name, once they have landed."""
+    finished = engine.parts.sink.finished
+    assert finished, "call forward_backward first"
+    named: dict[str, Tensor] = {}
+    for gradient in finished:
+        gradient.landed.synchronize()
+        named |= engine.anatomy.blocks[gradient.block].layout.views(gradient.values.clone())
+    return named
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the weights as the device computes with them, by the model's own names."""
+    named: dict[str, Tensor] = {}
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)
+        named |= block.layout.views(engine.store.lasting("weight", block.index).clone())
+    return named
+
+
+def copy_weights(model: nn.Module, engine: Engine) -> None:
+    """Copy a plain model's weights into the engine's store, under the model's own names."""
+    weights = model.state_dict()
+    for block in engine.anatomy.blocks:
+        master = torch.zeros(block.layout.numel)
+        for name, view in block.layout.views(master).items():
+            view.copy_(weights[name])
+        write_master(engine.store, block.index, master)
+    engine.weights_changed()
+
+
+# -- what differs ----------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def first_changed(given: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> str:
+    """The first tensor whose bits were not written as they were given; empty for none."""
+    for name in [*given, *(name for name in written if name not in given)]:
+        if name not in written or name not in given:
+            return f"{name} is in {'the one' if name in given else 'the other'} folder alone"
+        one, other = given[name], written[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(one, other):
+            return f"{name} is not what was read"
+    return ""
+
+
+def first_apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], times: int = 1) -> str:
+    """The first tensor that is off by more than rounding, and by how much; empty for none."""
+    largest = max(float(tensor.norm()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        off, norm = float((found[name] - tensor).norm()), float(tensor.norm())
+        if not off <= times * (SHARE * norm + OF_LARGEST * largest):  # NaN, too
+            return f"{name} is off by {off / max(norm, 1e-12):.2g} of its norm"
+    return ""

@@ -1,0 +1,120 @@
+"""The self-check of a model's family, and its verdicts: `plan` and `train` ask for one once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.engine.verify import FORMAT, Verdict
+from megatrain.engine.verify import verify as check
+from megatrain.errors import StorageError, VerificationError
+from megatrain.machine.profile import cache_folder, installed_version, write_json
+from megatrain.models.skeleton import Skeleton
+from megatrain.recipes.setup import quiet_libraries
+from megatrain.recipes.shapes import bench_config, shape_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger("megatrain")
+PACKAGES = ("megatrain", "transformers", "torch")
+NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `megatrain verify` found."""
+
+    model: str
+    family: str
+    verdict: Verdict
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        about = {"model": self.model, "family": self.family, "seconds": round(self.seconds, 3)}
+        return about | self.verdict.to_dict()
+
+    def render(self, console: Console) -> None:
+        said = "a small model of it is read, written and trained as in plain PyTorch"
+        if self.verdict.state != "passed":
+            said = ": ".join(filter(None, [self.verdict.stage, self.verdict.reason]))
+        console.print(
+            f"{self.family}: {self.verdict.state} ({self.seconds:.1f} s): {said}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def verify(source: str) -> Checked:
+    """Check the family of a folder, hub id or named shape, and keep the verdict.
+
+    Raises ModelError and ConfigError.
+    """
+    quiet_libraries()
+    skeleton, started = Skeleton(shape_config(bench_config(source))), time.perf_counter()
+    verdict = check(skeleton)
+    keep(skeleton, verdict)
+    return Checked(source, skeleton.anatomy.family, verdict, time.perf_counter() - started)
+
+
+def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
+    """Check a model's family unless that was done for this configuration and these versions.
+
+    A warning says where it cannot be checked. Raises VerificationError if it computes wrongly.
+    """
+    verdict = known(skeleton)
+    if verdict is None:
+        family = skeleton.anatomy.family
+        logger.info(f"comparing a small {family} model with plain PyTorch, once")
+        verdict = check(skeleton, trust_remote_code)
+        keep(skeleton, verdict)
+    if verdict.computes_wrongly:
+        raise VerificationError(
+            f"a small {skeleton.anatomy.family} model is not trained as in plain PyTorch "
+            f"({verdict.stage}: {verdict.reason}), so this one would not be; please report it with "
+            "the model's config.json"
+        )
+    if verdict.state == "not checked":
+        logger.warning(
+            f"whether {skeleton.anatomy.family} models are trained as in plain PyTorch was not "
+            f"checked: {verdict.reason}"
+        )
+
+
+# -- verdicts that are kept ------------------------------------------------------------------------
+
+
+def file_of(skeleton: Skeleton) -> Path:
+    """Where the verdict of a configuration is kept, for these versions."""
+    config = skeleton.config
+    stated = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_FAMILY}
+    versions = [installed_version(package) for package in PACKAGES]
+    parts = [FORMAT, type(skeleton.model).__name__, config._attn_implementation, versions, stated]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return cache_folder() / f"verified-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def known(skeleton: Skeleton) -> Verdict | None:
+    """The verdict that was kept; None without a readable one."""
+    try:
+        return Verdict(**json.loads(file_of(skeleton).read_text()))
+    except (OSError, ValueError, TypeError):  # no file, not JSON, other keys
+        return None
+
+
+def keep(skeleton: Skeleton, verdict: Verdict) -> None:
+    """Keep a verdict, unless it stops runs: that is asked anew each time."""
+    file = file_of(skeleton)
+    try:
+        if verdict.computes_wrongly:
+            file.unlink(missing_ok=True)
+        else:
+            write_json(file, verdict.to_dict())
+    except (OSError, StorageError) as error:
+        logger.warning(f"the verdict is not kept: {error}")
