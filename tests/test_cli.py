@@ -168,7 +168,7 @@ def test_eval_prints_the_loss(recipes, capsys):
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.25, "rows": 4}
-    assert recipes.calls == [("evaluate", "run", data) for data in ("held.jsonl", None)]
+    assert recipes.calls == [("evaluate", "run", data, False) for data in ("held.jsonl", None)]
 
 
 def test_export_prints_the_folder(recipes, capsys):
@@ -183,7 +183,7 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
     greedy = {"temperature": 0.0, "top_p": None, "seed": None}
-    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None)]
+    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None, False)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.verify import weights_of
 from megatrain.errors import ModelError
 from megatrain.models.quantised import quantisation_in
 from megatrain.storage.checkpoint import save_checkpoint
@@ -23,7 +24,6 @@ from megatrain.storage.export import export
 from megatrain.storage.safetensors_reader import open_shards
 from tests.compare import differing
 from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, spread, state
-from tests.runs import weights_of
 from tests.support import SIZES, micro_batches, plain_model
 
 BOTH: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "tie_word_embeddings": False}
