@@ -82,6 +82,25 @@ QWEN_7B = ModelShape(
         ),
     ),
 )
+# The same with an MLP of 16 experts, of which a token has one.
+EXPERTS = 3 * 3584 * 18944
+MIXTURE = replace(
+    QWEN_7B,
+    cost=replace(
+        QWEN_7B.cost,
+        layers=tuple(
+            replace(
+                layer,
+                forward=replace(layer.forward, matmul_flops=466_092_032 - 2 * EXPERTS * 15 // 16),
+                backward=replace(layer.backward, matmul_flops=932_184_064 - 4 * EXPERTS * 15 // 16),
+                skippable_flops=0,
+                expert_parameters=EXPERTS,
+                expert_flops=2 * EXPERTS // 16,
+            )
+            for layer in QWEN_7B.cost.layers
+        ),
+    ),
+)
 # The 1.5B model's layers with an embedding and a head that are not tied.
 QWEN_1B8 = ModelShape(
     parameters=1_777_088_000,

@@ -43,6 +43,12 @@ def verdict(plan: Plan) -> str:
 def _changes(plan: Plan) -> Iterable[str]:
     if not plan.fits:
         yield f"to change: {plan.fix}"
+    if plan.bound_by_update:
+        share = plan.timing.waits["update"] / plan.timing.seconds
+        yield (
+            f"bound by the host's update: it updates all {plan.parameters:,} parameters, of which "
+            f"{plan.active_parameters:,} act on a token; a step waits {share:.0%} of its time for it"
+        )
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
         yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"

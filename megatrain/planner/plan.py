@@ -16,7 +16,7 @@ from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import NOT_ALLOCATED, Layout, disk_bytes
 from megatrain.planner.reasons import Reason, reasons
 from megatrain.planner.search import Search
-from megatrain.planner.suggest import TIER_WORDS, Suggestion, cheapest_fix, faster
+from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
 from megatrain.planner.timing import StepCosts, Timing
 from megatrain.reporting.energy import Economy
 
@@ -43,6 +43,7 @@ class Plan:
     parameters: int
     active_parameters: int  # that act on a token: fewer in a mixture of experts
     timing: Timing  # predicted; of a plan that does not fit, too
+    bound_by_update: bool  # a mixture that waits most for the host to update idle experts as well
     fix: str | None  # what would make it fit, if it does not
     economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
     steps: int | None = None  # of the whole run, if known
@@ -162,6 +163,7 @@ def make_plan(
 
 def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
     """The plan of a layout, whether it fits or not."""
+    timing = StepCosts(layout, machine).predict()
     return Plan(
         choices=layout.choices,
         reasons=reasons(layout),
@@ -174,6 +176,7 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
         job=layout.job,
         parameters=layout.shape.parameters,
         active_parameters=layout.shape.active_parameters,
-        timing=StepCosts(layout, machine).predict(),
+        timing=timing,
+        bound_by_update=bound_by_update(timing, layout.shape),
         fix=None,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Choices, Job
@@ -19,6 +19,9 @@ from megatrain.planner.search import Search
 from megatrain.planner.timing import StepCosts, Timing
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
+
+if TYPE_CHECKING:
+    from megatrain.planner.cost.shape import ModelShape
 
 EXACT = "exact"
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "nvme": "NVMe space", "disk": "disk space"}
@@ -83,14 +86,17 @@ def _steps(job: Job, *factors: float) -> Offers:
     return found
 
 
+BATCH, UNCLIPPED, MOMENTS = "changes the batch", "does not clip", "rounds the moments"
+# Where a mixture waits for the host's update, in this order: by how much more it hides.
+AGAINST_UPDATE = (BATCH, UNCLIPPED, MOMENTS)
 _BFLOAT16 = _instead("precision", "float32", "bfloat16")
 # From costly to harmless: the last is tried first, the first only where all others do not suffice.
 REMEDIES = (
-    Remedy("does not clip", _unclipped, _unclipped),
+    Remedy(UNCLIPPED, _unclipped, _unclipped),
     Remedy(
         "rounds activation checkpoints to 8 bits", _instead("memory.activations", UNCHANGED, "int8")
     ),
-    Remedy("rounds the moments", _moments, _moments),
+    Remedy(MOMENTS, _moments, _moments),
     Remedy(
         "rounds matmul operands to 8 bits",
         faster=_instead("precision", "bfloat16", "fp8"),
@@ -98,7 +104,7 @@ REMEDIES = (
     ),
     Remedy("computes in bf16", _BFLOAT16, _BFLOAT16),
     Remedy(
-        "changes the batch",
+        BATCH,
         lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8),
         lambda job: _steps(job, 2, 4),
     ),
@@ -261,8 +267,20 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
     for of_a_kind in found.values():  # the mildest that gains nearly as much as the best
         enough = 1 + NEARLY * (max(one.speedup for one in of_a_kind) - 1)
         suggestions.append(next(one for one in of_a_kind if one.speedup >= enough))
-    best_ones = sorted(suggestions, key=lambda suggestion: -suggestion.speedup)[:MOST_SUGGESTIONS]
-    return tuple(suggestion for suggestion in suggestions if suggestion in best_ones)
+    suggestions.sort(key=lambda suggestion: -suggestion.speedup)
+    if bound_by_update(before, search.shape):
+        order = (EXACT, *AGAINST_UPDATE)
+        suggestions.sort(key=lambda one: order.index(one.cost) if one.cost in order else len(order))
+        return tuple(suggestions[:MOST_SUGGESTIONS])
+    costs = list(found)  # the mildest first
+    best_ones = suggestions[:MOST_SUGGESTIONS]
+    return tuple(sorted(best_ones, key=lambda suggestion: costs.index(suggestion.cost)))
+
+
+def bound_by_update(timing: Timing, shape: ModelShape) -> bool:
+    """True for a mixture whose step waits for the host's update more than for anything else: all
+    experts are updated for the work that a few do."""
+    return shape.idle_parameters > 0 and timing.waits_most_for("update")
 
 
 def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:

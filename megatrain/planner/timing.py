@@ -73,6 +73,11 @@ class Timing:
     tokens_per_s: float
     tflops: float
 
+    def waits_most_for(self, wait: str) -> bool:
+        """True if no other wait takes longer than this one, which is worth naming."""
+        seconds = self.waits[wait]
+        return seconds == max(self.waits.values()) and seconds > WORTH_NAMING * self.seconds
+
     @property
     def busy(self) -> float:
         """Share of the step in which the device computes."""
@@ -166,12 +171,13 @@ class StepCosts:
             rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
         traffic = 1 + share * (FP8_TRAFFIC - 1)
         quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
+        chunks = math.ceil(tokens / chunk - ROUNDING)
         forward, backward = (
             seconds + quantizing
-            for seconds in self._forward_and_backward(work, tokens, rate, traffic)
+            for seconds in self._forward_and_backward(work, tokens, rate, traffic, chunks)
         )
         # each chunk after the first adds its weight gradient to the ones before
-        adding = (math.ceil(tokens / chunk - ROUNDING) - 1) * self._adding(numel)
+        adding = (chunks - 1) * self._adding(numel)
         # selective checkpointing repeats what is between matmuls
         again = work.cheap_bytes * tokens / memory if choices.cheap_retention else 0.0
         gathering = 2 * sent / memory if where == "host" else 0.0
@@ -203,11 +209,12 @@ class StepCosts:
         return self._block(len(sizes) - 1, 0.0, chunks * each + (chunks - 1) * adding)
 
     def _forward_and_backward(
-        self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0
+        self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0, chunks: int = 1
     ) -> tuple[float, float]:
         """Seconds of both directions.
 
-        rate: of matmuls, FLOP/s. traffic: factor of the bytes moved between them in bf16.
+        rate: of matmuls, FLOP/s. traffic: factor of the bytes moved between them in bf16. chunks:
+            in which experts take the tokens. Each reads all of them, and writes all gradients.
         """
         flops = 3 * work.forward.attention_flops * tokens
         attention = flops / interpolate(self.machine.attention, self.job.seq_len)
@@ -216,11 +223,15 @@ class StepCosts:
         if kind == "eager":
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
 
-        def seconds(one_way: PassCost, attention: float) -> float:
+        def seconds(one_way: PassCost, attention: float, products: int) -> float:
             moved, kernels = one_way.eager_bytes, one_way.eager_kernels
             if kind == "compiled":
                 moved, kernels = one_way.compiled_bytes, one_way.compiled_kernels
-            matmuls = one_way.matmul_flops * tokens / rate
+            of_experts = products * work.expert_flops
+            matmuls = (one_way.matmul_flops - of_experts) * tokens / rate
+            # with few tokens for each expert, moving their matrices takes longer than computing
+            matrices = products * chunks * work.expert_parameters * self.weight
+            matmuls += max(of_experts * tokens / rate, matrices / self.machine.memory)
             computing = attention + matmuls + traffic * moved * tokens / memory
             launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
             # only a GPU computes while the host launches kernels
@@ -228,8 +239,8 @@ class StepCosts:
 
         ahead = ATTENTION_FORWARD_SHARE
         return (
-            seconds(work.forward, attention * ahead),
-            seconds(work.backward, attention * (1 - ahead)),
+            seconds(work.forward, attention * ahead, 1),
+            seconds(work.backward, attention * (1 - ahead), 2),
         )
 
     def _matmul_rate(self, tokens: float) -> float:

@@ -15,7 +15,18 @@ from megatrain.planner.job import Budget, Job
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import MOST_SUGGESTIONS, WORTH_SAYING, missing
-from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200, with_gpu
+from tests.planned import (
+    H200,
+    JOB_7B,
+    LAPTOP,
+    MIXTURE,
+    MOMENTS_BYTES,
+    QWEN_7B,
+    TINY,
+    TINY_JOB,
+    h200,
+    with_gpu,
+)
 
 # six cores update 7.6 billion parameters in 5 s
 SLOW_UPDATE = with_gpu(replace(H200, physical_cores=6), 24 * GIB)
@@ -79,6 +90,38 @@ def test_a_dial_that_was_set_by_hand_is_given_back_first():
     plan = plan_of(replace(JOB_7B, retained=0), H200)
     assert plan.faster[0].words == "train.retained: auto"
     assert plan.faster[0].cost == "exact"
+
+
+MIXTURE_STEPS = replace(JOB_7B, tokens_per_step=32_768, lighter_moments=MOMENTS_BYTES)
+BF16_MOMENTS = replace(
+    MIXTURE_STEPS, state_bytes=MOMENTS_BYTES[0][1], update_arithmetic=MOMENTS_BYTES[0][2]
+)
+
+
+def test_a_mixture_that_waits_for_the_host_is_told_so_and_what_helps_in_order():
+    hardware, out = with_gpu(H200, 40 * GIB), StringIO()
+    plan = make_plan(MIXTURE_STEPS, MIXTURE, hardware, typical(hardware), suggest=True)
+    assert plan.bound_by_update
+    costs = [better.cost for better in plan.faster]
+    assert costs == ["changes the batch", "does not clip", "rounds the moments"]
+    for better, changed in zip(
+        plan.faster[1:], (replace(MIXTURE_STEPS, clipping=False), BF16_MOMENTS), strict=True
+    ):
+        searched = make_plan(changed, MIXTURE, hardware, typical(hardware)).timing.tokens_per_s
+        assert better.speedup == better.tokens_per_s / plan.timing.tokens_per_s
+        assert better.tokens_per_s <= 1.01 * searched
+    render(plan, Console(file=out, width=200))
+    share = plan.timing.waits["update"] / plan.timing.seconds
+    said, *faster = out.getvalue().splitlines()[1:5]
+    assert said == (
+        "bound by the host's update: it updates all 7,615,616,512 parameters, of which "
+        f"{plan.active_parameters:,} act on a token; a step waits {share:.0%} of its time for it"
+    )
+    assert all(line.startswith("faster: ") for line in faster)
+
+
+def test_of_a_dense_model_nothing_of_the_kind_is_said():
+    assert not plan_of(SMALL_STEPS, SLOW_UPDATE).bound_by_update
 
 
 def test_suggestions_are_for_who_asks_and_can_be_read():

@@ -17,9 +17,11 @@ from megatrain.planner.simulation import BlockTasks
 from megatrain.planner.timing import StepCosts, Timing
 from tests.planned import (
     ALL_STREAMED,
+    EXPERTS,
     H200,
     INT8_STATE,
     JOB_7B,
+    MIXTURE,
     QWEN_1B8,
     QWEN_7B,
     with_depth,
@@ -247,12 +249,31 @@ def test_padding_and_what_short_rows_lack_are_no_tokens_of_the_data(job, tokens)
 
 
 def test_speed_counts_the_parameters_that_act_on_a_token():
-    layers = QWEN_7B.cost.layers
-    idle = tuple(replace(layer, idle_parameters=200_000_000) for layer in layers)
-    mixture = replace(QWEN_7B, cost=replace(QWEN_7B.cost, layers=idle))
-    found = predict(STREAMED, JOB_7B, mixture, typical(H200))
-    active = QWEN_7B.parameters - 28 * 200_000_000
+    found = predict(STREAMED, JOB_7B, MIXTURE, typical(H200))
+    active = QWEN_7B.parameters - 28 * EXPERTS * 15 // 16
     assert found.tflops == pytest.approx(6 * active * found.tokens_per_s / 1e12)
+
+
+@pytest.mark.parametrize(("chunk", "times"), [(None, 1), (512, 4)])
+def test_experts_are_all_read_and_their_gradients_all_written_for_every_micro_batch(chunk, times):
+    fast = replace(typical(H200), matmul=((1, 1e30),), launch=0.0)
+    choices = replace(STREAMED, micro_batch_tokens=2048, layer_chunk_tokens=chunk, retained=28)
+    job = replace(JOB_7B, tokens_per_step=2048)
+    mixture, dense = (block_tasks(choices, job, of, fast)[1] for of in (MIXTURE, QWEN_7B))
+    moved = times * 2 * EXPERTS / fast.memory  # the weights; in backward as much again is written
+    assert mixture.forward - dense.forward == pytest.approx(moved, rel=1e-6)
+    assert mixture.backward - dense.backward == pytest.approx(2 * moved, rel=1e-6)
+
+
+def test_with_many_tokens_for_each_expert_moving_them_hides_behind_their_products():
+    choices = replace(STREAMED, micro_batch_tokens=16_384, retained=28)
+    whole = replace(MIXTURE.cost.layers[0], expert_parameters=0, expert_flops=0)
+    unmoved = replace(MIXTURE, cost=replace(MIXTURE.cost, layers=(whole,) * 28))
+    found, expected = (
+        block_tasks(choices, JOB_7B, of, typical(H200))[1] for of in (MIXTURE, unmoved)
+    )
+    assert found.forward == pytest.approx(expected.forward, rel=1e-9)
+    assert found.backward == pytest.approx(expected.backward, rel=1e-9)
 
 
 def test_chunks_of_a_layer_are_counted_whole_whatever_the_step():

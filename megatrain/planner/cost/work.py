@@ -56,9 +56,15 @@ class BlockCost:
 
     forward: PassCost
     backward: PassCost
-    idle_parameters: int = 0  # of experts that are not a token's own
+    expert_parameters: int = 0  # in matrices of all experts
+    expert_flops: int = 0  # of forward.matmul_flops, what a token's own experts take
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
+
+    @property
+    def idle_parameters(self) -> int:
+        """Those of experts that are not a token's own: each of the others is multiplied once."""
+        return self.expert_parameters - self.expert_flops // 2
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,6 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
 
     matmul = grown(once.matmul_flops, twice.matmul_flops)
     attention = grown(once.attention_flops, twice.attention_flops)
-    own_experts = grown(once.expert_flops, twice.expert_flops) // 2
 
     def one_way(times: int, small: Traffic, large: Traffic) -> PassCost:
         moved, kernels = grown(small.bytes, large.bytes), small.kernels
@@ -140,7 +145,8 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
     return BlockCost(
         one_way(1, once.forward, twice.forward),
         one_way(BACKWARD_FLOPS, once.backward, twice.backward),
-        idle_parameters=once.expert_parameters - own_experts,
+        expert_parameters=once.expert_parameters,
+        expert_flops=grown(once.expert_flops, twice.expert_flops),
     )
 
 

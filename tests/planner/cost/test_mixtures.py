@@ -45,6 +45,14 @@ def test_mixtures_are_planned_and_train_in_float32(family):
     assert apart(ours, named_gradients(plain), of_largest=1e-6) == []
 
 
+def test_compiled_layers_hold_all_experts_gradient_too():
+    skeleton = Skeleton(tiny_config("mixtral", num_local_experts=16))
+    experts = 16 * 3 * 32 * 64 * 2  # bytes in bf16
+    sets = shape_of(skeleton, TOKENS, [TOKENS], runs_on="cuda", compiled=True).compiled
+    assert sets is not None
+    assert sets.recomputed.at(TOKENS) > experts
+
+
 def test_rows_that_no_grouped_matmul_takes_are_refused_before_training():
     config = tiny_config("mixtral", intermediate_size=30)
     with pytest.raises(ModelError, match="strides should be multiple of 16 bytes"):

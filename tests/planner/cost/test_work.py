@@ -59,8 +59,10 @@ def test_a_mixture_counts_a_token_s_own_experts():
 
 def test_parameters_of_idle_experts_are_not_active():
     mixture = shape(tiny_config("mixtral", num_local_experts=8))
-    layers = 3
-    assert mixture.idle_parameters == layers * (8 - 2) * 3 * 32 * 64
+    layers, expert = 3, 3 * 32 * 64
+    assert all(layer.expert_parameters == 8 * expert for layer in mixture.cost.layers)
+    assert all(layer.expert_flops == 2 * 2 * expert for layer in mixture.cost.layers)
+    assert mixture.idle_parameters == layers * (8 - 2) * expert
     assert mixture.active_parameters == mixture.parameters - mixture.idle_parameters
 
 
