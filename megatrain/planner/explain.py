@@ -47,7 +47,7 @@ def _changes(plan: Plan) -> Iterable[str]:
         share = plan.timing.waits["update"] / plan.timing.seconds
         yield (
             f"bound by the host's update: it updates all {plan.parameters:,} parameters, of which "
-            f"{plan.active_parameters:,} act on a token; a step waits {share:.0%} of its time for it"
+            f"{plan.active_parameters:,} act on a token; {share:.0%} of a step waits for it"
         )
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"

@@ -115,7 +115,7 @@ def test_a_mixture_that_waits_for_the_host_is_told_so_and_what_helps_in_order():
     said, *faster = out.getvalue().splitlines()[1:5]
     assert said == (
         "bound by the host's update: it updates all 7,615,616,512 parameters, of which "
-        f"{plan.active_parameters:,} act on a token; a step waits {share:.0%} of its time for it"
+        f"{plan.active_parameters:,} act on a token; {share:.0%} of a step waits for it"
     )
     assert all(line.startswith("faster: ") for line in faster)
 
