@@ -6,8 +6,10 @@ the folder that transformers saves is read, written again, and trained for three
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.masters import write_master
-from megatrain.errors import ModelError, VerificationError
+from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.meta import torch_paths
 from megatrain.models.plain import plain_gradients, plain_model, small_scale
@@ -72,6 +74,31 @@ class Trace:
     changes: dict[str, Tensor] = field(default_factory=dict)  # of the weights, by all steps
 
 
+class DiffersError(Exception):
+    """A stage and what differs there, or what only the engine raises."""
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Raise DiffersError for errors inside, but for refusals: plain PyTorch runs the model."""
+    try:
+        yield
+    except (DiffersError, ModelError):
+        raise
+    except Exception as error:
+        raise DiffersError(name, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def plain_pytorch() -> Iterator[None]:
+    """Raise ModelError for whatever a family's code raises inside."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"its small model does not run in plain PyTorch ({reason})") from error
+
+
 def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
     """Check the family of a model, for its configuration."""
     attention = skeleton.config._attn_implementation
@@ -81,47 +108,52 @@ def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
             model = with_random_buffers(
                 plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
             )
-            return compare(model, attention, trust_remote_code, Path(folder))
+            compare(model, attention, trust_remote_code, Path(folder))
+        except DiffersError as error:
+            return Verdict("failed", *error.args)
         except ModelError as error:
             return Verdict("not checked", reason=str(error))
+    return Verdict("passed")
 
 
-def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -> Verdict:
+def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -> None:
     """Compare a plain model with its like in an engine. `folder`: an empty one.
 
-    Raises ModelError if the family refuses the small model, or plain PyTorch cannot run it.
+    Raises:
+        DiffersError: they differ.
+        ModelError: the family refuses the small model, or plain PyTorch cannot run it.
     """
-    given, written, refused = folder / "given", folder / "written", ""
-    model.save_pretrained(given)
+    given, written, unloaded = folder / "given", folder / "written", ""
+    with plain_pytorch():
+        model.save_pretrained(given)
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"optimizer": OPTIMIZER, "max_grad_norm": MAX_NORM, "settings": SETTINGS}
     options |= {"precision": "float32", "device": "cpu"}
     try:
-        engine = Engine.from_pretrained(given, **options)
-    except ModelError as error:
-        refused = str(error).replace(f"{given}/", "").replace(f"{given}", "its folder")
-        engine = Engine.from_config(model.config, **options)
-        copy_weights(model, engine)
+        with stage("loading"):
+            engine = Engine.from_pretrained(given, **options)
+    except (DiffersError, ModelError) as error:
+        unloaded = str(error.args[-1]).replace(f"{given}/", "").replace(f"{given}", "its folder")
+        with stage("loading"):
+            engine = Engine.from_config(model.config, **options)
+            copy_weights(model, engine)
     with engine:
-        if not refused:
-            save_pretrained(engine, written)
-            if difference := first_changed(tensors_of(given), tensors_of(written)):
-                return Verdict("failed", "saving", difference)
+        if not unloaded:
+            with stage("saving"):
+                save_pretrained(engine, written)
+                same_bits(tensors_of(given), tensors_of(written))
         vocabulary = engine.anatomy.vocab_size
         steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
         expected = plain_trace(model, steps)
-        try:
+        with stage("running"):
             found = engine_trace(engine, steps)
-        except VerificationError as error:
-            return Verdict("failed", "running", str(error))
-    if any(abs(a - b) > SHARE * abs(b) for a, b in zip(found.losses, expected.losses, strict=True)):
-        reason = f"{found.losses} in place of {expected.losses}"
-        return Verdict("failed", "loss", reason)
-    if difference := first_apart(found.gradients, expected.gradients):
-        return Verdict("failed", "gradients", difference)
-    if difference := first_apart(found.changes, expected.changes, BY_STEPS):
-        return Verdict("failed", "steps", difference)
-    return Verdict("failed", "loading", refused) if refused else Verdict("passed")
+    for ours, theirs in zip(found.losses, expected.losses, strict=True):
+        if not abs(ours - theirs) <= SHARE * abs(theirs):  # NaN, too
+            raise DiffersError("loss", f"{ours} in place of {theirs}")
+    close("gradients", found.gradients, expected.gradients)
+    close("steps", found.changes, expected.changes, BY_STEPS)
+    if unloaded:
+        raise DiffersError("loading", unloaded)
 
 
 # -- the two sides ---------------------------------------------------------------------------------
@@ -154,12 +186,10 @@ def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]
         named.values(), OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, weight_decay=0.0
     )
     for batches in steps:
-        try:
+        with plain_pytorch():
             trace.losses.append(plain_gradients(model, batches))
-        except Exception as error:  # whatever a family's code raises
-            raise ModelError(
-                f"its small model does not run ({type(error).__name__}: {error})"
-            ) from error
+        if not math.isfinite(trace.losses[-1]):
+            raise ModelError("the loss of its small model is not finite")
         trace.gradients = trace.gradients or {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in named.items()
@@ -172,13 +202,10 @@ def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]
 
 
 def engine_trace(engine: Engine, steps: Sequence[Sequence[Mapping[str, Tensor]]]) -> Trace:
-    """The same in the engine. Raises VerificationError, as the plain model runs."""
+    """The same in the engine."""
     trace, before = Trace(), weights_of(engine)
     for batches in steps:
-        try:
-            trace.losses.append(engine.forward_backward([dict(batch) for batch in batches]).loss)
-        except Exception as error:
-            raise VerificationError(f"{type(error).__name__}: {error}") from error
+        trace.losses.append(engine.forward_backward([dict(batch) for batch in batches]).loss)
         trace.gradients = trace.gradients or gradients_of(engine)
         engine.step()
     trace.changes = {name: weight - before[name] for name, weight in weights_of(engine).items()}
@@ -229,24 +256,28 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def first_changed(given: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> str:
-    """The first tensor whose bits were not written as they were given; empty for none."""
+def same_bits(given: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
+    """Raise DiffersError for the first tensor whose bits were not written as they were given."""
     for name in [*given, *(name for name in written if name not in given)]:
         if name not in written or name not in given:
-            return f"{name} is in {'the one' if name in given else 'the other'} folder alone"
+            where = "read, but not written" if name in given else "written, but was not read"
+            raise DiffersError("saving", f"{name} is {where}")
         one, other = given[name], written[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(one, other):
-            return f"{name} is not what was read"
-    return ""
+            raise DiffersError("saving", f"{name} is not written as it was read")
 
 
-def first_apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], times: int = 1) -> str:
-    """The first tensor that is off by more than rounding, and by how much; empty for none."""
+def close(
+    name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], times: int = 1
+) -> None:
+    """Raise DiffersError for the first tensor that is off by more than rounding.
+
+    name: of the stage. times: how much more is allowed.
+    """
     largest = max(float(tensor.norm()) for tensor in expected.values())
-    for name, tensor in expected.items():
-        if name not in found:
-            return f"{name} is missing"
-        off, norm = float((found[name] - tensor).norm()), float(tensor.norm())
+    for tensor, values in expected.items():
+        if tensor not in found:
+            raise DiffersError(name, f"{tensor} is missing")
+        off, norm = float((found[tensor] - values).norm()), float(values.norm())
         if not off <= times * (SHARE * norm + OF_LARGEST * largest):  # NaN, too
-            return f"{name} is off by {off / max(norm, 1e-12):.2g} of its norm"
-    return ""
+            raise DiffersError(name, f"{tensor} is off by {off / max(norm, 1e-12):.2g} of its norm")

@@ -175,6 +175,7 @@ def get_ready(
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
+    may_end_here()
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
     may_end_here()
     say_rows(rows, held_out)

@@ -145,6 +145,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 ):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
     monkeypatch.setattr(build, "BATCH_ROWS", 8)
+    megatrain("plan cfg.yaml")  # for what that keeps: `train` need not compare a small model
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     (owner, name, later, work), after = EARLY[when], Mock(side_effect=AssertionError("goes on"))
     interrupt(owner, name, at=1, number=number)
