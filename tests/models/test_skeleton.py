@@ -26,6 +26,7 @@ from tests.support import (
 ALL = [*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS]
 TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
 TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode", "bloom"}
+TIED |= {"mpt", "gpt-neo", "gpt-neox-japanese"}
 
 
 def skeleton_of(family: str, **changes: object) -> Skeleton:

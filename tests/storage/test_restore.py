@@ -112,12 +112,12 @@ def test_damage_ends_the_reading(run_dir, new_engine, monkeypatch):
     begun: list[Path] = []
 
     class Noted(HashedReader):
-        def __init__(self, path: Path) -> None:
+        def __init__(self, path: Path, *given: bool) -> None:
             if begun:
                 # files this small would all be read before the waiting thread wakes up
                 time.sleep(0.5)
             begun.append(path)
-            super().__init__(path)
+            super().__init__(path, *given)
 
     monkeypatch.setattr("megatrain.storage.restore.HashedReader", Noted)
     monkeypatch.setattr("megatrain.storage.safetensors_reader.IO_THREADS", 1)
