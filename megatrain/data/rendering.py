@@ -81,26 +81,28 @@ def check_constants(source: str) -> None:
     """
     from jinja2 import Environment, nodes
 
-    def value(node: Any) -> Any:
+    def value(node: Any) -> int | str | None:
+        """Of a product or power of constants; None: of anything else."""
         if isinstance(node, nodes.Const):
             return node.value if isinstance(node.value, str | int) else None
         if not isinstance(node, nodes.Mul | nodes.Pow):
             return None
         one, other = value(node.left), value(node.right)
-        if one is None or other is None:
+        if isinstance(node, nodes.Mul) and isinstance(other, str):
+            one, other = other, one  # 3 * "a"
+        if one is None or not isinstance(other, int):
             return None
-        text, times = (one, other) if isinstance(one, str) else (other, one)
-        if isinstance(times, str):
-            return None  # no product of two texts
-        if isinstance(text, str):
-            size = len(text) * times
-        elif isinstance(node, nodes.Pow):
-            size = one.bit_length() * abs(other)
-        else:
-            size = one.bit_length() + other.bit_length()
+        if isinstance(node, nodes.Pow):
+            if isinstance(one, str):
+                return None
+            within(one.bit_length() * other)
+            return int(one**other)
+        within(len(one) * other if isinstance(one, str) else one.bit_length() + other.bit_length())
+        return one * other
+
+    def within(size: int) -> None:
         if size > LARGEST_CONSTANT:
             raise ValueError("it computes a constant of more than a million characters")
-        return one**other if isinstance(node, nodes.Pow) else one * other
 
     parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", source))
     for node in parsed.find_all((nodes.Mul, nodes.Pow)):

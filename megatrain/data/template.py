@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
-from megatrain.data.rendering import LARGEST_CHARACTERS, check_constants, limited
+from megatrain.data.rendering import GENERATION, LARGEST_CHARACTERS, check_constants, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 LONGEST_REASON = 400  # characters of an error of a template
 # Fields of a turn that are the model's own words besides its content, as templates name them.
 WORDS = ("reasoning_content", "reasoning", "thinking")
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # A template asks transformers for the time, and functions cannot be handed to it: so it is given
 # one of its own, in which each directive of a format has the value of a day.

@@ -36,10 +36,7 @@ from megatrain.recipes.describe import (
 )
 from megatrain.recipes.going_on import where_to_go_on
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
-from megatrain.recipes.model import (
-    Model,
-    check_weights,
-)
+from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
@@ -55,16 +52,8 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import (
-    Resumable,
-    load_resumable,
-)
-from megatrain.storage.run_folder import (
-    RunLock,
-    checkpoint_name,
-    checkpoints,
-    folder_bytes,
-)
+from megatrain.storage.restore import Resumable, load_resumable
+from megatrain.storage.run_folder import RunLock, checkpoint_name, checkpoints, folder_bytes
 from megatrain.storage.saves import newer_than
 
 logger = logging.getLogger("megatrain")

@@ -57,7 +57,7 @@ def dequantised(
     }
     for name in scales.keys() - values.keys():
         raise ModelError(
-            f"{_where(scales[name])} belongs to {name}{of_values}, which is not there or not "
+            f"{scales[name].where} belongs to {name}{of_values}, which is not there or not "
             f"{_named(dtype)}; download the folder again"
         )
     for name in values.keys() - scales.keys():
@@ -79,7 +79,7 @@ def dequantised(
 def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
     if len(blocks.shape) != 4 or blocks.shape[3] * 2 != GROUP:
         raise ModelError(
-            f"{_where(blocks)} has shape {list(blocks.shape)}; MXFP4 has experts, rows, groups and "
+            f"{blocks.where} has shape {list(blocks.shape)}; MXFP4 has experts, rows, groups and "
             f"{GROUP // 2} bytes"
         )
     experts, rows, groups, _ = blocks.shape
@@ -99,7 +99,7 @@ def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Iterator[tuple[in
     begin = 0
     for (_, packed), (_, biased) in zip(experts, read_chunks(scales, rows * groups), strict=True):
         if int(biased.max()) == NAN_SCALE:
-            raise ModelError(f"{_where(scales)} holds NaN; the file is damaged")
+            raise ModelError(f"{scales.where} holds NaN; the file is damaged")
         ones = torch.ones(biased.shape)
         powers = torch.ldexp(ones, biased.int() - BIAS).bfloat16().view(rows, groups, 1)
         packed = packed.view(rows, groups, width)
@@ -115,7 +115,7 @@ def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Iterator[tuple[in
 
 def _fp8(weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | None) -> Dequantised:
     if len(weight.shape) < 2 or not weight.numel:
-        raise ModelError(f"{_where(weight)} has shape {list(weight.shape)}: it is not a matrix")
+        raise ModelError(f"{weight.where} has shape {list(weight.shape)}: it is not a matrix")
     *matrices, rows, columns = weight.shape
     high, wide = tile or (rows, columns)
     grid = (*matrices, math.ceil(rows / high), math.ceil(columns / wide))
@@ -129,7 +129,7 @@ def _read_fp8(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     ((_, stored),) = read_chunks(scales, scales.numel)
     if not torch.isfinite(stored).all():
-        raise ModelError(f"{_where(scales)} holds NaN or infinity; the file is damaged")
+        raise ModelError(f"{scales.where} holds NaN or infinity; the file is damaged")
     of_tiles = stored.float().view(-1, grid[-1])
     rows, columns = weight.shape[-2:]
     step = max(1, CHUNK_ELEMENTS // columns)
@@ -145,13 +145,9 @@ def _check_scales(
 ) -> None:
     if not fits or scales.dtype not in dtypes:
         raise ModelError(
-            f"{_where(scales)} has shape {list(scales.shape)} and is {_named(scales.dtype)}; its "
+            f"{scales.where} has shape {list(scales.shape)} and is {_named(scales.dtype)}; its "
             f"tensor needs {list(shape)} in {' or '.join(map(_named, dtypes))}"
         )
-
-
-def _where(tensor: StoredTensor) -> str:
-    return f"{tensor.path}: {tensor.name}"
 
 
 def _named(dtype: torch.dtype) -> str:

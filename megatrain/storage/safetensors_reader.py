@@ -58,6 +58,11 @@ class StoredTensor:
     offset: int
 
     @property
+    def where(self) -> str:
+        """File and name, for error messages."""
+        return f"{self.path}: {self.name}"
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -97,8 +97,7 @@ def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[st
         held = sum(tensor.nbytes for tensor in stored.values())
         quantised, stored = dequantised(stored, how)
         for name, q in quantised.items():
-            where = f"{q.values.path}: {q.values.name}"
-            found[name] = Candidate(where, torch.bfloat16, q.shape, q.chunks)
+            found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
         dtype = store.arrays["weight"].dtype
         logger.info(
             f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
@@ -106,7 +105,7 @@ def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[st
             f"{anatomy.parameters * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
         )
     for name, t in stored.items():
-        found[name] = Candidate(f"{t.path}: {name}", t.dtype, t.shape, partial(read_chunks, t), t)
+        found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
     return found
 
 
@@ -181,9 +180,8 @@ def _copy_checked(
     """Copy a file's tensors in one reading of all its bytes. Raises DamagedError."""
     with HashedReader(path) as file:
         for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
-            where, chunks = f"{path}: {stored.name}", partial(file.chunks, stored)
-            candidate = Candidate(where, stored.dtype, stored.shape, chunks)
-            copy_tensor(store, place, candidate)
+            chunks = partial(file.chunks, stored)
+            copy_tensor(store, place, Candidate(stored.where, stored.dtype, stored.shape, chunks))
         file.skip_to(file.nbytes)
         if (file.nbytes, file.sha256) != (written.nbytes, written.sha256):
             raise damaged(path)
