@@ -24,14 +24,14 @@ from megatrain.planner.cost.shape import shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
-from tests.once import products_left_out_are_found_once
+from tests.once import engines_are_built_fast
 
 ROW = 64
 
 
 @pytest.fixture(scope="module", autouse=True)
 def once() -> Iterator[None]:
-    with products_left_out_are_found_once():
+    with engines_are_built_fast():
         yield
 
 
