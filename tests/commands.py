@@ -153,11 +153,17 @@ def environment() -> dict[str, str]:
 
 FORKER = """
 import json, os, signal, subprocess, sys
+import datasets, ruamel.yaml
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import inspect, run
+from tests.once import commands_are_short
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+get_checkpoint_conversion_mapping("llama")
 AdamW().compile()
+short = commands_are_short()
+short.__enter__()
 def opened(kind):
     if kind == "log":
         return os.open("forked.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -7,6 +7,7 @@ that tests may read.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -21,12 +22,19 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A bf16 matmul of a new size is half a millisecond of code generation on a processor, and tests
+# have more sizes than these caches usually hold.
+for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(cache, "16384")
 if "MEGATRAIN_TEST_HF_HOME" not in os.environ:
     os.environ["MEGATRAIN_TEST_HF_HOME"] = tempfile.mkdtemp(prefix="megatrain-tests-")
     atexit.register(shutil.rmtree, os.environ["MEGATRAIN_TEST_HF_HOME"], ignore_errors=True)
 os.environ["HF_HOME"] = os.environ["MEGATRAIN_TEST_HF_HOME"]
 # without this machine's profile: plans are the same everywhere
 os.environ["MEGATRAIN_CACHE"] = f"{os.environ['HF_HOME']}/megatrain"
+# A compiler on the processor takes its vector instructions for granted. To try them takes seconds
+# of each process, and of each test with a compiler's cache of its own.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # read when cuBLAS starts; deterministic algorithms insist on it
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -71,6 +79,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=others)
     return result
+
+
+gc.disable()  # while modules are imported, which are no garbage
+
+
+def pytest_collection_finish() -> None:
+    """The half a million objects of what was imported are looked through no more."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

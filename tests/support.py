@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -203,8 +205,24 @@ def engine_of(
     settings = settings or Settings(head_chunk_tokens=7)
     prepared = prepare(config, settings=settings, weights=Weights(None), **options)
     engine = Engine(**prepared.arguments())
-    copy_weights(weights if weights is not None else plain_model(config), engine)
+    if weights is None:
+        weights = drawn(Drawn(f"{type(config).__name__} {config.to_dict()}", config))
+    copy_weights(weights, engine)
     return engine
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Which plain model: configurations cannot be hashed, but their texts can."""
+
+    key: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def drawn(which: Drawn) -> nn.Module:
+    """A plain model to copy from, which nobody changes."""
+    return plain_model(which.config)
 
 
 # -- batches ---------------------------------------------------------------------------------------

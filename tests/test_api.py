@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
 from megatrain.recipes.api import config_of
+from tests.once import commands_dry_run_models_once
 from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 BATCHES = full_batches(0, [(2, 16), (2, 16)])
 PLANNED: dict[str, Any] = {"tokens_per_step": 64, "seq_len": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    with commands_dry_run_models_once():  # by all of its arguments: Python's and the command's
+        yield
 
 
 def test_every_name_is_there_and_listed_once():

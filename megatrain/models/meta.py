@@ -186,6 +186,8 @@ def meta_parameters() -> Iterator[None]:
         # a tied parameter is on meta already and must stay the same object
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            # transformers would draw its values, in Python for meta tensors: most of the time
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.once import products_left_out_are_found_once
+from tests.once import engines_are_built_fast
 
 
 @pytest.fixture(scope="session", autouse=True)
 def once() -> Iterator[None]:
-    with products_left_out_are_found_once():
+    with engines_are_built_fast():
         yield
 
 

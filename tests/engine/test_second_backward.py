@@ -28,7 +28,7 @@ from tests.support import (
 )
 
 STEPS = [micro_batches(seed) for seed in range(4)]
-FULL = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(4)]
+FULL = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(3)]
 TWICE = Settings(head_chunk_tokens=7, second_backward=True)
 ONCE = replace(TWICE, second_backward=False)
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -38,7 +38,7 @@ def make(model: Any = "llama", settings: Settings = TWICE, **options: Any) -> En
     return engine_of(model, settings=settings, **{"precision": "bfloat16", **options})
 
 
-def check_equal(model: Any, settings: Settings, steps: Steps = STEPS, **options: Any) -> None:
+def check_equal(model: Any, settings: Settings, steps: Steps = STEPS[:3], **options: Any) -> None:
     """That a second backward under `settings` ends where stored gradients do."""
     stored = run(make(model, replace(settings, second_backward=False), **options), steps)
     assert_same(run(make(model, settings, **options), steps), stored)
@@ -63,7 +63,7 @@ def check_equal(model: Any, settings: Settings, steps: Steps = STEPS, **options:
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_it_changes_no_bit(family, settings, precision, clip, device):
     options = {"precision": precision, "max_grad_norm": clip, "device": device}
-    check_equal(family, settings, STEPS if device == "cpu" else FULL, **options)
+    check_equal(family, settings, STEPS[:3] if device == "cpu" else FULL, **options)
 
 
 @pytest.mark.cuda

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,18 @@ from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes
-from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
-from tests.once import products_left_out_are_found_once
+from tests.once import engines_are_built_fast
 
 ROW = 64
 
 
 @pytest.fixture(scope="module", autouse=True)
 def once() -> Iterator[None]:
-    with products_left_out_are_found_once():
+    with engines_are_built_fast():
         yield
 
 
@@ -72,13 +73,8 @@ class Case:
         )
 
     def plan(self, folder: Path) -> Plan:
-        def loss(logits: torch.Tensor) -> torch.Tensor:
-            return token_logprobs(
-                logits, torch.zeros(len(logits), dtype=torch.long, device="meta")
-            ).sum()
-
-        skeleton = Skeleton(self.config, dtype=PRECISIONS[self.precision])
-        shape = shape_of(skeleton, ROW, [self.micro_batch_tokens], head_loss=loss)
+        sizes = {"vocab": self.vocab, "micro_batch_tokens": self.micro_batch_tokens}
+        shape = shape_for(Case(self.layers, self.tied, self.precision, **sizes))
         job = Job(
             self.precision,
             self.tokens,
@@ -125,6 +121,18 @@ class Case:
         stored = engine.store.nbytes
         engine.close()
         return live.peak, stored
+
+
+@cache
+def shape_for(case: Case) -> ModelShape:
+    """case: the model and its micro-batches, whatever else is chosen."""
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        targets = torch.zeros(len(logits), dtype=torch.long, device="meta")
+        return token_logprobs(logits, targets).sum()
+
+    skeleton = Skeleton(case.config, dtype=PRECISIONS[case.precision])
+    return shape_of(skeleton, ROW, [case.micro_batch_tokens], head_loss=loss)
 
 
 CASES = {

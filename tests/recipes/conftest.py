@@ -23,12 +23,12 @@ from tests.commands import (
     save_tiny_model,
     tiny_tokenizer,
 )
-from tests.once import commands_dry_run_models_once, products_left_out_are_found_once
+from tests.once import commands_are_short
 
 
 @pytest.fixture(scope="session", autouse=True)
 def once() -> Iterator[None]:
-    with commands_dry_run_models_once(), products_left_out_are_found_once():
+    with commands_are_short():
         yield
 
 
@@ -93,7 +93,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forker(token_cache: Path) -> Iterator[Forker]:
     forker = Forker(token_cache)
     yield forker

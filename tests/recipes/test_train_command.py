@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     chat_rows,
     conversation,
-    environment,
     evaluations_of,
     files_of,
     metrics_of,
@@ -270,20 +267,21 @@ def test_a_plan_from_python(project):
     assert mt.plan("cfg.yaml").fits, "again: the first call imports what it needs"
 
 
-def test_two_runs_in_one_folder_are_refused_by_the_lock(megatrain, project, monkeypatch):
-    seen: list[Any] = []
+def test_two_runs_in_one_folder_are_refused_by_the_lock(megatrain, project, monkeypatch, forker):
+    codes: list[int] = []
     first: Callable[..., None] = loop.train_step
-    command = [sys.executable, "-m", "megatrain", "train", "cfg.yaml"]
 
     def train_step(run: Any, *rest: Any, **named: Any) -> None:
         if run.step == 1:
-            seen.append(subprocess.run(command, capture_output=True, text=True, env=environment()))
+            forker.start("train", "cfg.yaml")
+            codes.append(forker.wait())
         first(run, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", train_step)
     megatrain("train cfg.yaml train.max_steps=2")
-    assert seen[0].returncode == 2
-    assert f"error: run: in use by another run (process {os.getpid()})" in seen[0].stderr
+    assert codes == [2]
+    words = f"error: run: in use by another run (process {os.getpid()})"
+    assert words in (project / "forked.log").read_text()
 
 
 # -- sequence packing ----------------------------------------------------------------------------

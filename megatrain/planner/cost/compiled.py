@@ -95,11 +95,16 @@ def predict_compiled(
     rows = hidden_shape[0]
     function, inputs = _as_function(layer, hidden_shape, dtype, call)
     attention = FusedAttention(runs_on, _traced_attention) if fused_attention else nullcontext()
+
+    def attending(*tensors: Tensor) -> Tensor:
+        with attention:  # here alone: torch's own tracing calls thousands of functions
+            return function(*tensors)
+
     try:
-        with torch.random.fork_rng(devices=[]), torch_paths(), attention:
-            full, cheap = _trace_and_cut(function, inputs)
+        with torch.random.fork_rng(devices=[]), torch_paths():
+            full, cheap = _trace_and_cut(attending, inputs)
             with skipping(layer, skipped):
-                again = _trace_and_cut(function, inputs)[0] if skipped else full
+                again = _trace_and_cut(attending, inputs, cheap=False)[0] if skipped else full
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -151,36 +156,34 @@ def _as_function(
     return function, inputs
 
 
-def _trace_and_cut(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Cut, Cut]:
-    """The graphs that torch.compile would hand to its code generator, then those of cheap
-    retention."""
+def _trace_and_cut(
+    function: Callable[..., Tensor], inputs: list[Tensor], *, cheap: bool = True
+) -> list[Cut]:
+    """The graphs that torch.compile would hand to its code generator, then, if `cheap`, those of
+    cheap retention."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    cuts: list[Cut] = []
+    halves: list[tuple[fx.GraphModule, fx.GraphModule]] = []
     weights = [place for place, tensor in enumerate(inputs) if place and tensor.requires_grad]
 
-    def cut_twice(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def cut(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         # as dynamo says of parameters: keeping one costs nothing
         options["static_lifetime_input_indices"] = weights
-        halves = min_cut_rematerialization_partition(joint, joint_inputs, **options)
-        with cheap_retention():
-            cheap = min_cut_rematerialization_partition(joint, joint_inputs, **options)
-        cuts.extend((forward.graph, backward.graph) for forward, backward in (halves, cheap))
-        return halves
+        for retention in (nullcontext, cheap_retention)[: 1 + cheap]:
+            with retention():
+                halves.append(min_cut_rematerialization_partition(joint, joint_inputs, **options))
+        return halves[0]
 
     def as_it_is(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
         return gm
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # some layers make small tensors of their own
-    traced = aot_function(
-        function, as_it_is, as_it_is, cut_twice, decompositions=select_decomp_table()
-    )
+    traced = aot_function(function, as_it_is, as_it_is, cut, decompositions=select_decomp_table())
     traced(*[fake.from_tensor(tensor) for tensor in inputs])
-    full, cheap = cuts
-    return full, cheap
+    return [(forward.graph, backward.graph) for forward, backward in halves]
 
 
 def _traced_attention(call: Attention) -> Tensor:

@@ -81,16 +81,17 @@ def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
-@pytest.mark.parametrize("process", ["one", "another"])
-def test_graphs_are_found_again_only_with_the_attention_that_they_have(process: str) -> None:
+def test_graphs_are_found_again_only_with_the_attention_that_they_have() -> None:
+    """In another process, which has what is on disk, and in one that has them in memory too."""
     orders = {False: [SDPBackend.FLASH_ATTENTION], True: [SDPBackend.MATH]}
     torch._dynamo.reset()
     with fresh_cache():
-        for lengths_vary in (False, True, False):
-            if process == "another":
-                torch._dynamo.reset()  # what is left is on disk
-            with sdpa_kernel(orders[lengths_vary]):
-                assert runs_flash(compiled_layer(lengths_vary=lengths_vary)) is not lengths_vary
+        for process in ("another", "one"):
+            for lengths_vary in (False, True, False):
+                if process == "another":
+                    torch._dynamo.reset()  # what is left is on disk
+                with sdpa_kernel(orders[lengths_vary]):
+                    assert runs_flash(compiled_layer(lengths_vary=lengths_vary)) is not lengths_vary
 
 
 def compiled_layer(*, lengths_vary: bool) -> Callable[[], None]:

@@ -101,8 +101,12 @@ def test_what_is_kept_is_what_torch_compile_keeps(family, cheap):
     assert found == pytest.approx(saved_bytes, rel=0.01)  # a seed here, a mask there
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_every_family_can_be_traced(family):
+# of families that differ in the end alone, one: their layers are the same
+LAYERS = [name for name in (*FAMILIES, *MORE_FAMILIES) if not name.endswith("tied")]
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_every_family_s_layer_can_be_traced(family):
     layer = traced(tiny_config(family))
     assert layer.full.saved_bytes > 0
     assert 0 < layer.full.forward.kernels < layer.full.backward.kernels
