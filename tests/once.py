@@ -78,7 +78,11 @@ def models_are_probed_once() -> Iterator[None]:
 
     def probed_once(model: nn.Module, layers: nn.ModuleList) -> Findings:
         config: Any = model.config
-        key = repr((type(model), config._attn_implementation, config.to_dict()))
+        changed = (
+            [name for name, _ in model.named_parameters()],
+            [name for name, module in model.named_modules() if module._forward_hooks],
+        )
+        key = repr((type(model), config._attn_implementation, config.to_dict(), changed))
         findings: Findings = once.get(key, lambda: probe_model(model, layers))
         return findings
 

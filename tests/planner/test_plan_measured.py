@@ -73,8 +73,15 @@ class Case:
         )
 
     def plan(self, folder: Path) -> Plan:
-        sizes = {"vocab": self.vocab, "micro_batch_tokens": self.micro_batch_tokens}
-        shape = shape_for(Case(self.layers, self.tied, self.precision, **sizes))
+        shape = shape_for(
+            Case(
+                self.layers,
+                self.tied,
+                self.precision,
+                vocab=self.vocab,
+                micro_batch_tokens=self.micro_batch_tokens,
+            )
+        )
         job = Job(
             self.precision,
             self.tokens,
