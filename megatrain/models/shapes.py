@@ -23,6 +23,8 @@ QWEN, LLAMA = ("qwen2", 1e-6, 1e6, 32768), ("llama", 1e-5, 5e5, 8192)
 QWEN3, LLAMA32 = ("qwen3", 1e-6, 1e6, 40960), ("llama", 1e-5, 5e5, 131072)
 MISTRAL, SMOLLM = ("mistral", 1e-5, 1e6, 32768), ("llama", 1e-5, 1e5, 8192)
 
+QWEN3_MOE = ("qwen3_moe", 1e-6, 1e6, 40960)
+
 
 def _shape(
     family: tuple[Any, ...], *sizes: int, tied: bool = False, **others: Any
@@ -53,6 +55,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": _shape(MISTRAL, 32768, 4096, 14336, 32, 32, 8, sliding_window=None),
     "smollm2-135m": _shape(SMOLLM, 49152, 576, 1536, 30, 9, 3, tied=True),
     "smollm2-1.7b": _shape(SMOLLM, 49152, 2048, 8192, 24, 32, 32, tied=True),
+    "qwen3-30b-a3b": _shape(
+        QWEN3_MOE, 151936, 2048, 6144, 48, 32, 4, head_dim=128, num_experts=128, norm_topk_prob=True
+    ),
+    # The rest of these is what transformers takes for granted of their families.
+    "qwen3.5-35b-a3b": {"model_type": "qwen3_5_moe_text", "max_position_embeddings": 262144},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
     "tiny": _shape(QWEN, 512, 64, 128, 4, 4, 2),
 }
 

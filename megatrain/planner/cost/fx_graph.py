@@ -166,10 +166,10 @@ def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _in_order(graph: fx.Graph) -> list[Kernel]:
     """Kernels as they run: as early as the graph has them."""
-    barriers = []
+    barriers, sources = [], _sources(graph)
     for node in filter(_is_barrier, graph.nodes):
         results = [user for user in node.users if user.target is operator.getitem] or [node]
-        barriers.append(dict.fromkeys(results, _sources(node)))
+        barriers.append(dict.fromkeys(results, sources[node]))
     place = {node: i for i, node in enumerate(graph.nodes)}
     waiting = [*_fused_late(_fused(graph), barriers), *barriers]
     waiting.sort(key=lambda kernel: min(map(place.__getitem__, kernel)))
@@ -237,7 +237,8 @@ def _fused(graph: fx.Graph) -> list[Kernel]:
     kernel: dict[fx.Node, set[fx.Node]] = {}
     alike: dict[Any, fx.Node] = {}
     depth, written = _depths(graph), filter(_is_written, filter(_is_fusible, graph.nodes))
-    sources = {node: _sources(node) for node in written}
+    every = _sources(graph)
+    sources = {node: every[node] for node in written}
     for node, read in sources.items():
         kernel[node] = {node}
         near = [source for source in read if source in kernel and depth[source] == depth[node]]
@@ -265,11 +266,14 @@ def _is_written(node: fx.Node) -> bool:
     return reduced or any(not _is_fusible(reader) for reader in _readers(node))
 
 
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """The nodes in memory that `node` is computed from."""
-    found: set[fx.Node] = set()
-    for source in map(_base, node.all_input_nodes):
-        found |= _sources(source) if _is_fusible(source) and not _is_written(source) else {source}
+def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For every node, the nodes in memory that it is computed from."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:  # each after those that it uses
+        found[node] = set()
+        for source in map(_base, node.all_input_nodes):
+            inside = _is_fusible(source) and not _is_written(source)
+            found[node] |= found[source] if inside else {source}
     return found
 
 
