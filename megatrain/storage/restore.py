@@ -252,16 +252,15 @@ def _restore(
             file = stack.enter_context(HashedReader(checkpoint / written.name, hashed))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
-            leased = engine.store.lease(block, [array], changes=True, soon=False)
-            with leased if array else nullcontext({}) as arrays:
+            lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
+            with lease() if array else nullcontext({}) as arrays, _damage():
                 for stored, _, _, target in group:
-                    with _damage():
-                        if isinstance(target, Place):
-                            for begin, values in file.chunks(stored):
-                                engine.constants.write(target, begin, values)
-                            continue
-                        file.skip_to(stored.offset)
-                        file.read_into(target.flat(arrays[array]))
+                    if isinstance(target, Place):
+                        for begin, values in file.chunks(stored):
+                            engine.constants.write(target, begin, values)
+                        continue
+                    file.skip_to(stored.offset)
+                    file.read_into(target.flat(arrays[array]))
         with _damage():
             file.skip_to(written.nbytes)
         if hashed and file.sha256 != written.sha256:

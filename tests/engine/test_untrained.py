@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import Verdict, verify
+from megatrain.errors import ModelError
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.export import export
+from megatrain.storage.restore import load_checkpoint
 from tests.compare import differing
-from tests.support import CONSTANT, engine_of, known, micro_batches, tiny_config
+from tests.support import CONSTANT, engine_of, known, micro_batches, plain_model, tiny_config
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "settings": Settings(head_chunk_tokens=7)}
 
@@ -100,7 +105,7 @@ def test_a_buffer_that_only_real_training_writes_fails(monkeypatch):
         return forward(router, hidden)
 
     monkeypatch.setattr(glm4.Glm4MoeTopkRouter, "forward", balancing)
-    found = verify(Skeleton(tiny_config("glm4-moe", vocab_size=89), dtype=torch.float32))
+    found = verify(Skeleton(tiny_config("glm4-moe", vocab_size=83), dtype=torch.float32))
     assert (found.state, found.stage) == ("failed", "steps")
     assert found.reason.endswith("e_score_correction_bias is changed by steps, and is taken for a "
                                  "constant")  # fmt: skip
@@ -114,6 +119,59 @@ def test_a_parameter_that_only_seems_idle_fails(monkeypatch):
         return output
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", without_weight)
-    found = verify(Skeleton(tiny_config("llama", vocab_size=89), dtype=torch.float32))
+    found = verify(Skeleton(tiny_config("llama", vocab_size=83), dtype=torch.float32))
     assert (found.state, found.stage) == ("failed", "gradients")
     assert found.reason.endswith("layernorm.weight has a gradient, and is taken for a constant")
+
+
+# -- saved and read again --------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_them_and_exports_leave_them_alone(tmp_path):
+    """The folder's are float32, of which the device has half: saves have them whole."""
+    model: Any = plain_model(tiny_config("deepseek-v32"))
+    model.save_pretrained(tmp_path / "in")
+    given = load_file(tmp_path / "in/model.safetensors")
+    with Engine.from_pretrained(tmp_path / "in", precision="bfloat16", **OPTIONS) as engine:
+        constants, expected = dict(engine.constants.of_block(2)), values_of(engine)
+        engine.train_step(micro_batches(0))
+        checkpoint = save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    config = tiny_config("deepseek-v32")
+    with Engine.from_config(config, precision="bfloat16", **OPTIONS) as other:
+        assert differing(values_of(other), expected) != []
+        load_checkpoint(checkpoint, other)
+        assert differing(values_of(other), expected) == []
+        other.save_pretrained(tmp_path / "again")
+    assert constants
+    for dtype in (None, "bfloat16", "float32"):
+        export(tmp_path / "run", tmp_path / str(dtype), dtype)
+    for name in ("run/checkpoint-1", "again", "None", "bfloat16", "float32"):
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert written.keys() == given.keys()
+        found = {constant: written[constant] for constant in constants}
+        assert differing(found, {constant: given[constant] for constant in constants}) == []
+        weight = written["model.embed_tokens.weight"]
+        assert weight.dtype == (torch.float32 if name == "float32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda tensor: None,
+            "lacks model.layers.1.mlp.gate.e_score_correction_bias, which a deep",
+        ),
+        (lambda tensor: tensor[:2], r"has shape \[2\], but config.json asks for \[4\]"),
+        (lambda tensor: tensor.long(), "is int64; training needs the unquantised model"),
+        (lambda tensor: tensor / 0, "holds NaN, infinity or a value"),
+    ],
+)
+def test_a_folder_whose_constants_are_not_those_of_its_config_is_refused(tmp_path, change, reason):
+    model: Any = plain_model(tiny_config("deepseek-v3"))
+    model.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else {**tensors, name: changed}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=reason):
+        Engine.from_pretrained(tmp_path, precision="float32", **OPTIONS)
