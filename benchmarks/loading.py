@@ -101,7 +101,9 @@ def ways_of(
         (
             "load the weights",
             weights,
-            lambda: load_weights(engine.anatomy, engine.store, resolve_source(exported)),
+            lambda: load_weights(
+                engine.anatomy, engine.store, resolve_source(exported), engine.constants
+            ),
         ),
     ]
 

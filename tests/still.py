@@ -40,7 +40,9 @@ class StillEngine:
     def __init__(self, config: Any = CONFIG, precision: str = "bfloat16") -> None:
         self.precision = precision
         self.hf_config = config
-        self.anatomy: Anatomy = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"]).anatomy
+        skeleton = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"])
+        self.anatomy: Anatomy = skeleton.anatomy
+        self.constants = skeleton.constants
         self.published = self.anatomy.published.tensors
         specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
         specs.append(ArraySpec("grad", torch.bfloat16))

@@ -23,7 +23,7 @@ from megatrain.settings import Settings
 
 VOCABULARY = 97
 PAD = 0
-NO_NAMES = Published((), {}, {}, "", ())  # of an anatomy without a model
+NO_NAMES = Published((), (), {}, {}, "", ())  # of an anatomy without a model
 Batch = dict[str, Tensor]
 
 # -- models ----------------------------------------------------------------------------------------
@@ -155,9 +155,72 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# With tensors that are not trained: buffers, frozen parameters, indexers without gradients.
+ROUTED = SIZES | UNTIED | {
+    "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8, "sliding_window": 5,
+}  # fmt: skip
+SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "num_key_value_heads": 4}
+INDEXED = ROUTED | LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+GEMMA4 = ROUTED | {
+    "hidden_size_per_layer_input": 0, "global_head_dim": 8, "top_k_experts": 2,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
+MIMO = {f"swa_{name}": n for name, n in
+        (("num_attention_heads", 4), ("num_key_value_heads", 2), ("head_dim", 8), ("v_head_dim", 8))
+        }  # fmt: skip
+MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CONSTANT: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("AfmoeConfig", ROUTED | {"num_dense_layers": 1, "global_attn_every_n_layers": 2}),
+    "apertus": ("ApertusConfig", SIZES),
+    "axk1": ("AXK1Config", ROUTED | LATENT),
+    "axk2": ("AXK2Config", INDEXED),
+    "bailing-hybrid": ("BailingHybridConfig", ROUTED | LATENT),
+    "beam": ("BeamConfig", ROUTED | LATENT | SPARSE),
+    "deepseek-v3": ("DeepseekV3Config", ROUTED | LATENT),
+    "deepseek-v32": ("DeepseekV32Config", INDEXED),
+    "dots1": ("Dots1Config", ROUTED),
+    "ernie4-5-moe": ("Ernie4_5_MoeConfig", ROUTED | {"moe_num_experts": 4, "moe_k": 2}),
+    "exaone-moe": ("ExaoneMoeConfig", ROUTED | SPARSE),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-moe": ("Gemma4TextConfig", GEMMA4 | {"enable_moe_block": True}),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", GEMMA4),
+    "glm4-moe": ("Glm4MoeConfig", ROUTED),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", ROUTED | LATENT | SPARSE),
+    "glm-moe-dsa": ("GlmMoeDsaConfig", INDEXED | SPARSE | {"indexer_types": ["full"] * 3}),
+    "hy-v3": ("HYV3Config", ROUTED),
+    "kolibri1": ("Kolibri1Config", ROUTED | LATENT),
+    "laguna": (
+        "LagunaConfig", ROUTED | SPARSE | SHARED | {"num_attention_heads_per_layer": [4, 4, 4]},
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        ROUTED | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "mimo-v2-flash": ("MiMoV2FlashConfig", ROUTED | MIMO | {"v_head_dim": 8}),
+    "minimax": ("MiniMaxConfig", ROUTED | MIXED | {"block_size": 4}),
+    "minimax-m2": ("MiniMaxM2Config", ROUTED | {"rotary_dim": 4}),
+    "minimax-m3": ("MiniMaxM3VLTextConfig", ROUTED),
+    "nemotron-h": ("NemotronHConfig", ROUTED | NEMOTRON),
+    "solar-open": ("SolarOpenConfig", ROUTED),
+}  # fmt: skip
+
+
+def known(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    """The families of a table that this release of transformers has."""
+    return [family for family, (name, _) in table.items() if hasattr(transformers, name)]
+
+
 def tiny_config(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model of one of the families above."""
-    tables = (FAMILIES, MORE_FAMILIES, WITH_EXTRAS, MIXTURES, RECURRENT)
+    tables = (FAMILIES, MORE_FAMILIES, WITH_EXTRAS, MIXTURES, RECURRENT, CONSTANT)
     name, arguments = next(table[family] for table in tables if family in table)
     arguments = {**arguments, **changes}
     if "layer_types" in arguments:

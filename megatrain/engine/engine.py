@@ -54,7 +54,7 @@ class Engine(Constructors):
 
     Attributes:
         parts: memory, threads and buffers, for tests.
-        published: the tensors of its model folder by block, under the names that its source has.
+        published: tensors of its model folder by block, named as in its source; no `constants`.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
 
@@ -70,7 +70,7 @@ class Engine(Constructors):
         seed: int = 0,
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
-        self.published = self.anatomy.published.tensors
+        self.published, self.constants = self.anatomy.published.tensors, skeleton.constants
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed
@@ -328,7 +328,7 @@ class Engine(Constructors):
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every tensor as the device computes with it, on the CPU.
+        """(name, weight) of every tensor on the CPU: constants as read, others as computed with.
 
         Tensors and names are those that `save_pretrained` writes: a mixture's experts one by one.
         Valid until the next step: those in host RAM are views of the store.
@@ -337,6 +337,7 @@ class Engine(Constructors):
             self.wait_ready(block)
             weights = self.store.lasting("weight", block)
             yield from ((tensor.name, tensor.view(weights)) for tensor in tensors)
+            yield from self.constants.of_block(block)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder, which transformers and vLLM load.
@@ -388,6 +389,7 @@ class Engine(Constructors):
             self._resources.close()
         finally:  # the device's memory too, though a caller may hold on to this engine
             del self.parts
+            self.constants.release()
             for block in self.anatomy.blocks:
                 self.skeleton.bind(block, torch.empty(block.layout.numel, device="meta"))
 

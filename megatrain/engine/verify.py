@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.masters import write_master
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
+from megatrain.models.constants import kept_tensors
 from megatrain.models.meta import torch_paths
 from megatrain.models.plain import plain_gradients, plain_model, small_scale
 from megatrain.models.shrink import shrink
@@ -105,9 +106,7 @@ def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
     with small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
         try:
             small = shrink(skeleton.config, skeleton.layers, attention, trust_remote_code)
-            model = with_random_buffers(
-                plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
-            )
+            model = plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
             compare(model, attention, trust_remote_code, Path(folder))
         except DiffersError as error:
             return Verdict("failed", *error.args)
@@ -147,6 +146,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
         expected = plain_trace(model, steps)
         with stage("running"):
             found = engine_trace(engine, steps)
+    refuse_changed(engine.constants, expected)
     for ours, theirs in zip(found.losses, expected.losses, strict=True):
         if not abs(ours - theirs) <= SHARE * abs(theirs):  # NaN, too
             raise DiffersError("loss", f"{ours} in place of {theirs}")
@@ -157,15 +157,6 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
 
 
 # -- the two sides ---------------------------------------------------------------------------------
-
-
-def with_random_buffers(model: nn.Module) -> nn.Module:
-    """The model, its persistent buffers moved a little: zeros would hide one that is lost."""
-    generator, kept = torch.Generator().manual_seed(1), model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in kept and buffer.is_floating_point():
-            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
-    return model
 
 
 def micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
@@ -181,7 +172,9 @@ def micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
 def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]]) -> Trace:
     """Autograd, clip_grad_norm_ and torch's AdamW. Raises ModelError."""
     named, trace = dict(model.named_parameters()), Trace()
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    kept = {name: t for name, t in kept_tensors(model).items() if not isinstance(t, nn.Parameter)}
+    kept |= named  # tied parameters once
+    before = {name: tensor.detach().clone() for name, tensor in kept.items()}
     torchs = torch.optim.AdamW(
         named.values(), OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, weight_decay=0.0
     )
@@ -197,7 +190,7 @@ def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]
         nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
         torchs.step()
         torchs.zero_grad()
-    trace.changes = {name: p.detach() - before[name] for name, p in named.items()}
+    trace.changes = {name: tensor.detach() - before[name] for name, tensor in kept.items()}
     return trace
 
 
@@ -240,6 +233,9 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
         for name, view in block.layout.views(master).items():
             view.copy_(weights[name])
         write_master(engine.store, block.index, master)
+    for name in engine.constants:
+        engine.constants[name].copy_(weights[name])
+    engine.constants.drawn()
     engine.weights_changed()
 
 
@@ -265,6 +261,15 @@ def same_bits(given: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> Non
         one, other = given[name], written[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(one, other):
             raise DiffersError("saving", f"{name} is not written as it was read")
+
+
+def refuse_changed(constants: Iterable[str], plain: Trace) -> None:
+    """Take constants out of what has gradients and changes. Raises DiffersError if one has them."""
+    for name in constants:
+        if plain.gradients.pop(name, torch.zeros(())).any():
+            raise DiffersError("gradients", f"{name} has a gradient, and is taken for a constant")
+        if plain.changes.pop(name).any():
+            raise DiffersError("steps", f"{name} is changed by steps, and is taken for a constant")
 
 
 def close(

@@ -6,23 +6,28 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
+from megatrain.models.constants import kept_tensors, refuse_large, trains
 from megatrain.models.names import Published
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
 
 
+NOTHING = FlatLayout.pack(())
+
+
 @dataclass(frozen=True)
 class Block:
-    """One streaming unit. Its layout names tensors as the model's state dict does."""
+    """One streaming unit. Its layouts name tensors as the model's state dict does."""
 
     index: int  # execution order: 0 is embed, then the decoder layers, then the head
     name: str
-    layout: FlatLayout
+    layout: FlatLayout  # of what is trained
+    constants: FlatLayout = NOTHING  # of what is not, and is not streamed
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,13 @@ def divide(
 
     Args:
         stack: path of the decoder stack.
-        before, after: names of the parameters used before its first and after its last layer.
+        before, after: names of the tensors used before its first and after its last layer.
 
-    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used nowhere.
+    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used nowhere,
+    or if too much is not trained.
     """
     family = type(model).__name__
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    by_name = kept_tensors(model)
     prefixes = [f"{stack}.{i}." for i in range(layers)]
     in_layers = [[name for name in by_name if name.startswith(prefix)] for prefix in prefixes]
     owner_of: dict[int, str] = {}
@@ -108,6 +114,8 @@ def divide(
             owner = owner_of.setdefault(id(by_name[name]), name)
             if owner == name and name not in members[0]:
                 members[index].append(name)
+            elif owner == name and not trains(by_name[name]):
+                continue  # a constant may be used at both ends
             elif owner != name and index == layers + 1 and owner in members[0]:
                 tied.append((name, owner))
             else:
@@ -121,10 +129,14 @@ def divide(
         raise ModelError(f"{family}: {homeless[0]} {unused}")
     labels = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     decay = decaying(model)
-    blocks = (
-        Block(i, label, layout_of(((n, by_name[n]) for n in names), decay, layer=0 < i <= layers))
-        for i, (label, names) in enumerate(zip(labels, members, strict=True))
-    )
+    blocks = []
+    for index, (label, names) in enumerate(zip(labels, members, strict=True)):
+        trained = ((name, by_name[name]) for name in names if trains(by_name[name]))
+        layout = layout_of(trained, decay, layer=0 < index <= layers)
+        constants = {name: by_name[name] for name in names if not trains(by_name[name])}
+        refuse_large(family, label, layout, constants)
+        packed = FlatLayout.pack((name, tuple(t.shape), False) for name, t in constants.items())
+        blocks.append(Block(index, label, layout, packed))
     return tuple(blocks), tuple(tied)
 
 
@@ -144,7 +156,7 @@ def decaying(model: nn.Module) -> set[str]:
 
 
 def layout_of(
-    parameters: Iterable[tuple[str, nn.Parameter]], decay: Collection[str], *, layer: bool = False
+    parameters: Iterable[tuple[str, Tensor]], decay: Collection[str], *, layer: bool = False
 ) -> FlatLayout:
     """One block's layout: parameters that decay first, so that one launch updates each kind."""
     tensors = [(name, tuple(p.shape), name in decay) for name, p in parameters]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ def build_model(
     config = copy.deepcopy(config)
     config.use_cache = False
     try:
-        with meta_parameters():
+        with meta_parameters(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # of buffers that are drawn; not CUDA's
             model = causal_lm(config, attention, dtype, trust_remote_code)
             model.tie_weights()
     except Exception as error:  # whatever a family's code does with numbers that it never met
@@ -94,27 +96,34 @@ def causal_lm(
 
 def refuse_sizes(config: Any) -> None:
     """Raise ModelError for sizes that no model has."""
-    text = config.get_text_config()
+    given = list(_settings_in(config.get_text_config().to_dict()))
+    own_names = config.get_text_config().attribute_map
     for name, largest in LARGEST.items():
-        size = getattr(text, name, None)
-        if isinstance(size, int | float) and not size <= largest:  # NaN, too
-            raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
+        sizes = (size for key, size in given if key in (name, own_names.get(name)))
+        for size in sizes:
+            if isinstance(size, int | float) and not size <= largest:  # NaN, too
+                raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
+
+
+def _settings_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, value) of a configuration, and of what it says of single layers."""
+    yield from settings.items()
+    for of_layer in (settings.get("per_layer_config") or {}).values():
+        yield from of_layer.items()
+
+
+def layer_configs(text: Any, layers: int) -> list[Any]:
+    """Each layer's configuration: the model's, but where it has settings that differ by layer."""
+    differ = getattr(text, "is_heterogeneous", False)  # releases before it have none
+    return [text.per_layer_config[i] if differ else text for i in range(layers)]
 
 
 def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
-    """Raise ModelError for weights and settings that would be ignored without a word.
+    """Raise ModelError for settings that would be ignored without a word.
 
     text: the language model's part of the configuration.
     """
     family = type(model).__name__
-    parameters = model.named_parameters(remove_duplicate=False)
-    trained = {name for name, p in parameters if p.requires_grad}
-    others = [name for name in model.state_dict() if name not in trained]
-    if others:  # nothing here would load, keep or save it
-        raise ModelError(
-            f"{family} has {others[0]}, which belongs to its weights but is not trained; "
-            "it cannot be streamed yet"
-        )
     settings = text.to_dict()
     reason = ""
     if settings.get("output_router_logits"):

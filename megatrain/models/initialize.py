@@ -32,7 +32,10 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
 
 
 def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
-    """Fill `flat` [numel], which its parameters view meanwhile, with the block's weights."""
+    """Fill `flat` [numel], which its parameters view meanwhile, with the block's weights.
+
+    Its constants are filled where they are.
+    """
     views = block.layout.views(flat)
     with lent([skeleton.owner(name) for name in views], list(map(nn.Parameter, views.values()))):
         for path in modules_of(skeleton, block):
@@ -45,7 +48,7 @@ def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
 
     transformers' order. GPT-2's attention, for one, scales its last matrix down afterwards.
     """
-    names = [tensor.name for tensor in block.layout.tensors]
+    names = [tensor.name for tensor in (*block.layout.tensors, *block.constants.tensors)]
     others = (other for other in skeleton.anatomy.blocks if other is not block)
     elsewhere = [tensor.name for other in others for tensor in other.layout.tensors]
     paths = {name.rpartition(".")[0]: None for name in names}  # a dict, for its order

@@ -5,6 +5,7 @@ Only this file uses torch's private dispatch modes and the identity of storages 
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.models.recorder import LayerCall
+
+LARGE = 1 << 24  # elements: far more than a table that layers compute with has
 
 
 class MetaKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,13 +162,17 @@ def blank_call(
         dtype: of parameters and hidden states.
         call: what the layer receives besides the hidden states.
         device: where the forward computes.
+
+    Constants keep their dtypes, and are no leaves.
     """
 
     def blank(tensor: Tensor, as_dtype: torch.dtype | None = None) -> Tensor:
         return torch.ones(tensor.shape, dtype=as_dtype or tensor.dtype, device=device)
 
-    own = layer.named_parameters()
-    weights = {name: blank(p, dtype).requires_grad_(p.requires_grad) for name, p in own}
+    weights = {
+        name: blank(p, dtype if p.requires_grad else p.dtype).requires_grad_(p.requires_grad)
+        for name, p in layer.named_parameters()
+    }
     tensors = weights | {name: blank(buffer) for name, buffer in layer.named_buffers()}
     received = (call.args, call.kwargs)
     args, kwargs = pytree.tree_map_only(Tensor, blank, received, is_leaf=is_open_container)
@@ -175,6 +183,20 @@ def blank_call(
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return forward, [hidden, *(p for p in weights.values() if p.requires_grad)]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors without values are made on meta: all experts' matrices may exceed the RAM."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) >= LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -192,7 +214,8 @@ def meta_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
-from megatrain.memory.layout import TensorRange
+from megatrain.memory.layout import FlatLayout, TensorRange
 from megatrain.models.meta import storage_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Place:
         own: the model's own name of the tensor that it is, or is a part of.
         whole: it is a tensor of the model's own that is published otherwise: in parts, say.
         alias: it repeats a tied tensor, which it may replace.
+        constant: it lies in no array; its range is one of `Block.constants`.
     """
 
     block: int
@@ -45,6 +46,7 @@ class Place:
     own: str
     whole: bool = False
     alias: bool = False
+    constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Published:
 
     Attributes:
         places: of each tensor, by block and in the order of its array; tied tensors once.
+        constants: those that are in no array, alike.
         known: the place of every name that is understood: published ones, the model's own, and
             those of whole tensors.
         whole_names: a name for each of the model's own tensors, by its own name. Fused ones are
@@ -62,6 +65,7 @@ class Published:
     """
 
     places: tuple[tuple[Place, ...], ...]
+    constants: tuple[tuple[Place, ...], ...]
     known: Mapping[str, Place]
     whole_names: Mapping[str, str]
     prefix: str
@@ -82,7 +86,7 @@ class Published:
     def missing(self, found: Collection[Place]) -> list[str]:
         """Names of the published tensors that are in none of these places."""
         whole = {place.own for place in found if place.whole}
-        wanted = (place for places in self.places for place in places)
+        wanted = (place for places in (*self.places, *self.constants) for place in places)
         return [p.tensor.name for p in wanted if p not in found and p.own not in whole]
 
     def named_as(self, found: Mapping[Place, str]) -> Tensors:
@@ -106,10 +110,11 @@ class Published:
 
 
 def in_blocks(names: Mapping[Place, str], blocks: int) -> Tensors:
-    """A folder's tensors by block, under these names."""
+    """A folder's tensors by block, under these names, but for constants."""
     found: list[list[TensorRange]] = [[] for _ in range(blocks)]
     for place, name in names.items():
-        found[place.block].append(replace(place.tensor, name=name))
+        if not place.constant:
+            found[place.block].append(replace(place.tensor, name=name))
     return tuple(map(tuple, found))
 
 
@@ -134,23 +139,26 @@ def published(
 
     Raises ModelError if a published tensor is no range of a block's array.
     """
-    flats = [torch.empty(block.layout.numel, device="meta") for block in blocks]
-    own = [block.layout.views(flat) for block, flat in zip(blocks, flats, strict=True)]
-    views = {name: view for of_block in own for name, view in of_block.items()}
-    block_of = {storage_of(flat): block for flat, block in zip(flats, blocks, strict=True)}
-    places: list[list[Place]] = [[] for _ in blocks]
+    ranges = [*(b.layout for b in blocks), *(b.constants for b in blocks)]
+    flats = [torch.empty(layout.numel, device="meta") for layout in ranges]
+    own = [layout.views(flat) for layout, flat in zip(ranges, flats, strict=True)]
+    views = {name: view for of_layout in own for name, view in of_layout.items()}
+    number_of = {storage_of(flat): number for number, flat in enumerate(flats)}
+    places: list[list[Place]] = [[] for _ in ranges]
     for name, view in _reverted(model, views).items():
-        block = block_of.get(storage_of(view))
-        if block is None or not view.is_contiguous():
+        number = number_of.get(storage_of(view))
+        if number is None or not view.is_contiguous():
             raise ModelError(
                 f"{type(model).__name__}: {name} is rearranged when transformers loads it; "
                 "it cannot be streamed yet"
             )
         tensor = TensorRange(name, tuple(view.shape), int(view.storage_offset()))
-        places[block.index].append(Place(block.index, tensor, _owner(block, tensor.offset)))
-    for block, of_block in zip(blocks, places, strict=True):
-        of_block.sort(key=lambda place: place.tensor.offset)
-        _check_whole(type(model).__name__, block, of_block)
+        constant, index = divmod(number, len(blocks))
+        owner = _owner(ranges[number], tensor.offset)
+        places[number].append(Place(index, tensor, owner, constant=bool(constant)))
+    for number, (layout, of_layout) in enumerate(zip(ranges, places, strict=True)):
+        of_layout.sort(key=lambda place: place.tensor.offset)
+        _check_whole(type(model).__name__, blocks[number % len(blocks)].name, layout, of_layout)
     aliases = {
         name: owner
         for alias, owner in tied
@@ -158,8 +166,9 @@ def published(
     }
     whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
     return Published(
-        tuple(map(tuple, places)),
-        _known(blocks, places, aliases, whole),
+        tuple(map(tuple, places[: len(blocks)])),
+        tuple(map(tuple, places[len(blocks) :])),
+        _known(ranges, places, aliases, whole),
         whole,
         prefix=next(iter(views)).partition(".")[0],
         renamings=_renamings_on_load(model),
@@ -175,38 +184,38 @@ def _reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, 
         return revert(model, dict(views))  # type: ignore[no-any-return]
 
 
-def _owner(block: Block, offset: int) -> str:
+def _owner(layout: FlatLayout, offset: int) -> str:
     """The model's own tensor that has this element."""
-    starts = [spec.offset for spec in block.layout.tensors]
-    return block.layout.tensors[bisect_right(starts, offset) - 1].name
+    starts = [spec.offset for spec in layout.tensors]
+    return layout.tensors[bisect_right(starts, offset) - 1].name
 
 
-def _check_whole(family: str, block: Block, places: Sequence[Place]) -> None:
-    """Raise ModelError unless the places, in order, are all of the block's elements, each once."""
+def _check_whole(family: str, block: str, layout: FlatLayout, places: Sequence[Place]) -> None:
+    """Raise ModelError unless the places, in order, are all of the layout's elements, each once."""
     ends = [place.tensor.offset + place.tensor.numel for place in places]
     apart = all(end <= place.tensor.offset for end, place in zip(ends, places[1:], strict=False))
-    if not apart or sum(place.tensor.numel for place in places) != block.layout.parameters:
+    if not apart or sum(place.tensor.numel for place in places) != layout.parameters:
         raise ModelError(
-            f"{family}: transformers does not save every tensor of {block.name} once; "
+            f"{family}: transformers does not save every tensor of {block} once; "
             "it cannot be streamed yet"
         )
 
 
 def _known(
-    blocks: Sequence[Block],
+    layouts: Sequence[FlatLayout],
     places: Sequence[Sequence[Place]],
     aliases: Mapping[str, str],
     whole: Mapping[str, str],
 ) -> dict[str, Place]:
-    known = {place.tensor.name: place for of_block in places for place in of_block}
+    known = {place.tensor.name: place for of_layout in places for place in of_layout}
     own: dict[str, Place] = {}
-    for block, of_block in zip(blocks, places, strict=True):
-        parts = {place.tensor.offset: place for place in of_block}
-        for spec in block.layout.tensors:
+    for layout, of_layout in zip(layouts, places, strict=True):
+        parts = {place.tensor.offset: place for place in of_layout}
+        for spec in layout.tensors:
             part = parts[spec.offset]
             if part.tensor.shape != spec.shape:  # of a fused tensor, or in another shape
                 fused = TensorRange(spec.name, spec.shape, spec.offset)
-                part = Place(block.index, fused, spec.name, whole=True)
+                part = replace(part, tensor=fused, own=spec.name, whole=True)
             own[spec.name] = part
     own |= {alias: replace(own[owner], alias=True) for alias, owner in aliases.items()}
     for name, place in own.items():

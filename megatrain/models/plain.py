@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
+from megatrain.models.constants import kept_tensors
 from megatrain.models.family import causal_lm
 
 Batch = Mapping[str, Tensor]
@@ -36,7 +37,8 @@ def plain_model(
 ) -> nn.Module:
     """The family's own model in float32 on the CPU, in training mode.
 
-    Every parameter is random: zero biases and unit norms would hide a mix-up.
+    Every parameter and persistent buffer is random: zero biases and unit norms would hide a
+    mix-up. But zeros beside other values stay, which may be a mask.
 
     Raises ModelError if transformers cannot build it.
     """
@@ -51,6 +53,10 @@ def plain_model(
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.2 if parameter.ndim > 1 else parameter + noise * 0.1)
+        for tensor in kept_tensors(model).values():
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator) * 0.1
+                tensor.copy_(tensor * (1 + noise) if tensor.any() else noise)
     return model.train()  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 
 Layers must exchange nothing but hidden states, and every other parameter must be used either before
 the first layer or after the last. Both are observed, not assumed: the model's own forward runs on a
-few tokens without weights, with spies in place of its layers.
+few tokens without weights, with spies in place of its layers. A layer of each kind is tried out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
+from megatrain.models.constants import persistent_buffers
 from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.recorder import (
     LayerCall,
@@ -25,6 +26,7 @@ from megatrain.models.recorder import (
     UnusedOutput,
     UnusedOutputUsed,
     form_output,
+    kind_of,
     split_hidden,
 )
 
@@ -33,12 +35,14 @@ PROBE_TOKENS = 4
 
 @dataclass
 class Findings:
-    """How a model is put together. Names of parameters are in order of use."""
+    """How a model is put together, by names of parameters and persistent buffers. Those outside
+    the layers are in order of use, those inside begin with the layer's index."""
 
     # Number of values that layers return beside the hidden states, in a tuple; None: no tuple.
     extras: int | None = None
-    before: list[str] = field(default_factory=list)  # parameters used before layer 0
-    after: list[str] = field(default_factory=list)  # parameters used after the last layer
+    before: list[str] = field(default_factory=list)  # used before layer 0
+    after: list[str] = field(default_factory=list)  # used after the last layer
+    idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
@@ -78,6 +82,7 @@ class Probe:
         self.entered: torch.Tensor | None = None  # what layer 0 received
         self.passed_on: torch.Tensor | None = None  # what the previous layer returned
         self.visited = 0
+        self.idle_in: dict[Any, list[str]] = {}  # names of idle parameters, by kind of layer
 
     def refuse(self, reason: str) -> ModelError:
         return ModelError(f"{self.family} cannot be streamed exactly: {reason}")
@@ -88,6 +93,7 @@ class Probe:
         handles = []
         for path, module in self.model.named_modules():
             leaves = [leaf for leaf, p in module._parameters.items() if p is not None]
+            leaves += persistent_buffers(module)
             if leaves and module not in inside:
                 names = [f"{path}.{leaf}" if path else leaf for leaf in leaves]
                 handles.append(module.register_forward_pre_hook(partial(self.note_use, names)))
@@ -130,11 +136,21 @@ class Probe:
         if index > 0 and hidden is not self.passed_on:
             between = f"between layers {index - 1} and {index}"
             raise self.refuse(f"the model changes the hidden states {between}")
-        containers = self.check_arguments(index, call)
-        if index == 0 or containers:
-            extras = self.try_out(layer, hidden, call)
+        containers, unusable = self.check_arguments(index, call)
+        kind = (kind_of(layer, call), plain_attributes(layer, index))
+        if kind not in self.idle_in or containers:
+            try:
+                extras, self.idle_in[kind] = self.try_out(layer, hidden, call)
+            except ModelError as error:
+                if not unusable:
+                    raise
+                raise self.refuse(
+                    f"layer {index} receives {unusable[0]}, which an earlier layer returned beside "
+                    "its hidden states"
+                ) from error
             if index == 0:
                 self.findings.extras = extras
+        self.findings.idle += [f"{index}.{name}" for name in self.idle_in[kind]]
         filled = [name for name, container in containers.items() if len(container)]
         if filled:
             raise self.refuse(
@@ -149,17 +165,18 @@ class Probe:
             self.passed_on = self.passed_on.detach().requires_grad_()
         return form_output(self.passed_on, self.findings.extras)
 
-    def check_arguments(self, index: int, call: LayerCall) -> dict[str, Any]:
-        """Refuse outputs of layers, gradients and caches; return the open containers by name."""
-        containers = {}
+    def check_arguments(self, index: int, call: LayerCall) -> tuple[dict[str, Any], list[str]]:
+        """Refuse gradients and caches.
+
+        Returns the open containers by name, and the names of what earlier layers returned: a layer
+        may be given these, as long as it does not touch them.
+        """
+        containers, unusable = {}, []
         received = (call.args, call.kwargs)
         for path, value in pytree.tree_flatten_with_path(received, is_leaf=is_open_container)[0]:
             name = pytree.keystr(path[1:])
             if isinstance(value, UnusedOutput):
-                raise self.refuse(
-                    f"layer {index} receives {name}, which an earlier layer returned beside its "
-                    "hidden states"
-                )
+                unusable.append(name)
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self.refuse(
                     f"layer {index} receives {name}, which needs a gradient besides the "
@@ -171,13 +188,18 @@ class Probe:
                 )
             if is_open_container(value):
                 containers[name] = value
-        return containers
+        return containers, unusable
 
-    def try_out(self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> int | None:
-        """Run the real layer on the meta device; returns `extras`, as in `Findings`."""
-        twin = copy.deepcopy(layer).to("meta")
+    def try_out(
+        self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall
+    ) -> tuple[int | None, list[str]]:
+        """Run the real layer in training, on the meta device.
+
+        Returns `extras`, as in `Findings`, and the names of its idle parameters.
+        """
+        twin = copy.deepcopy(layer).to("meta").train()
         hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs))
-        family = type(layer).__name__
+        family, before = type(layer).__name__, buffers_of(twin)
         try:
             with on_meta():
                 output = twin(hidden, *args, **kwargs)
@@ -187,12 +209,13 @@ class Probe:
             ) from error
         extras = None if isinstance(output, torch.Tensor) else self.extras_in(output, hidden)
         states = output if extras is None else output[0]
+        if written := [name for name, now in buffers_of(twin).items() if now != before[name]]:
+            raise self.refuse(
+                f"{written[0]} of its layer {family} is changed by every forward in training, "
+                "and would be by every recomputation"
+            )
         used = {id(node.variable) for node in graph_of(states) if is_leaf(node)}
-        idle = [name for name, parameter in twin.named_parameters() if id(parameter) not in used]
-        if idle:  # a plain optimizer leaves these alone, ours would let them decay
-            part = "takes no part in what the layer returns"
-            raise self.refuse(f"{idle[0]} of its layer {family} {part}")
-        return extras
+        return extras, [name for name, p in twin.named_parameters() if id(p) not in used]
 
     def extras_in(self, output: Any, hidden: torch.Tensor) -> int:
         """Number of values beside the hidden states in a layer's output."""
@@ -208,6 +231,25 @@ def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
     """Put `modules` in the places of a stack, one for one."""
     for index, module in enumerate(modules):
         stack[index] = module
+
+
+def buffers_of(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """Persistent buffers by name, as numbers that change when something is written there."""
+    return {
+        f"{path}.{leaf}" if path else leaf: (id(buffer), buffer._version)
+        for path, module in layer.named_modules()
+        for leaf, buffer in persistent_buffers(module).items()
+    }
+
+
+def plain_attributes(layer: nn.Module, index: int) -> tuple[Any, ...]:
+    """Settings that the modules of a layer hold, but for the layer's own index."""
+    return tuple(
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and (value is True or value != index)
+    )
 
 
 def graph_of(tree: Any) -> set[Any]:

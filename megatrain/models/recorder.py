@@ -128,6 +128,7 @@ def kind_of(layer: nn.Module, call: LayerCall) -> Any:
     def describe(value: Any) -> Any:
         return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    own = layer.named_parameters()
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in own)
     inputs = pytree.tree_leaves((call.args, call.kwargs))
     return type(layer), shapes, tuple(describe(leaf) for leaf in inputs)

@@ -53,7 +53,7 @@ AT_MOST: dict[int, str] = {
         time_step_rank mamba_dt_rank""",
     WINDOW: """sliding_window sliding_window_size attention_window_size window_size local_attention
         attention_chunk_size index_topk keep_window_size""",
-    8: "chunk_size mamba_chunk_size",
+    8: "chunk_size mamba_chunk_size block_size",
     16: "state_size ssm_state_size mamba_d_state",
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
 }

@@ -17,6 +17,7 @@ from torch import nn
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
 from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead
+from megatrain.models.constants import Constants
 from megatrain.models.documents import documents_known, documents_of, none_found, separates
 from megatrain.models.family import build_model, draws_random_numbers, refuse_what_is_not_built
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
@@ -69,6 +70,8 @@ class Skeleton:
             Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
         ]
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+        for name in findings.idle:
+            self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
         blocks, tied = divide(self.model, path, len(stack), findings.before, findings.after)
         self.anatomy = Anatomy(
             blocks,
@@ -79,6 +82,8 @@ class Skeleton:
             max_positions=longest_sequence(text),
             published=published(self.model, text.model_type, blocks, tied),
         )
+        places = self.anatomy.published.constants
+        self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model)
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
@@ -106,7 +111,7 @@ class Skeleton:
         return parameters
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
-        """(module, attribute) that holds a parameter, looking through the layers' recorders."""
+        """(module, attribute) that holds a tensor, looking through the layers' recorders."""
         module = self.model
         *path, leaf = name.split(".")
         for part in path:
@@ -116,7 +121,8 @@ class Skeleton:
         return module, leaf
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move the model's buffers, which are few and small, to where it computes."""
+        """Move the model's buffers and other constants to where it computes."""
+        self.constants.move(device)
         for root in (self.model, *self.layers):
             for module in root.modules():
                 for name, buffer in module._buffers.items():

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.planner.memory import CONSTANTS
 from megatrain.planner.plan import Plan
 from megatrain.planner.suggest import TIER_WORDS
 from megatrain.reporting.energy import described, human_hours
@@ -48,6 +49,11 @@ def _changes(plan: Plan) -> Iterable[str]:
         yield (
             f"bound by the host's update: it updates all {plan.parameters:,} parameters, of which "
             f"{plan.active_parameters:,} act on a token; {share:.0%} of a step waits for it"
+        )
+    if constants := plan.device.get(CONSTANTS):
+        yield (
+            f"not trained: {human_bytes(constants)} of buffers, and of parameters without part in "
+            "what layers return; they stay as they are, and are saved so"
         )
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"

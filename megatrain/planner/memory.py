@@ -37,7 +37,7 @@ NOT_ALLOCATED = ("allocator slack", "CUDA context")
 # their own: fitted to the host's peak of six runs of 8 and 4 layers with 4 and 25 million weights
 # in the head (docs/log.md), which it predicts to 1%.
 CPU_HEAD_BYTES = {"bfloat16": 4.6, "fp8": 4.6, "float32": 2.6}
-HEAD_COPIES = "the libraries' forms of the head"
+HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class Layout:
             "gradient sums": sums * SUM_BYTES,
             "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
         }
+        if shape.constant_bytes:
+            table[CONSTANTS] = shape.constant_bytes
         if self.job.whole_update is not None:  # its matmuls run on a stream with its own workspace
             workspace = self.hardware.workspace_bytes if self.hardware.gpu else 0
             table["update's scratch"] = self.job.whole_update.device_scratch + workspace
@@ -229,7 +231,7 @@ def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
-    tensors = int(shape.parameters * state_bytes_per_parameter(job))
+    tensors = int(shape.parameters * state_bytes_per_parameter(job)) + shape.constant_bytes
     return {f"checkpoint {i + 1}": tensors for i in range(copies)} | {
         "their other files, at most": copies * SMALL_FILES_BYTES
     }

@@ -261,7 +261,12 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
 
 def fill(engine: Engine, config: Config) -> None:
     """Draw the weights at random, or read them, from the hub if need be. Raises ModelError."""
-    model = config.model
+    model, constants = config.model, list(engine.constants)
+    if constants:
+        logger.info(
+            f"{len(constants)} tensors are not trained and stay as they are: {constants[0]} and "
+            "others like it"
+        )
     if model.init == "random":
         logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
         engine.draw_weights()

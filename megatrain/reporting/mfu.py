@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.machine.datasheets import peak_tflops
+from megatrain.models.family import layer_configs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,9 +91,10 @@ def _matrix_parameters(anatomy: Anatomy) -> int:
 def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:
     """Each layer's; `layer_types` names those that slide, where not all do, and recurrent ones,
     which have none."""
-    heads = int(getattr(config, "num_attention_heads", None) or 0)
-    width = heads and heads * int(getattr(config, "head_dim", 0) or config.hidden_size // heads)
-    window = getattr(config, "sliding_window", None)
-    for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * layers:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    for kind, of_layer in zip(kinds, layer_configs(config, len(kinds)), strict=True):
+        heads = int(getattr(of_layer, "num_attention_heads", None) or 0)
+        width = int(getattr(of_layer, "head_dim", 0) or (heads and config.hidden_size // heads))
+        width, window = heads * width, getattr(of_layer, "sliding_window", None)
         attends = kind == "attention" or kind.endswith(ATTENTION)
         yield Attention(width if attends else 0, window if kind == "sliding_attention" else None)

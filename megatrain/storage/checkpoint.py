@@ -20,6 +20,7 @@ import torch
 
 from megatrain.errors import StorageError
 from megatrain.memory.layout import TensorRange
+from megatrain.models.constants import names_in
 from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
@@ -95,7 +96,10 @@ def save_checkpoint(
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
             files += [write_bytes(folder / name, text) for name, text in (code or {}).items()]
-            _write_manifest(folder, step, saves.next_sequence(run_dir), files)
+            manifest = Manifest(
+                step, saves.next_sequence(run_dir), {}, constants=names_in(engine.constants)
+            )
+            _write_manifest(folder, manifest, files)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
             run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
@@ -112,7 +116,8 @@ def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
 def checkpoint_bytes(engine: Checkpointable) -> int:
     """Bytes of tensors in one checkpoint."""
     layout, blocks, arrays = engine.store.layout, engine.anatomy.blocks, saved_arrays(engine)
-    return sum(layout(a, b.index).parameters * arrays[a].itemsize for a in arrays for b in blocks)
+    of_arrays = (layout(a, b.index).parameters * arrays[a].itemsize for a in arrays for b in blocks)
+    return sum(of_arrays) + engine.constants.nbytes
 
 
 def _check_space(run_dir: Path, engine: Checkpointable) -> None:
@@ -125,15 +130,15 @@ def _check_space(run_dir: Path, engine: Checkpointable) -> None:
         )
 
 
-def _write_manifest(folder: Path, step: int, sequence: int, files: list[WrittenFile]) -> None:
-    """Write MANIFEST.json once everything it lists is on the disk. `files` are hashed already."""
+def _write_manifest(folder: Path, manifest: Manifest, files: list[WrittenFile]) -> None:
+    """Write MANIFEST.json, once everything is on the disk that it is to list. `files` are hashed
+    already."""
     known = {file.name for file in files}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     others = [name for name in names if name not in known]  # written by a library
     sync_tree(folder, but=known)
     listed = {file.name: file for file in (*files, *describe_files(folder, others))}
-    manifest = Manifest(step, sequence, listed)
-    write_bytes(folder / MANIFEST, manifest.encode())
+    write_bytes(folder / MANIFEST, replace(manifest, files=listed).encode())
 
 
 def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:

@@ -21,6 +21,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.constants import Constants
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
@@ -53,6 +54,8 @@ class Exportable(Protocol):
     @property
     def store(self) -> Store: ...
     @property
+    def constants(self) -> Constants: ...
+    @property
     def hf_config(self) -> Any: ...
 
     def wait_ready(self, block: int) -> None:
@@ -73,9 +76,15 @@ def array_sources(
 
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
-    """The weight files of a model folder: tied tensors once, in the dtype the store has."""
-    blocks = (array_sources(engine, "weight", i, ts) for i, ts in enumerate(engine.published))
-    return plan_shards([source for sources in blocks for source in sources])
+    """The weight files of a model folder: tied tensors once, in the dtype the store has, and
+    constants in their own."""
+    sources = []
+    for block, tensors in enumerate(engine.published):
+        sources += array_sources(engine, "weight", block, tensors)
+        for name, values in engine.constants.of_block(block):
+            whole = partial(iter, [values])
+            sources.append(TensorSource(name, values.dtype, tuple(values.shape), whole))
+    return plan_shards(sources)
 
 
 def save_pretrained(
@@ -252,7 +261,7 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     for name in stray_files(source, manifest):
         logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
     stored = open_shards(source)
-    held = next(iter(stored.values())).dtype
+    held = next(t.dtype for name, t in stored.items() if name not in manifest.constants)
     wanted = held if dtype is None else DTYPES[dtype]
     for name in model_files(manifest):
         path, target = source / name, folder / name
@@ -264,7 +273,10 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
         else:
             copy_file(path, target)
     if wanted != held:
-        write_model(folder, plan_shards(_converted(source, stored, wanted)), {"format": "pt"})
+        weights = {name: t for name, t in stored.items() if name not in manifest.constants}
+        converted = {t.name: t for t in _converted(source, weights, wanted)}
+        sources = [converted.get(name) or _as_stored(t) for name, t in stored.items()]
+        write_model(folder, plan_shards(sources), {"format": "pt"})
     _complete_stops(source, folder)
 
 
@@ -307,6 +319,13 @@ def _converted(
         TensorSource(name, dtype, t.shape, partial(_joined, t, states[f"remainder/{name}"]))
         for name, t in stored.items()
     ]
+
+
+def _as_stored(stored: StoredTensor) -> TensorSource:
+    def pieces() -> Iterator[torch.Tensor]:
+        yield from (values for _, values in read_chunks(stored))
+
+    return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
 
 def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:

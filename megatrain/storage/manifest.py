@@ -59,18 +59,22 @@ class Manifest:
     """The files of one checkpoint.
 
     `sequence` counts the run's saves: after a resume from an older step, newer may be a lower step.
+    `constants` are names of tensors that are saved as they were read, whatever the others' dtype.
     """
 
     step: int
     sequence: int
     files: dict[str, WrittenFile]
     format: int = FORMAT
+    constants: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
         body: dict[str, Any] = {"format": self.format, "step": self.step}
         body["sequence"] = self.sequence
         files = sorted(self.files.items())
+        if self.constants:
+            body["constants"] = list(self.constants)
         body["files"] = {name: {"bytes": f.nbytes, "sha256": f.sha256} for name, f in files}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         return json.dumps(body, indent=1).encode() + b"\n"
@@ -99,7 +103,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             name: WrittenFile(name, int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in body["files"].items()
         }
-        manifest = Manifest(int(body["step"]), int(body["sequence"]), files, body["format"])
+        constants = tuple(map(str, body.get("constants", ())))
+        step, sequence = int(body["step"]), int(body["sequence"])
+        manifest = Manifest(step, sequence, files, body["format"], constants)
         intact = manifest.encode() == data
     except NO_MANIFEST as error:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error

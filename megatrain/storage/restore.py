@@ -12,7 +12,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -22,7 +22,6 @@ from typing import Any
 
 from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
-from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import Place, Tensors, in_blocks
 from megatrain.storage.checkpoint import (
@@ -53,8 +52,9 @@ from megatrain.storage.safetensors_reader import (
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
 from megatrain.storage.weights import find_tensors
 
-# A tensor in a file, and the array, block and range of the array that it is read into.
-_Transfer = tuple[StoredTensor, str, int, TensorRange]
+# A tensor in a file, and the array, block and range of the array that it is read into; a constant
+# has a place, and no array.
+_Transfer = tuple[StoredTensor, str, int, TensorRange | Place]
 
 logger = logging.getLogger("megatrain")
 
@@ -162,6 +162,11 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
             places = _places(path, engine.anatomy, weights)
             tensors = in_blocks(places, len(engine.anatomy.blocks))
             transfers = _transfers(path, engine, weights, tensors)
+            engine.constants.expect({p: (n, weights[n].dtype) for p, n in places.items()})
+            for place, name in places.items():
+                if place.constant:
+                    file = str(weights[name].path.relative_to(path))
+                    transfers[file].append((weights[name], "", place.block, place))
         except (ConfigError, StorageError):
             check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
             raise
@@ -171,7 +176,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
     files = [(manifest.files[name], transfers.get(name, ())) for name in names]
     hashed = verifies()
-    in_parallel([partial(_restore, engine.store, path, *file, hashed) for file in files])
+    in_parallel([partial(_restore, engine, path, *file, hashed) for file in files])
     engine.published = engine.anatomy.published.named_as(places)
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
@@ -216,7 +221,7 @@ def _transfers(
 
     tensors: those of the model folder, as it names them.
     """
-    found = defaultdict(list)
+    found: dict[str, list[_Transfer]] = defaultdict(list)
     for block in engine.anatomy.blocks:
         states = read_header(path / optimizer_file(block.index)).tensors
         for array, dtype in saved_arrays(engine).items():
@@ -234,7 +239,7 @@ def _transfers(
 
 
 def _restore(
-    store: Store,
+    engine: Checkpointable,
     checkpoint: Path,
     written: WrittenFile,
     transfers: Sequence[_Transfer],
@@ -247,11 +252,15 @@ def _restore(
             file = stack.enter_context(HashedReader(checkpoint / written.name, hashed))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
-            with store.lease(block, [array], changes=True, soon=False) as arrays:
-                for stored, _, _, tensor in group:
-                    with _damage():
-                        file.skip_to(stored.offset)
-                        file.read_into(tensor.flat(arrays[array]))
+            lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
+            with lease() if array else nullcontext({}) as arrays, _damage():
+                for stored, _, _, target in group:
+                    if isinstance(target, Place):
+                        for begin, values in file.chunks(stored):
+                            engine.constants.write(target, begin, values)
+                        continue
+                    file.skip_to(stored.offset)
+                    file.read_into(target.flat(arrays[array]))
         with _damage():
             file.skip_to(written.nbytes)
         if hashed and file.sha256 != written.sha256:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.constants import Constants
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
@@ -57,8 +58,10 @@ class Candidate:
     stored: StoredTensor | None = None
 
 
-def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors:
-    """Fill the store's weights (and remainders) from a model folder or a GGUF file.
+def load_weights(
+    anatomy: Anatomy, store: Store, source: ModelSource, constants: Constants
+) -> Tensors:
+    """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
     fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
@@ -73,15 +76,14 @@ def load_weights(anatomy: Anatomy, store: Store, source: ModelSource) -> Tensors
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        copy_in(anatomy, store, _read_gguf(source), str(source.file))
+        copy_in(anatomy, store, _read_gguf(source), str(source.file), constants)
         return anatomy.published.tensors  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        found = copy_in(
-            anatomy, store, _open_folder(anatomy, store, source), str(source.file), sums
-        )
+        opened = _open_folder(anatomy, store, source)
+        found = copy_in(anatomy, store, opened, str(source.file), constants, sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
             names = [name for name in manifest.files if not name.startswith("optimizer")]
@@ -144,6 +146,7 @@ def copy_in(
     store: Store,
     candidates: Mapping[str, Candidate],
     where: str,
+    constants: Constants,
     sums: Mapping[Path, WrittenFile] | None = None,
 ) -> dict[Place, str]:
     """Check every candidate against the anatomy, then copy them with a few threads.
@@ -156,7 +159,10 @@ def copy_in(
     """
     found, twins = find_tensors(anatomy, candidates, where)
     for place, name in found.items():
-        _check_kind(candidates[name], place.tensor)
+        dtypes = constants.may_be(place) if place.constant else FLOATS
+        _check_kind(candidates[name], place.tensor, dtypes)
+    constants.expect({p: (name, candidates[name].dtype) for p, name in found.items()})
+    writers = {True: partial(copy_constant, constants), False: partial(copy_tensor, store)}
     by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
     copies: list[Callable[[], None]] = []
     for place, name in sorted(found.items(), key=lambda item: candidates[item[1]].where):
@@ -164,24 +170,31 @@ def copy_in(
         if stored is not None and stored.path in by_file:
             by_file[stored.path].append((place, stored))
         else:
-            copies.append(partial(copy_tensor, store, place, candidates[name]))
+            copies.append(partial(writers[place.constant], place, candidates[name]))
     for path, copied in by_file.items():
         if copied:
             assert sums is not None
-            copies.append(partial(_copy_checked, store, path, sums[path], copied))
+            copies.append(partial(_copy_checked, writers, path, sums[path], copied))
     copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
     return found
 
 
 def _copy_checked(
-    store: Store, path: Path, written: WrittenFile, tensors: Iterable[Copied]
+    writers: Mapping[bool, Callable[[Place, Candidate], None]],
+    path: Path,
+    written: WrittenFile,
+    tensors: Iterable[Copied],
 ) -> None:
-    """Copy a file's tensors in one reading of all its bytes. Raises DamagedError."""
+    """Copy a file's tensors in one reading of all its bytes. Raises DamagedError.
+
+    writers: of constants (True), and of all else.
+    """
     with HashedReader(path) as file:
         for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
             chunks = partial(file.chunks, stored)
-            copy_tensor(store, place, Candidate(stored.where, stored.dtype, stored.shape, chunks))
+            candidate = Candidate(stored.where, stored.dtype, stored.shape, chunks)
+            writers[place.constant](place, candidate)
         file.skip_to(file.nbytes)
         if (file.nbytes, file.sha256) != (written.nbytes, written.sha256):
             raise damaged(path)
@@ -250,13 +263,13 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
-def _check_kind(candidate: Candidate, tensor: TensorRange) -> None:
+def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
     if candidate.shape != tensor.shape:
         raise ModelError(
             f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
             f"{list(tensor.shape)}"
         )
-    if candidate.dtype not in FLOATS:
+    if candidate.dtype not in dtypes:
         name = str(candidate.dtype).removeprefix("torch.")
         raise ModelError(
             f"{candidate.where} is {name}; "
@@ -300,6 +313,14 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             else:
                 split_master(values.float(), out=(part, low))
                 _check_finite(part, candidate.where)  # rounding up may have overflowed
+
+
+def copy_constant(constants: Constants, place: Place, candidate: Candidate) -> None:
+    """Copy one constant as it is. Raises ModelError if a value is NaN or infinite."""
+    for begin, values in candidate.chunks():
+        _check_finite(values, candidate.where)
+        may_end_here()
+        constants.write(place, begin, values)
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:

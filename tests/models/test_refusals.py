@@ -21,8 +21,6 @@ from tests.support import VOCABULARY, tiny_config
 HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2}
 LAYERS = HIDDEN | {"num_attention_heads": 4, "intermediate_size": 64}
 DECODER = {"d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True}
-EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-EXPERTS |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 OPT = {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.1}
 ZAYA = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
 
@@ -33,20 +31,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         LAYERS | {"is_decoder": True},
         r"decoder\.bias shares its weights with .*predictions\.bias",
     ),
-    "dots1": (
-        "Dots1Config",
-        LAYERS | EXPERTS | {"num_key_value_heads": 2},
-        "e_score_correction_bias, which belongs to its weights but is not trained",
-    ),
     "pegasus": (
         "PegasusConfig",
-        DECODER | {"decoder_layers": 3},
-        r"embed_positions\.weight, which belongs to its weights but is not trained",
+        DECODER | {"encoder_layers": 2, "decoder_layers": 2},
+        r"embed_positions\.weight and others of embed are frozen or take no part in what",
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        LAYERS | {"num_key_value_heads": 2, "num_local_experts": 4, "block_size": 128},
+        r"diagonal_decay is a buffer of 0\.25 MiB, more than 1% of layers\.1",
     ),
     "bart": (
         "BartConfig",
         DECODER | {"encoder_layers": 2, "decoder_layers": 2},
-        r"encoder_attn\..* of its layer BartDecoderLayer takes no part in what the layer returns",
+        r"encoder_attn\..* and others of layers\.0 are frozen or take no part in what it returns",
     ),
     "rwkv": (
         "RwkvConfig",
@@ -122,17 +120,6 @@ class LeakyLayer(Layer):
 class SidewaysLayer(Layer):
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         return hidden_states.mean(), self.linear(hidden_states)
-
-
-class IdleLayer(Layer):
-    """What one of its parameters makes is dropped by the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 1, device="meta")
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
-        return self.linear(hidden_states), self.gate(hidden_states)
 
 
 class FillingLayer(Layer):
@@ -250,9 +237,18 @@ class DropsMore(Toy):
         return hidden
 
 
-class HandsMoreOn(DropsMore):
+class TouchingLayer(LeakyLayer):
+    def forward(self, hidden_states: Tensor, from_before: Any = (), **_: Any) -> Any:
+        return self.linear(hidden_states) + sum(from_before), hidden_states.mean()
+
+
+class HandsMoreOnUntouched(DropsMore):
     def extras(self, hidden: Tensor) -> dict[str, Any]:
         return {"from_before": self.seen[-1:]}
+
+
+class HandsMoreOn(HandsMoreOnUntouched):
+    layer = TouchingLayer
 
 
 class AddsMoreAtTheEnd(DropsMore):
@@ -277,10 +273,6 @@ class HiddenStatesSecond(DropsMore):
     layer = SidewaysLayer
 
 
-class DropsAllOfAParameter(DropsMore):
-    layer = IdleLayer
-
-
 class LooksAtValues(Toy):
     layer = ValueDependentLayer
 
@@ -300,7 +292,6 @@ class LooksAtValues(Toy):
         (UsesItsValues, "it computes with what its layers return beside hidden states"),
         (AsksForMore, "it computes with what its layers return beside hidden states"),
         (HiddenStatesSecond, "return neither hidden states nor a tuple that begins with them"),
-        (DropsAllOfAParameter, "gate.weight of its layer IdleLayer takes no part in what"),
         (LooksAtValues, "cannot run without data"),
     ],
 )
@@ -312,11 +303,15 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
     assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
 
-@pytest.mark.parametrize(("model", "extras"), [(Toy, None), (IgnoresItsBox, None), (DropsMore, 1)])
+@pytest.mark.parametrize(
+    ("model", "extras"),
+    [(Toy, None), (IgnoresItsBox, None), (DropsMore, 1), (HandsMoreOnUntouched, 1)],
+)
 def test_a_model_that_keeps_to_the_rules_is_accepted(model, extras):
     toy = model()
     found = probe_model(toy, toy.layers)
     assert (found.extras, found.before, found.after) == (extras, ["embed.weight"], [])
+    assert found.idle == []
 
 
 def share_between_layers(model: Any) -> None:

@@ -222,3 +222,11 @@ def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware):
         assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
         rest.add(sum(table.values()) - table["boundary activations"])
     assert len(rest) == 1
+
+
+def test_constants_are_on_the_device_and_in_every_checkpoint():
+    shape = replace(TINY, constant_bytes=12_345)
+    with_them, without = layout(shape=shape), layout()
+    assert with_them.device == without.device | {"constants": 12_345}
+    more, less = disk_bytes(TINY_JOB, shape), disk_bytes(TINY_JOB, TINY)
+    assert more["checkpoint 1"] - less["checkpoint 1"] == 12_345

@@ -30,7 +30,15 @@ from tests.compare import differing, distance
 from tests.files import logits_of
 from tests.plain import train_plain
 from tests.runs import state_of, train_engine
-from tests.support import FALCON, SIZES, VOCABULARY, micro_batches, plain_model, tiny_config
+from tests.support import (
+    CONSTANT,
+    FALCON,
+    SIZES,
+    VOCABULARY,
+    micro_batches,
+    plain_model,
+    tiny_config,
+)
 
 MODEL: dict[str, Any] = {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": False}
 MOE = MODEL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -70,6 +78,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeConfig", LOCAL),
     "qwen3_5": ("Qwen3_5TextConfig", MODEL | LINEAR | {"head_dim": 8}),
 }
+FAMILIES |= {name: CONSTANT[name] for name in (
+    "afmoe", "apertus", "deepseek-v32", "ernie4-5-moe", "gemma4", "glm-moe-dsa", "minimax",
+)}  # fmt: skip
 KNOWN = [family for family, (name, _) in FAMILIES.items() if name in dir(transformers)]
 STEPS = [micro_batches(seed) for seed in range(3)]
 RATES = [1e-3, 8e-4, 5e-4]
@@ -123,13 +134,22 @@ def test_a_folder_of_transformers_goes_in_and_out_and_is_trained(saved, tmp_path
         assert differing(dict(engine.iter_weights()), given) == []
         ours = train_engine(engine, STEPS, RATES)
         engine.save_pretrained(tmp_path / "trained")
+        kept = {
+            name
+            for block in range(len(engine.published))
+            for name, _ in engine.constants.of_block(block)
+        }
+        trained = tensors_of(tmp_path / "trained")
+        assert set(differing(trained, given)) == set(given) - kept
         logits = engine.logits(IDS)
     twin = train_plain(copy.deepcopy(model), STEPS, RATES, backwards=True)
     plain = train_plain(model, STEPS, RATES)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
-    assert ours.weights.keys() == plain.weights.keys()
-    for name, weight in plain.weights.items():
+    names = [name for name in plain.weights if name not in engine.constants]
+    assert sorted(ours.weights) == sorted(names)
+    for name in names:
+        weight = plain.weights[name]
         bound = max(1e-5, 10 * distance(twin.weights[name], weight))
         assert distance(ours.weights[name], weight) <= bound, name
     torch.testing.assert_close(logits_of(tmp_path / "trained", IDS), logits, rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ def load(folder: Path, config: Any, precision: str = "bfloat16", file: str = "")
     source = ModelSource("gguf", folder, file) if file else ModelSource("folder", folder)
     skeleton, store = store_for(config, precision)
     with store:
-        load_weights(skeleton.anatomy, store, source)
+        load_weights(skeleton.anatomy, store, source, skeleton.constants)
         return {name: tensor.clone() for name, tensor in masters(skeleton, store).items()}
 
 
@@ -113,7 +113,7 @@ def test_a_bf16_source_has_no_remainder(tmp_path):
     save_model(tmp_path, LLAMA, torch.bfloat16)
     skeleton, store = store_for(LLAMA)
     with store:
-        load_weights(skeleton.anatomy, store, ModelSource("folder", tmp_path))
+        load_weights(skeleton.anatomy, store, ModelSource("folder", tmp_path), skeleton.constants)
         for block in skeleton.anatomy.blocks:
             views = block.layout.views(store.array("remainder", block.index))
             assert not any(view.any() for view in views.values())

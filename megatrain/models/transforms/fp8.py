@@ -61,6 +61,8 @@ class Fp8Policy:
         """The policy for the module at path `name` of a decoder layer; None if it stays bf16."""
         if type(module) is not nn.Linear or _matches(name, self.keep):
             return None
+        if not module.weight.requires_grad:  # a constant, and read as it is
+            return None
         if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
             return None
         return replace(self, output="bfloat16") if _matches(name, self.keep_output) else self

@@ -138,7 +138,9 @@ def _as_function(
     inputs = [
         torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True),
         *(
-            torch.empty_like(p, dtype=dtype, device="meta", requires_grad=p.requires_grad)
+            torch.empty_like(p, dtype=dtype, device="meta", requires_grad=True)
+            if p.requires_grad
+            else torch.empty_like(p, device="meta")
             for p in weights.values()
         ),
         *(torch.empty_like(tensor, device="meta") for tensor in others),

@@ -102,6 +102,7 @@ class ModelShape:
     compiled: CompiledSets | None = None  # None where they are not known
     # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
     graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
+    constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
 
     @property
     def layers(self) -> int:
@@ -227,6 +228,7 @@ def _assembled(
         if dry.compiles
         else None,
         graphs_keep_inputs=dry.graphs_keep_inputs(),
+        constant_bytes=dry.skeleton.constants.nbytes,
     )
 
 

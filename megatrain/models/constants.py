@@ -1,0 +1,196 @@
+"""Constants: tensors that belong to a model's weights, and that no step changes.
+
+Persistent buffers, such as what a router adds to its scores to balance the experts; parameters that
+are frozen; and idle ones, which take no part in what a layer returns and so have no gradient: the
+indexers of sparse attention. They stay on the device, in the dtypes that transformers computes with
+them, and are written as the folder that they were read from has them, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from megatrain.memory.layout import FlatLayout
+    from megatrain.models.anatomy import Block
+    from megatrain.models.names import Place
+
+# What a block may have of them. One buffer: a share of its trained bytes, or a size that never
+# matters; larger ones are tables for some sequence length, or a state. Parameters: a share of those
+# that it trains. Indexers have 0.1 to 3%, a cross-attention that nothing attends with a third.
+BUFFER_SHARE, SMALL_BUFFER_BYTES, PARAMETER_SHARE = 0.01, 1 << 16, 0.25
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's folder has: parameters and persistent buffers, tied ones under every name."""
+    kept: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    return kept
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Those of this very module, by name, that its state dict has."""
+    passing = module._non_persistent_buffers_set
+    buffers = module._buffers.items()
+    return {leaf: b for leaf, b in buffers if b is not None and leaf not in passing}
+
+
+def trains(tensor: Tensor) -> bool:
+    """Whether steps change this tensor of `kept_tensors`."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def refuse_large(family: str, block: str, trained: FlatLayout, found: Mapping[str, Tensor]) -> None:
+    """Raise ModelError for constants, by name, that are too large to be what we take them for."""
+    of_parameters = 0
+    for name, tensor in found.items():
+        share = tensor.nbytes / max(1, trained.parameters * tensor.itemsize)
+        if isinstance(tensor, nn.Parameter):
+            of_parameters += tensor.numel()
+            if of_parameters > PARAMETER_SHARE * trained.parameters:
+                raise ModelError(
+                    f"{family}: {name} and others of {block} are frozen or take no part in what it "
+                    f"returns, more than {PARAMETER_SHARE:.0%} of what is trained; it cannot be "
+                    "streamed yet"
+                )
+        elif tensor.nbytes > SMALL_BUFFER_BYTES and share > BUFFER_SHARE:
+            raise ModelError(
+                f"{family}: {name} is a buffer of {tensor.nbytes / 2**20:.3g} MiB, more than "
+                f"{BUFFER_SHARE:.0%} of {block}; it cannot be streamed yet"
+            )
+
+
+class Constants:
+    """The constants of a model without weights, whose modules hold them.
+
+    Args:
+        model: a transformers model.
+        blocks: their `constants` name the tensors.
+        places: of the tensors of a model folder that are constants, by block.
+        owner: (module, attribute) that holds a tensor, by its name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        blocks: Iterable[Block],
+        places: Sequence[Sequence[Place]],
+        owner: Callable[[str], tuple[nn.Module, str]],
+    ) -> None:
+        self.places = places
+        self._owner = owner
+        self._offsets = {spec.name: spec.offset for b in blocks for spec in b.constants.tensors}
+        self._read: dict[Place, tuple[str, torch.dtype]] = {}  # as a folder has them
+        self._exact: dict[Place, Tensor] = {}  # what is wider there than the device has it
+        wide = _kept_in_float32(model) if self._offsets else set()
+        for name in self._offsets:
+            tensor = self[name].detach()
+            is_wide = tensor.is_floating_point() and name in wide
+            self._put(name, tensor.to(torch.float32 if is_wide else tensor.dtype).contiguous())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """What the model computes with, by the model's own name."""
+        module, leaf = self._owner(name)
+        held = module._parameters if leaf in module._parameters else module._buffers
+        tensor = held[leaf]
+        assert tensor is not None, name
+        return tensor
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        module, leaf = self._owner(name)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """The model's own names."""
+        return iter(self._offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return sum(self[name].nbytes for name in self)
+
+    def move(self, device: torch.device) -> None:
+        """To where the model computes. Those without values, on meta, become zeros."""
+        for name in self:
+            tensor = self[name].detach()
+            blank = tensor.is_meta and device.type != "meta"
+            moved = torch.zeros_like(tensor, device=device) if blank else tensor.to(device)
+            self._put(name, moved)
+
+    def release(self) -> None:
+        """Give the device's memory back. Parameters lose their values, as all others do."""
+        for name in self:
+            tensor = self[name].detach()
+            away = "meta" if isinstance(self[name], nn.Parameter) else "cpu"
+            self._put(name, tensor.to(away))
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def drawn(self) -> None:
+        """The modules have been given values: none of a folder's count any longer."""
+        self.expect({})
+
+    def may_be(self, place: Place) -> tuple[torch.dtype, ...]:
+        """The dtypes that a folder may have it in."""
+        own = self[place.own].dtype
+        return FLOATS if own in FLOATS else (own,)
+
+    def expect(self, read: Mapping[Place, tuple[str, torch.dtype]]) -> None:
+        """`write` will be called for these (name, dtype) of a folder's tensors, by place.
+
+        Others among them are none of ours.
+        """
+        self._read = {place: told for place, told in read.items() if place.constant}
+        self._exact = {
+            place: torch.empty(place.tensor.numel, dtype=dtype)
+            for place, (_, dtype) in self._read.items()
+            if torch.promote_types(dtype, self[place.own].dtype) != self[place.own].dtype
+        }
+
+    def write(self, place: Place, begin: int, values: Tensor) -> None:
+        """A part of a tensor, flat, from its element `begin`. Called from several threads."""
+        with torch.no_grad():
+            self._flat(place).narrow(0, begin, values.numel()).copy_(values)
+        if place in self._exact:
+            self._exact[place].narrow(0, begin, values.numel()).copy_(values)
+
+    def _flat(self, place: Place) -> Tensor:
+        flat = self[place.own].detach().view(-1)
+        return flat.narrow(0, place.tensor.offset - self._offsets[place.own], place.tensor.numel)
+
+    def of_block(self, block: int) -> list[tuple[str, Tensor]]:
+        """(name, values) of a model folder's tensors, on the CPU."""
+        found = [(place, *told) for place, told in self._read.items() if place.block == block]
+        if not self._read:
+            found = [(p, p.tensor.name, self[p.own].dtype) for p in self.places[block]]
+        return [(name, self._values(place, dtype)) for place, name, dtype in found]
+
+    def _values(self, place: Place, dtype: torch.dtype) -> Tensor:
+        flat = self._exact[place] if place in self._exact else self._flat(place)
+        return flat.to("cpu", dtype).view(place.tensor.shape)
+
+
+def names_in(constants: Constants) -> tuple[str, ...]:
+    """Of a model folder's tensors."""
+    blocks = range(len(constants.places))
+    return tuple(name for block in blocks for name, _ in constants.of_block(block))
+
+
+def _kept_in_float32(model: Any) -> set[str]:
+    """Names of the tensors that transformers keeps in float32 whatever it is asked for."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(torch.bfloat16)
+    if not plan:
+        return set()
+    pattern, *_ = build_glob_alternation(list(plan))
+    return {name for name in kept_tensors(model) if pattern.search(name)}

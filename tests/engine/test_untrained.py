@@ -1,0 +1,177 @@
+"""Constants are computed with, never changed, and come out as they went in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from megatrain.engine.engine import Engine
+from megatrain.engine.verify import Verdict, verify
+from megatrain.errors import ModelError
+from megatrain.models.skeleton import Skeleton
+from megatrain.settings import Settings
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.export import export
+from megatrain.storage.restore import load_checkpoint
+from tests.compare import differing
+from tests.support import CONSTANT, engine_of, known, micro_batches, plain_model, tiny_config
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "settings": Settings(head_chunk_tokens=7)}
+
+
+def values_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: engine.constants[name].detach().clone() for name in engine.constants}
+
+
+@pytest.mark.parametrize("family", known(CONSTANT))
+def test_every_family_computes_as_in_plain_pytorch_and_its_folder_comes_out_again(family):
+    assert verify(Skeleton(tiny_config(family), dtype=torch.float32)) == Verdict("passed")
+
+
+@pytest.mark.parametrize("family", known(CONSTANT))
+def test_a_zeroed_constant_changes_the_loss(family):
+    """Otherwise other tests would not see what is done to them."""
+    with engine_of(family) as engine:
+        batches = micro_batches(0)
+        before, values = engine.evaluate(batches).loss, values_of(engine)
+        kinds = {name.rpartition(".")[2] for name in values} - {"eps"}  # 1e-6, beside hidden states
+        assert kinds
+        for kind in kinds:
+            for name in (name for name in values if name.endswith(kind)):
+                engine.constants[name].zero_()
+            assert engine.evaluate(batches).loss != before, kind
+            for name, value in values.items():
+                engine.constants[name].copy_(value)
+        assert engine.evaluate(batches).loss == before
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+def test_steps_leave_them_alone(precision):
+    with engine_of("deepseek-v32", precision=precision) as engine:
+        assert engine.anatomy.parameters + 5 * 3 + 2 < sum(
+            tensor.numel() for _, tensor in engine.iter_weights()
+        )
+        before = values_of(engine)
+        for step in range(2):
+            engine.train_step(micro_batches(step))
+        engine.logits(torch.ones(1, 9, dtype=torch.long))
+        assert differing(values_of(engine), before) == []
+
+
+def test_they_begin_as_the_family_begins_them_by_the_seed():
+    config = tiny_config("deepseek-v32", hidden_size=128)
+    first, again, other = (
+        Engine.from_config(config, seed=seed, precision="bfloat16", **OPTIONS) for seed in (1, 1, 2)
+    )
+    with first, again, other:
+        found = values_of(first)
+        assert differing(values_of(again), found) == []
+        assert len(differing(values_of(other), found)) == 3 * 3  # the indexers' matrices
+    for name, value in found.items():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif value.ndim == 1:
+            assert bool((value == 1).all()), name
+        else:
+            assert float(value.float().std()) == pytest.approx(0.02, rel=0.3)
+
+
+def test_a_table_that_the_family_computes_is_there_from_the_start():
+    config = tiny_config("minimax")
+    with Engine.from_config(config, precision="float32", **OPTIONS) as engine:
+        slopes = engine.constants["model.layers.0.self_attn.slope_rate"]
+        attention: Any = engine.skeleton.layers[0].self_attn
+        assert torch.equal(slopes, attention.get_slope_rate())
+        assert slopes.any()
+
+
+# -- the self-check catches what is admitted wrongly -----------------------------------------------
+
+
+def test_a_buffer_that_only_real_training_writes_fails(monkeypatch):
+    """As a router's that balances its experts; this one does so where no probe looks."""
+    forward = glm4.Glm4MoeTopkRouter.forward
+
+    def balancing(router: Any, hidden: Tensor) -> Any:
+        if router.training and not hidden.is_meta:
+            with torch.no_grad():
+                router.e_score_correction_bias += 1e-3
+        return forward(router, hidden)
+
+    monkeypatch.setattr(glm4.Glm4MoeTopkRouter, "forward", balancing)
+    found = verify(Skeleton(tiny_config("glm4-moe", vocab_size=83), dtype=torch.float32))
+    assert (found.state, found.stage) == ("failed", "steps")
+    assert found.reason.endswith("e_score_correction_bias is changed by steps, and is taken for a "
+                                 "constant")  # fmt: skip
+
+
+def test_a_parameter_that_only_seems_idle_fails(monkeypatch):
+    forward = LlamaRMSNorm.forward
+
+    def without_weight(norm: Any, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden * 1.0 if hidden.is_meta else forward(norm, hidden)
+        return output
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", without_weight)
+    found = verify(Skeleton(tiny_config("llama", vocab_size=83), dtype=torch.float32))
+    assert (found.state, found.stage) == ("failed", "gradients")
+    assert found.reason.endswith("layernorm.weight has a gradient, and is taken for a constant")
+
+
+# -- saved and read again --------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_them_and_exports_leave_them_alone(tmp_path):
+    """The folder's are float32, of which the device has half: saves have them whole."""
+    model: Any = plain_model(tiny_config("deepseek-v32"))
+    model.save_pretrained(tmp_path / "in")
+    given = load_file(tmp_path / "in/model.safetensors")
+    with Engine.from_pretrained(tmp_path / "in", precision="bfloat16", **OPTIONS) as engine:
+        constants, expected = dict(engine.constants.of_block(2)), values_of(engine)
+        engine.train_step(micro_batches(0))
+        checkpoint = save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    config = tiny_config("deepseek-v32")
+    with Engine.from_config(config, precision="bfloat16", **OPTIONS) as other:
+        assert differing(values_of(other), expected) != []
+        load_checkpoint(checkpoint, other)
+        assert differing(values_of(other), expected) == []
+        other.save_pretrained(tmp_path / "again")
+    assert constants
+    for dtype in (None, "bfloat16", "float32"):
+        export(tmp_path / "run", tmp_path / str(dtype), dtype)
+    for name in ("run/checkpoint-1", "again", "None", "bfloat16", "float32"):
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert written.keys() == given.keys()
+        found = {constant: written[constant] for constant in constants}
+        assert differing(found, {constant: given[constant] for constant in constants}) == []
+        weight = written["model.embed_tokens.weight"]
+        assert weight.dtype == (torch.float32 if name == "float32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda tensor: None,
+            "lacks model.layers.1.mlp.gate.e_score_correction_bias, which a deep",
+        ),
+        (lambda tensor: tensor[:2], r"has shape \[2\], but config.json asks for \[4\]"),
+        (lambda tensor: tensor.long(), "is int64; training needs the unquantised model"),
+        (lambda tensor: tensor / 0, "holds NaN, infinity or a value"),
+    ],
+)
+def test_a_folder_whose_constants_are_not_those_of_its_config_is_refused(tmp_path, change, reason):
+    model: Any = plain_model(tiny_config("deepseek-v3"))
+    model.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else {**tensors, name: changed}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=reason):
+        Engine.from_pretrained(tmp_path, precision="float32", **OPTIONS)
