@@ -29,6 +29,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
 from megatrain.settings import Settings
+from megatrain.storage.carried import NOTHING
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class Engine(Constructors):
     Attributes:
         parts: memory, threads and buffers, for tests.
         published: the tensors of its model folder by block, under the names that its source has.
+        carried: what its source holds besides, which goes unchanged into what is saved.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
 
@@ -70,7 +72,7 @@ class Engine(Constructors):
         seed: int = 0,
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
-        self.published = self.anatomy.published.tensors
+        self.published, self.carried = self.anatomy.published.tensors, NOTHING
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed

@@ -1,8 +1,8 @@
 """Refuses models that cannot be streamed exactly.
 
 Layers must exchange nothing but hidden states, and every other parameter must be used either before
-the first layer or after the last. Both are observed, not assumed: the model's own forward runs on a
-few tokens without weights, with spies in place of its layers.
+the first layer or after the last, or not at all. All is observed, not assumed: the model's own
+forward runs on a few tokens without weights, with spies in place of its layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
+from megatrain.models.meta import is_open_container, on_meta, tensors_in, to_meta, zeros_outside
+from megatrain.models.passengers import drop_buffers, weights_of
 from megatrain.models.recorder import (
     LayerCall,
     StandIn,
@@ -39,6 +40,7 @@ class Findings:
     extras: int | None = None
     before: list[str] = field(default_factory=list)  # parameters used before layer 0
     after: list[str] = field(default_factory=list)  # parameters used after the last layer
+    unused: list[str] = field(default_factory=list)  # parameters and buffers used nowhere
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
@@ -50,9 +52,31 @@ def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
     model.eval()
     try:
         with zeros_outside(model, list(layers)):
-            return Probe(model, layers).run()
+            findings = Probe(model, layers).run()
+        if findings.unused:
+            confirm_unused(model, layers, findings)
+        return findings
     finally:
         model.train(was_training)
+
+
+def confirm_unused(model: nn.Module, layers: nn.ModuleList, findings: Findings) -> None:
+    """Run the model again, what it does not use without data: every use fails then.
+
+    That is how it is trained, too. Raises ModelError.
+    """
+    drop_buffers(model, findings.unused)
+    used = "it computes with weights that no gradient reaches"
+    try:
+        with zeros_outside(model, list(layers), but=findings.unused):
+            again = Probe(model, layers).run()
+    except ModelError as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be streamed exactly: {used}, {findings.unused[0]} or "
+            f"others ({error})"
+        ) from error
+    if again != findings:
+        raise ModelError(f"{type(model).__name__} cannot be streamed exactly: {used}")
 
 
 class Spy(StandIn):
@@ -85,11 +109,14 @@ class Probe:
     def run(self) -> Findings:
         """Run the model's forward on PROBE_TOKENS tokens."""
         inside = {module for layer in self.originals for module in layer.modules()}
-        handles = []
-        for path, module in self.model.named_modules():
+        handles, kept = [], weights_of(self.model)
+        outside: list[str] = []
+        for path, module in self.model.named_modules(remove_duplicate=False):
             leaves = [leaf for leaf, p in module._parameters.items() if p is not None]
-            if leaves and module not in inside:
-                names = [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+            held = [leaf for leaf in module._buffers if f"{path}.{leaf}".lstrip(".") in kept]
+            if (leaves or held) and module not in inside:
+                names = [f"{path}.{leaf}" if path else leaf for leaf in (*leaves, *held)]
+                outside += names
                 handles.append(module.register_forward_pre_hook(partial(self.note_use, names)))
         replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
         ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
@@ -111,10 +138,30 @@ class Probe:
                 handle.remove()
         if self.visited != len(self.originals):
             raise self.refuse(f"only {self.visited} of its {len(self.originals)} layers ran")
-        shared = graph_of(self.entered) & graph_of(output)
-        if not all(is_leaf(node) for node in shared):  # a tied parameter may be used at both ends
+        into, out_of = graph_of(self.entered), graph_of(output)
+        if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
+        if any(tensor.is_meta for tensor in tensors_in((self.entered, output))):
+            raise self.refuse("what it computes has no data")
+        self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, outside, kept)
         return self.findings
+
+    def sort_out(self, used: set[int], outside: list[str], kept: dict[str, torch.Tensor]) -> None:
+        """Find what no gradient reaches, of parameters, and no forward, of buffers.
+
+        used: identities of parameters. outside: names of what the layers do not hold. kept: all
+        parameters and buffers that belong to the weights.
+        """
+        found, called = self.findings, {*self.findings.before, *self.findings.after}
+        found.unused = [
+            name
+            for name in outside
+            if id(kept[name]) not in used
+            and (isinstance(kept[name], nn.Parameter) or name not in called)
+        ]
+        for names in (found.before, found.after):
+            is_parameter = (name for name in names if isinstance(kept[name], nn.Parameter))
+            names[:] = [name for name in is_parameter if id(kept[name]) in used]
 
     def note_use(self, names: list[str], _module: nn.Module, _args: Any) -> None:
         used = self.findings.before if self.visited == 0 else self.findings.after

@@ -24,7 +24,8 @@ from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.names import Place, Tensors, in_blocks
+from megatrain.models.names import Tensors, in_blocks
+from megatrain.storage.carried import carried_of
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
@@ -51,7 +52,7 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
-from megatrain.storage.weights import find_tensors
+from megatrain.storage.weights import Found, find_tensors
 
 # A tensor in a file, and the array, block and range of the array that it is read into.
 _Transfer = tuple[StoredTensor, str, int, TensorRange]
@@ -159,7 +160,8 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         _refuse_other(path, about["made_of"], identity(engine))
         try:
             weights = open_shards(path)
-            places = _places(path, engine.anatomy, weights)
+            found = _find(path, engine.anatomy, weights)
+            places = found.names
             tensors = in_blocks(places, len(engine.anatomy.blocks))
             transfers = _transfers(path, engine, weights, tensors)
         except (ConfigError, StorageError):
@@ -173,6 +175,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     hashed = verifies()
     in_parallel([partial(_restore, engine.store, path, *file, hashed) for file in files])
     engine.published = engine.anatomy.published.named_as(places)
+    engine.carried = carried_of(path, {name: weights[name] for name in found.carried})
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
@@ -202,9 +205,9 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
             )
 
 
-def _places(path: Path, anatomy: Anatomy, weights: Iterable[str]) -> dict[Place, str]:
+def _find(path: Path, anatomy: Anatomy, weights: Iterable[str]) -> Found:
     try:
-        return find_tensors(anatomy, weights, str(path))[0]
+        return find_tensors(anatomy, weights, str(path))
     except ModelError as error:
         raise ConfigError(f"{error}; it is of another model") from error
 
