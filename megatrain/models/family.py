@@ -13,7 +13,7 @@ from torch import nn
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import meta_parameters
-from megatrain.models.passengers import is_below
+from megatrain.models.passengers import is_below, parts_of
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -106,28 +106,24 @@ def causal_lm(
 
 
 def architecture(config: Any) -> Any:
-    """The class that a configuration of more than a language model names, such as one that sees.
+    """The class that a configuration names of a model that is more than a language model.
 
-    It holds all that the folder does. None: transformers' causal LM of the model type it is.
+    It holds all that the folder does. None: transformers' causal LM of the model type.
     """
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    if config.get_text_config() is config or not config.architectures:
+    text_alone = config.get_text_config() is config and config.model_type in CAUSAL
+    if text_alone or config.is_encoder_decoder or not config.architectures:
         return None
-    return getattr(transformers, config.architectures[0], None)  # else of the folder's own code
-
-
-def parts_of(config: Any) -> dict[str, Any]:
-    """The configurations inside a configuration, by key: of text, of a vision tower."""
-    from transformers import PretrainedConfig
-
-    return {key: part for key, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+    named = getattr(transformers, config.architectures[0], None)  # else of the folder's own code
+    return named if named is not None and named.can_generate() else None
 
 
 def refuse_sizes(config: Any) -> None:
     """Raise ModelError for sizes that no model has."""
     for part, (name, largest) in product((config, *parts_of(config).values()), LARGEST.items()):
-        size = getattr(part, name, None)
+        size = vars(part).get(part.attribute_map.get(name, name))  # may differ from layer to layer
         if isinstance(size, int | float) and not size <= largest:  # NaN, too
             raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
 

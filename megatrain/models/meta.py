@@ -6,7 +6,14 @@ Only this file uses torch's private dispatch modes and the identity of storages 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import contextmanager
 from typing import Any
 

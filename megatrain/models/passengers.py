@@ -7,6 +7,7 @@ are written (`storage/carried.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-NOT_YET = "images in the data are not supported yet"
+from megatrain.data.fields import NO_IMAGES as NO_IMAGES
+
 # What a micro-batch of text may hold.
 OF_TEXT = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -27,21 +29,41 @@ class Passengers:
         names: of parameters and of buffers that belong to the weights.
         modules: paths of the largest modules that hold nothing else.
         nbytes: of all of them, in the dtype that the configuration states.
+        multimodal: the configuration describes more than a language model.
     """
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     nbytes: int
+    multimodal: bool = False
 
 
 NOBODY = Passengers((), (), 0)
 
 
-def passengers_of(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> Passengers:
-    """Describe the passengers of these names. dtype: of the folder that they are in."""
-    own = weights_of(model)
-    numel = sum({id(tensor): tensor.numel() for name, tensor in own.items() if name in names}.values())
-    return Passengers(tuple(names), _modules(model, names), numel * dtype.itemsize)
+def without_source(who: Passengers) -> str:
+    """The sentence that refuses a model whose passengers are nowhere."""
+    return (
+        f"{listed(who.modules)} {are(who.modules)} carried along from a folder with weights, and "
+        "there is none: train this model from its weights, or a language model from its own "
+        "configuration"
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def are(names: Collection[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def passengers_of(model: nn.Module, names: Collection[str], config: Any) -> Passengers:
+    """Describe the passengers of these names. config: of the folder that they are in."""
+    mine = {id(tensor): tensor for name, tensor in weights_of(model).items() if name in names}
+    nbytes = sum(tensor.numel() for tensor in mine.values()) * dtype_of(config).itemsize
+    return Passengers(tuple(names), _modules(model, names), nbytes, bool(parts_of(config)))
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -66,12 +88,26 @@ def is_below(path: str, roots: Collection[str]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
-def drop_buffers(model: nn.Module, names: Collection[str]) -> None:
-    """Take their memory from buffers of these names."""
-    for path, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and (f"{path}.{leaf}" if path else leaf) in names:
-                module._buffers[leaf] = buffer.to("meta")
+def parts_of(config: Any) -> dict[str, Any]:
+    """The configurations inside a configuration, by key: of text, of a vision tower."""
+    from transformers import PretrainedConfig
+
+    return {key: part for key, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+
+
+def poison(model: nn.Module, names: Collection[str], device: torch.device | str = "cpu") -> None:
+    """Put NaN in the place of weights: whatever computes with them shows. It takes no memory."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        held: dict[str, Any] = module._parameters | module._buffers
+        for leaf, tensor in held.items():
+            if tensor is None or (f"{path}.{leaf}" if path else leaf) not in names:
+                continue
+            value = math.nan if tensor.is_floating_point() else 0
+            one = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            if leaf in module._buffers:
+                module._buffers[leaf] = one
+            else:
+                module._parameters[leaf] = nn.Parameter(one, requires_grad=False)
 
 
 def dtype_of(config: Any) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import is_open_container, on_meta, tensors_in, to_meta, zeros_outside
-from megatrain.models.passengers import drop_buffers, weights_of
+from megatrain.models.passengers import poison, weights_of
 from megatrain.models.recorder import (
     LayerCall,
     StandIn,
@@ -61,11 +61,11 @@ def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
 
 
 def confirm_unused(model: nn.Module, layers: nn.ModuleList, findings: Findings) -> None:
-    """Run the model again, what it does not use without data: every use fails then.
+    """Run the model again, NaN in the place of what it does not use. So it is trained, too.
 
-    That is how it is trained, too. Raises ModelError.
+    Raises ModelError.
     """
-    drop_buffers(model, findings.unused)
+    poison(model, findings.unused)
     used = "it computes with weights that no gradient reaches"
     try:
         with zeros_outside(model, list(layers), but=findings.unused):
@@ -110,13 +110,11 @@ class Probe:
         """Run the model's forward on PROBE_TOKENS tokens."""
         inside = {module for layer in self.originals for module in layer.modules()}
         handles, kept = [], weights_of(self.model)
-        outside: list[str] = []
-        for path, module in self.model.named_modules(remove_duplicate=False):
+        for path, module in self.model.named_modules():
             leaves = [leaf for leaf, p in module._parameters.items() if p is not None]
             held = [leaf for leaf in module._buffers if f"{path}.{leaf}".lstrip(".") in kept]
             if (leaves or held) and module not in inside:
                 names = [f"{path}.{leaf}" if path else leaf for leaf in (*leaves, *held)]
-                outside += names
                 handles.append(module.register_forward_pre_hook(partial(self.note_use, names)))
         replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
         ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
@@ -141,27 +139,22 @@ class Probe:
         into, out_of = graph_of(self.entered), graph_of(output)
         if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
-        if any(tensor.is_meta for tensor in tensors_in((self.entered, output))):
-            raise self.refuse("what it computes has no data")
-        self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, outside, kept)
+        if any(tensor.isnan().any() for tensor in tensors_in((self.entered, output))):
+            raise self.refuse("not everything that it computes is a number")
+        self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, kept)
         return self.findings
 
-    def sort_out(self, used: set[int], outside: list[str], kept: dict[str, torch.Tensor]) -> None:
+    def sort_out(self, reached: set[int], kept: dict[str, torch.Tensor]) -> None:
         """Find what no gradient reaches, of parameters, and no forward, of buffers.
 
-        used: identities of parameters. outside: names of what the layers do not hold. kept: all
-        parameters and buffers that belong to the weights.
+        reached: identities of parameters. kept: parameters and buffers that belong to the weights.
         """
-        found, called = self.findings, {*self.findings.before, *self.findings.after}
-        found.unused = [
-            name
-            for name in outside
-            if id(kept[name]) not in used
-            and (isinstance(kept[name], nn.Parameter) or name not in called)
-        ]
+        found, seen = self.findings, (*self.findings.before, *self.findings.after)
+        used = reached | {id(kept[name]) for name in seen if not is_parameter(kept[name])}
+        used |= {id(tensor) for layer in self.originals for tensor in weights_of(layer).values()}
+        found.unused = [name for name, tensor in kept.items() if id(tensor) not in used]
         for names in (found.before, found.after):
-            is_parameter = (name for name in names if isinstance(kept[name], nn.Parameter))
-            names[:] = [name for name in is_parameter if id(kept[name]) in used]
+            names[:] = [name for name in names if id(kept[name]) in reached]
 
     def note_use(self, names: list[str], _module: nn.Module, _args: Any) -> None:
         used = self.findings.before if self.visited == 0 else self.findings.after
@@ -249,6 +242,10 @@ class Probe:
                 "its layers return neither hidden states nor a tuple that begins with them"
             )
         return len(output) - 1
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
 
 
 def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:

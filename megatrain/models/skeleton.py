@@ -26,7 +26,7 @@ from megatrain.models.family import (
 )
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.passengers import dtype_of, passengers_of
+from megatrain.models.passengers import passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -67,7 +67,7 @@ class Skeleton:
         path, stack = find_layers(self.model, text.num_hidden_layers)
         findings = probe_model(self.model, stack)
         refuse_untrained(self.model, findings.unused)
-        passengers = passengers_of(self.model, findings.unused, dtype_of(config))
+        passengers = passengers_of(self.model, findings.unused, config)
         # None: its small model does not tell
         self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
         refuse_looking_ahead(self.model, self.behaviour)
@@ -127,11 +127,15 @@ class Skeleton:
         return module, leaf
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move the model's buffers, which are few and small, to where it computes."""
+        """Move the model's buffers, which are few and small, to where it computes.
+
+        What stands in for passengers, too: some models ask their first parameter where that is.
+        """
+        poison(self.model, self.anatomy.passengers.names, device)
         for root in (self.model, *self.layers):
             for module in root.modules():
                 for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_meta:  # a passenger
+                    if buffer is not None:
                         module._buffers[name] = buffer.to(device)
 
     def set_training(self, training: bool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.models.passengers import NOT_YET, Passengers
+from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, without_source
 from megatrain.models.quantised import KEY
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
@@ -74,33 +74,22 @@ def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: 
     """
     said = []
     if len(carried.tensors) > len(dropped):
-        said.append(f"{_listed(who.modules)} {_are(who.modules)} carried along unchanged; {NOT_YET}")
+        said.append(f"{listed(who.modules)} {are(who.modules)} carried along unchanged")
+        said += [NO_IMAGES] * who.multimodal
     if dropped:
-        roots = list(dict.fromkeys(name.partition(".")[0] for name in sorted(dropped)))
-        tensors = f"{len(dropped)} tensor{'s'[: len(dropped) > 1]} of {_listed(roots)}"
+        first, others = min(dropped), len(dropped) - 1
+        more = f" and {others} more tensors" if others else ""
         said.append(
-            f"{tensors}, which transformers does not load, {_are(dropped)} carried along and not "
-            "trained"
+            f"{first}{more}, which transformers does not load, {are(dropped)} carried along and "
+            "not trained"
         )
     return f"{where}: {'; '.join(said)}" if said else ""
-
-
-def _listed(names: Collection[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def _are(names: Collection[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def check_carried(carried: Carried, who: Passengers) -> None:
     """Raise ModelError for an engine that was given no weights of its model's passengers."""
     if who.names and not carried.tensors:
-        raise ModelError(
-            f"{_listed(who.modules)} {_are(who.modules)} carried along from a folder, and there is "
-            "none: such a model can be trained from its weights, not from its configuration alone"
-        )
+        raise ModelError(without_source(who))
 
 
 # -- config.json -----------------------------------------------------------------------------------
