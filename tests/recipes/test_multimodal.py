@@ -44,7 +44,6 @@ def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, proj
         written = other_files(folder)
         for name in (name for name in names(made) if name.endswith("processor_config.json")):
             assert written[name] == other_files(made)[name]
-    assert not (run / "checkpoint-5").exists()
     assert names(run / PASSENGERS) == {"MANIFEST.json", "model-00002-of-00002.safetensors"}
     assert "passed" in megatrain("verify out").out
 
