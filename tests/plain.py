@@ -28,7 +28,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_optimizer(
-    model: nn.Module, lr: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    model: nn.Module, lr: float, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
     """torch's, or one that is made alike, with the usual exclusions from weight decay."""
     return optimizer_of(model.named_parameters(), decaying(model), lr, kind)
@@ -38,7 +38,7 @@ def optimizer_of(
     named: Iterable[tuple[str, Tensor]],
     decay: Collection[str],
     lr: float,
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> torch.optim.Optimizer:
     """One of parameters by name, of which those in `decay` decay."""
     of_kind: dict[bool, list[Tensor]] = {True: [], False: []}

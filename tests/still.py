@@ -17,6 +17,7 @@ from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
+from megatrain.storage.carried import NOTHING
 from megatrain.storage.checkpoint import save_checkpoint
 
 SIZES: Any = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
@@ -43,7 +44,7 @@ class StillEngine:
         skeleton = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"])
         self.anatomy: Anatomy = skeleton.anatomy
         self.constants = skeleton.constants
-        self.published = self.anatomy.published.tensors
+        self.published, self.carried = self.anatomy.published.tensors, NOTHING
         specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
         specs.append(ArraySpec("grad", torch.bfloat16))
         cpu = torch.device("cpu")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from megatrain.errors import DataError
 
 Row = Mapping[str, object]
+NO_IMAGES = "images in the data are not supported yet"
 
 
 class RowError(DataError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.data.fields import Row, RowError, filled_list, is_given, kind_of, text_of
+from megatrain.data.fields import NO_IMAGES, Row, RowError, filled_list, is_given, kind_of, text_of
 from megatrain.data.messages import Message, Turns, openai_turns, sharegpt_turns
 from megatrain.data.tools import Tool, tools_of
 
@@ -33,7 +33,8 @@ MATTERS = {
     **dict.fromkeys(("label", "kto_tag"), _JUDGED),
     **dict.fromkeys(("score", "margin"), _GRADED),
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
-    **dict.fromkeys(("images", "videos", "audios"), _NOT_TEXT),
+    **dict.fromkeys(("images", "image"), NO_IMAGES),
+    **dict.fromkeys(("videos", "video", "audios", "audio"), _NOT_TEXT),
     **dict.fromkeys(("system", "system_prompt", "history", "chat_template_kwargs"), _NO_PLACE),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _NO_PLACE),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.fields import Row, RowError, is_given, numbered, one_of, text_of
+from megatrain.data.fields import NO_IMAGES, Row, RowError, is_given, numbered, one_of, text_of
 from megatrain.data.tools import calls_of, parsed_calls
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -102,7 +102,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
     texts = []
     for part_place, part in numbered(parts, f"{place}.content"):
         if (kind := part.get("type")) != "text":
-            raise RowError(f"{part_place}.type: only text parts can be trained on, found {kind!r}")
+            why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
+            raise RowError(f"{part_place}.type: {why}, found {kind!r}")
         texts.append(text_of(part, "text", part_place, may_be_empty))
     return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
 

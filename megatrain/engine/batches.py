@@ -14,6 +14,7 @@ from megatrain.engine.graphs import Graph
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Targets, find_targets
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.passengers import NO_IMAGES, OF_TEXT
 from megatrain.models.recorder import LayerCall
 
 Batch = Mapping[str, torch.Tensor]
@@ -57,7 +58,7 @@ def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> floa
             f"micro_batches must be a list of dicts of tensors, not {type(batches).__name__}"
         )
     for number, batch in enumerate(batches):
-        _check(batch, number, anatomy.vocab_size)
+        _check(batch, number, anatomy)
         length, longest = batch["input_ids"].shape[1], anatomy.max_positions
         if "position_ids" in batch and batch["position_ids"].numel():
             length = int(batch["position_ids"].max()) + 1
@@ -73,7 +74,7 @@ def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> floa
     return float(sum(loss.denominator(batch) for batch in batches))
 
 
-def _check(batch: object, number: int, vocabulary: int) -> None:
+def _check(batch: object, number: int, anatomy: Anatomy) -> None:
     if not isinstance(batch, Mapping):
         raise DataError(
             f"micro-batch {number} is {type(batch).__name__}; give a dict of tensors with "
@@ -83,6 +84,8 @@ def _check(batch: object, number: int, vocabulary: int) -> None:
         if not isinstance(values, torch.Tensor):
             found = type(values).__name__
             raise DataError(f"{name} of micro-batch {number} are {found}; give a tensor")
+        if anatomy.passengers.multimodal and name not in OF_TEXT:
+            raise DataError(f"micro-batch {number} has {name}: {NO_IMAGES}; leave it out")
     for name in ("input_ids", "labels"):
         if name not in batch:
             raise DataError(f"micro-batch {number} has no {name}; it needs input_ids and labels")
@@ -93,12 +96,12 @@ def _check(batch: object, number: int, vocabulary: int) -> None:
                 f"{name} of micro-batch {number} are {found}; they must be [rows, tokens] int64, "
                 f"as input_ids: {wanted} int64"
             )
-        known = (values >= 0) & (values < vocabulary)
+        known = (values >= 0) & (values < anatomy.vocab_size)
         strange = values[~(known | (values == IGNORE) if name == "labels" else known)]
         if len(strange):
             raise DataError(
                 f"{name} of micro-batch {number} hold {int(strange[0])}, but the model's "
-                f"vocabulary has {vocabulary} tokens; use the tokenizer of this model"
+                f"vocabulary has {anatomy.vocab_size} tokens; use the tokenizer of this model"
             )
 
 

@@ -151,14 +151,17 @@ class Constructors(ABC):
 
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
         """Read all weights. Raises ModelError and StorageError."""
-        self.published = load_weights(
+        self.published, self.carried = load_weights(
             self.skeleton.anatomy, self.store, source, self.skeleton.constants
         )
         self.source, self.trust_remote_code = source, trust_remote_code
         self.weights_changed()
 
     def draw_weights(self) -> None:
-        """Draw all weights at random by the family's own rule, from the engine's seed."""
+        """Draw all weights at random by the family's own rule, from the engine's seed.
+
+        Passengers are not drawn: such an engine trains, but cannot be saved.
+        """
         initialize(self.skeleton, self.seed, self.device, partial(write_master, self.store))
         self.skeleton.constants.drawn()
         self.weights_changed()

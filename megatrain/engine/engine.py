@@ -29,6 +29,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
 from megatrain.settings import Settings
+from megatrain.storage.carried import NOTHING
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class Engine(Constructors):
     Attributes:
         parts: memory, threads and buffers, for tests.
         published: tensors of its model folder by block, named as in its source; no `constants`.
+        carried: what its source holds besides, which goes unchanged into what is saved.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
 
@@ -71,6 +73,7 @@ class Engine(Constructors):
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
         self.published, self.constants = self.anatomy.published.tensors, skeleton.constants
+        self.carried = NOTHING
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed

@@ -144,6 +144,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
         vocabulary = engine.anatomy.vocab_size
         steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
         expected = plain_trace(model, steps)
+        leave_out_passengers(expected, engine.anatomy.passengers.names)
         with stage("running"):
             found = engine_trace(engine, steps)
     refuse_changed(engine.constants, expected)
@@ -237,6 +238,15 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
         engine.constants[name].copy_(weights[name])
     engine.constants.drawn()
     engine.weights_changed()
+
+
+def leave_out_passengers(trace: Trace, names: Sequence[str]) -> None:
+    """What is carried along does not train. Raises DiffersError if in plain PyTorch it does."""
+    for name in names:
+        gradient = trace.gradients.pop(name, None)  # None: a buffer, or of a tensor with two names
+        trace.changes.pop(name, None)
+        if gradient is not None and gradient.count_nonzero():
+            raise DiffersError("gradients", f"{name} has one, and would be carried along unchanged")
 
 
 # -- what differs ----------------------------------------------------------------------------------

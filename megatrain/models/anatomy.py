@@ -12,6 +12,7 @@ from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.constants import kept_tensors, refuse_large, trains
 from megatrain.models.names import Published
+from megatrain.models.passengers import NOBODY, Passengers
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
@@ -44,6 +45,7 @@ class Anatomy:
     vocab_size: int
     max_positions: int | None
     published: Published
+    passengers: Passengers = NOBODY
 
     @property
     def parameters(self) -> int:
@@ -77,30 +79,49 @@ def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
 def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """(path, decoder stack) of `model`: its one ModuleList of `count` entries with parameters.
 
+    What transformers takes for the decoder is asked first: a vision tower may have as many layers.
+
     Raises ModelError if there is none, or more than one (an encoder beside the decoder, say).
     """
-    stacks = ((path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList))
-    lists = {path: m for path, m in stacks if len(m) == count and any(True for _ in m.parameters())}
-    outermost = [path for path in lists if not any(path.startswith(f"{o}.") for o in lists)]
-    if len(outermost) != 1:
+    decoder = model.get_decoder()  # type: ignore[operator]
+    found = [path for path, m in model.named_modules() if m is decoder and path]
+    if found and len(of_it := _stacks(decoder, count)) == 1:
+        ((path, stack),) = of_it.items()
+        return f"{found[0]}.{path}", stack
+    lists = _stacks(model, count)
+    if len(lists) != 1:
         raise ModelError(
             f"{type(model).__name__}: expected exactly one list of {count} decoder layers, found "
-            f"{', '.join(outermost) or 'none'}; it cannot be streamed yet"
+            f"{', '.join(lists) or 'none'}; it cannot be streamed yet"
         )
-    return outermost[0], lists[outermost[0]]
+    ((path, stack),) = lists.items()
+    return path, stack
+
+
+def _stacks(root: nn.Module, count: int) -> dict[str, nn.ModuleList]:
+    """The outermost lists of `count` modules with parameters, by path."""
+    stacks = ((path, m) for path, m in root.named_modules() if isinstance(m, nn.ModuleList))
+    lists = {path: m for path, m in stacks if len(m) == count and any(True for _ in m.parameters())}
+    return {p: m for p, m in lists.items() if not any(p.startswith(f"{o}.") for o in lists)}
 
 
 def divide(
-    model: nn.Module, stack: str, layers: int, before: Sequence[str], after: Sequence[str]
+    model: nn.Module,
+    stack: str,
+    layers: int,
+    before: Sequence[str],
+    after: Sequence[str],
+    passengers: Collection[str],
 ) -> tuple[tuple[Block, ...], tuple[tuple[str, str], ...]]:
     """Assign every parameter to one block; returns (blocks, tied) as `Anatomy` holds them.
 
     Args:
         stack: path of the decoder stack.
         before, after: names of the tensors used before its first and after its last layer.
+        passengers: names of those that are used nowhere.
 
-    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used nowhere,
-    or if too much is not trained.
+    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used where no
+    module's forward is seen, or if too much is not trained.
     """
     family = type(model).__name__
     by_name = kept_tensors(model)
@@ -123,10 +144,11 @@ def divide(
                 if owner == name:
                     reason = "is used at both ends of the model; it"
                 raise ModelError(f"{family}: {name} {reason} cannot be streamed yet")
-    homeless = [name for name, p in by_name.items() if id(p) not in owner_of]
+    at_home = {*owner_of, *(id(by_name[name]) for name in passengers if name in by_name)}
+    homeless = [name for name, p in by_name.items() if id(p) not in at_home]
     if homeless:
-        unused = "is used neither before the first nor after the last layer"
-        raise ModelError(f"{family}: {homeless[0]} {unused}")
+        unseen = "is used without its module's own forward; it cannot be streamed yet"
+        raise ModelError(f"{family}: {homeless[0]} {unseen}")
     labels = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     decay = decaying(model)
     blocks = []

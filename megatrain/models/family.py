@@ -1,10 +1,11 @@
-"""The causal LM that transformers builds for a configuration, and the settings that are refused."""
+"""The model that transformers builds for a configuration, and the settings that are refused."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from torch import nn
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import meta_parameters
+from megatrain.models.passengers import is_below, parts_of
 
+# How transformers' reason begins for a configuration that it has no class for.
+UNKNOWN = "Unrecognized configuration class"
 # Prefixes of settings for other heads than the language model's, or for an encoder.
 UNUSED = ("classifier", "summary", "encoder")
 # Far beyond any model. A file that says more would have us build modules for hours, or ask for
 # memory before the plan.
 LARGEST = {
     "num_hidden_layers": 1 << 12,
+    "depth": 1 << 12,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
     "vocab_size": 1 << 24,
@@ -51,8 +56,8 @@ def build_model(
     """A causal LM of `config`, in training mode, with meta parameters of `dtype`.
 
     Raises:
-        ModelError: transformers has no causal LM for this configuration, or refuses the attention
-            implementation or a size.
+        ModelError: transformers has no model that decodes text for this configuration, or refuses
+            the attention implementation or a size.
     """
     refuse_sizes(config)
     config = copy.deepcopy(config)
@@ -63,9 +68,14 @@ def build_model(
             model = causal_lm(config, attention, dtype, trust_remote_code)
             model.tie_weights()
     except Exception as error:  # whatever a family's code does with numbers that it never met
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if reason.startswith(UNKNOWN):  # a list of all that transformers knows follows
+            raise ModelError(
+                f"model type {config.model_type!r} is no decoder that transformers can build for "
+                "text; name a language model"
+            ) from error
         raise ModelError(
-            f"model type {config.model_type!r} cannot be built as a causal language model: "
-            f"{' '.join(str(error).split()) or type(error).__name__}"
+            f"model type {config.model_type!r} cannot be built as a causal language model: {reason}"
         ) from error
     return model.train()  # type: ignore[no-any-return]
 
@@ -81,10 +91,12 @@ def causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    wanted = choose_attention(config, attention)
+    wanted, named = choose_attention(config, attention), architecture(config)
     from_config: Any = partial(
         AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code
     )
+    if named is not None:
+        from_config = partial(named._from_config, config, dtype=dtype)
     try:
         return from_config(attn_implementation=wanted)
     except ValueError:
@@ -94,12 +106,26 @@ def causal_lm(
         return from_config(attn_implementation="eager")
 
 
+def architecture(config: Any) -> Any:
+    """The class that a configuration names of a model that is more than a language model.
+
+    It holds all that the folder does. None: transformers' causal LM of the model type.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    text_alone = config.get_text_config() is config and config.model_type in CAUSAL
+    if text_alone or config.is_encoder_decoder or not config.architectures:
+        return None
+    named = getattr(transformers, config.architectures[0], None)  # else of the folder's own code
+    return named if named is not None and named.can_generate() else None
+
+
 def refuse_sizes(config: Any) -> None:
     """Raise ModelError for sizes that no model has."""
-    given = list(_settings_in(config.get_text_config().to_dict()))
-    own_names = config.get_text_config().attribute_map
-    for name, largest in LARGEST.items():
-        sizes = (size for key, size in given if key in (name, own_names.get(name)))
+    for part, (name, largest) in product((config, *parts_of(config).values()), LARGEST.items()):
+        own_name = part.attribute_map.get(name)
+        sizes = (size for key, size in _settings_in(part.to_dict()) if key in (name, own_name))
         for size in sizes:
             if isinstance(size, int | float) and not size <= largest:  # NaN, too
                 raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
@@ -139,10 +165,14 @@ def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
         raise ModelError(f"{family}: {reason}")
 
 
-def draws_random_numbers(model: Any) -> bool:
-    """True if any part of a transformers model draws random numbers in training mode."""
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        return True
+def draws_random_numbers(model: Any, but: Collection[str] = ()) -> bool:
+    """True if any part of a transformers model draws random numbers in training mode.
+
+    but: paths of modules that do not run.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and not is_below(path, but):
+            return True
     return any(
         isinstance(value, float) and value > 0 and ("drop" in key or "jitter" in key)
         for key, value in model.config.get_text_config().to_dict().items()

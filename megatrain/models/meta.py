@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,20 +241,26 @@ def lent(places: Sequence[tuple[nn.Module, str]], parameters: Sequence[Any]) -> 
 
 
 @contextmanager
-def zeros_outside(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+def zeros_outside(
+    model: nn.Module, layers: Sequence[nn.Module], but: Collection[str] = ()
+) -> Iterator[None]:
     """Give the parameters outside the layers all-zero CPU memory, which nobody may write to.
+
+    but: names of parameters that stay without data.
 
     They share a mapping that the operating system backs by its one page of zeros. torch.zeros would
     write gigabytes for a large vocabulary.
     """
     inside = {id(p) for layer in layers for p in layer.parameters()}
+    inside |= {id(p) for name, p in model.named_parameters() if name in but}
     places = ((m, leaf, p) for m in model.modules() for leaf, p in m._parameters.items())
     outside = {(m, leaf): p for m, leaf, p in places if p is not None and id(p) not in inside}
     size = max((p.nbytes for p in outside.values()), default=1)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     zeros = torch.frombuffer(mapping, dtype=torch.uint8)
     stand_ins = {  # tied parameters share one
-        id(p): nn.Parameter(zeros[: p.nbytes].view(p.dtype).view(p.shape)) for p in outside.values()
+        id(p): nn.Parameter(zeros[: p.nbytes].view(p.dtype).view(p.shape), p.requires_grad)
+        for p in outside.values()
     }
     with lent(list(outside), [stand_ins[id(p)] for p in outside.values()]):
         yield

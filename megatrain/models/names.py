@@ -9,6 +9,7 @@ of a block's flat array, one expert's matrix among them. transformers itself say
 from __future__ import annotations
 
 import copy
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from megatrain.models.meta import storage_of
 if TYPE_CHECKING:
     from megatrain.models.anatomy import Block
 
+PASSENGER = -1  # in place of a block
 # By block, the tensors of a model folder.
 Tensors = tuple[tuple[TensorRange, ...], ...]
 
@@ -39,6 +41,7 @@ class Place:
         whole: it is a tensor of the model's own that is published otherwise: in parts, say.
         alias: it repeats a tied tensor, which it may replace.
         constant: it lies in no array; its range is one of `Block.constants`.
+        passenger: it is carried along, and lies in no block.
     """
 
     block: int
@@ -47,6 +50,7 @@ class Place:
     whole: bool = False
     alias: bool = False
     constant: bool = False
+    passenger: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Published:
             not published, but arrays with less than an element per parameter have only them.
         prefix: of the base model, which a folder's names may lack.
         renamings: transformers' own on loading, for names of other releases and other classes.
+        passengers: the tensors that are carried along.
+        unread: patterns of further names in folders of the family, which transformers drops.
     """
 
     places: tuple[tuple[Place, ...], ...]
@@ -70,6 +76,8 @@ class Published:
     whole_names: Mapping[str, str]
     prefix: str
     renamings: tuple[Any, ...]
+    passengers: tuple[Place, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> Tensors:
@@ -86,7 +94,8 @@ class Published:
     def missing(self, found: Collection[Place]) -> list[str]:
         """Names of the published tensors that are in none of these places."""
         whole = {place.own for place in found if place.whole}
-        wanted = (place for places in (*self.places, *self.constants) for place in places)
+        every = (*self.places, *self.constants, self.passengers)
+        wanted = (place for places in every for place in places)
         return [p.tensor.name for p in wanted if p not in found and p.own not in whole]
 
     def named_as(self, found: Mapping[Place, str]) -> Tensors:
@@ -95,6 +104,10 @@ class Published:
             tuple(replace(p.tensor, name=found.get(p, p.tensor.name)) for p in places)
             for places in self.places
         )
+
+    def is_dropped(self, name: str) -> bool:
+        """True if transformers reads past a tensor of this name, of a folder of this family."""
+        return any(re.search(pattern, name) for pattern in self.unread)
 
     def _look_up(self, table: Mapping[str, Place], name: str) -> Place | None:
         return table.get(name) or table.get(f"{self.prefix}.{name}")
@@ -128,7 +141,11 @@ class _NoCopies(TorchFunctionMode):
 
 
 def published(
-    model: nn.Module, family: str, blocks: Sequence[Block], tied: Iterable[tuple[str, str]]
+    model: nn.Module,
+    family: str,
+    blocks: Sequence[Block],
+    tied: Iterable[tuple[str, str]],
+    passengers: Iterable[str] = (),
 ) -> Published:
     """What transformers makes of the blocks' tensors on saving. Allocates nothing.
 
@@ -136,6 +153,7 @@ def published(
         model: built from a configuration, with its own layers in it.
         family: the configuration's model_type.
         tied: as `Anatomy` has it.
+        passengers: their own names.
 
     Raises ModelError if a published tensor is no range of a block's array.
     """
@@ -165,14 +183,40 @@ def published(
         for name in (alias, *_reverted(model, {alias: views[owner]}))
     }
     whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
+    carried = _passengers(model, passengers)
     return Published(
         tuple(map(tuple, places[: len(blocks)])),
         tuple(map(tuple, places[len(blocks) :])),
-        _known(ranges, places, aliases, whole),
+        carried | _known(ranges, places, aliases, whole),
         whole,
         prefix=next(iter(views)).partition(".")[0],
         renamings=_renamings_on_load(model),
+        passengers=tuple(dict.fromkeys(p for p in carried.values() if not p.whole)),
+        unread=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),  # type: ignore[arg-type]
     )
+
+
+def _passengers(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
+    """The places of passengers by every name that they may have in a folder."""
+    weights, blanks = model.state_dict(keep_vars=True), {}
+    owners: dict[int, str] = {}  # of those that share a tensor, a folder has one
+    own_of, known = {}, {}
+    for own in names:
+        tensor = weights[own]
+        blanks[own] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        own_of[storage_of(blanks[own])] = own
+    parts = _reverted(model, blanks)
+    for name, part in parts.items():
+        own = own_of.get(storage_of(part), name)
+        owner = owners.setdefault(id(weights.get(own, part)), own)
+        tensor = TensorRange(name, tuple(part.shape), 0)
+        known[name] = Place(PASSENGER, tensor, owner, whole=owner != own, passenger=True)
+    for own, blank in blanks.items():
+        tensor = TensorRange(own, tuple(blank.shape), 0)
+        whole = Place(PASSENGER, tensor, owners.get(id(weights[own]), own), True, passenger=True)
+        under = [known[name] for name, part in parts.items() if part is blank]
+        known.setdefault(own, under[0] if under else whole)
+    return known
 
 
 def _reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

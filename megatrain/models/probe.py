@@ -1,8 +1,9 @@
 """Refuses models that cannot be streamed exactly.
 
 Layers must exchange nothing but hidden states, and every other parameter must be used either before
-the first layer or after the last. Both are observed, not assumed: the model's own forward runs on a
-few tokens without weights, with spies in place of its layers. A layer of each kind is tried out.
+the first layer or after the last, or not at all. All is observed, not assumed: the model's own
+forward runs on a few tokens without weights, with spies in place of its layers. A layer of each
+kind is tried out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.constants import persistent_buffers
-from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
+from megatrain.models.constants import kept_tensors, persistent_buffers, trains
+from megatrain.models.meta import is_open_container, on_meta, tensors_in, to_meta, zeros_outside
+from megatrain.models.passengers import poison
 from megatrain.models.recorder import (
     LayerCall,
     StandIn,
@@ -43,6 +45,7 @@ class Findings:
     before: list[str] = field(default_factory=list)  # used before layer 0
     after: list[str] = field(default_factory=list)  # used after the last layer
     idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
+    unused: list[str] = field(default_factory=list)  # used nowhere
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
@@ -54,9 +57,31 @@ def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
     model.eval()
     try:
         with zeros_outside(model, list(layers)):
-            return Probe(model, layers).run()
+            findings = Probe(model, layers).run()
+        if findings.unused:
+            confirm_unused(model, layers, findings)
+        return findings
     finally:
         model.train(was_training)
+
+
+def confirm_unused(model: nn.Module, layers: nn.ModuleList, findings: Findings) -> None:
+    """Run the model again, NaN in the place of what it does not use. So it is trained, too.
+
+    Raises ModelError.
+    """
+    poison(model, findings.unused)
+    used = "it computes with weights that no gradient reaches"
+    try:
+        with zeros_outside(model, list(layers), but=findings.unused):
+            again = Probe(model, layers).run()
+    except ModelError as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be streamed exactly: {used}, {findings.unused[0]} or "
+            f"others ({error})"
+        ) from error
+    if again != findings:
+        raise ModelError(f"{type(model).__name__} cannot be streamed exactly: {used}")
 
 
 class Spy(StandIn):
@@ -90,7 +115,7 @@ class Probe:
     def run(self) -> Findings:
         """Run the model's forward on PROBE_TOKENS tokens."""
         inside = {module for layer in self.originals for module in layer.modules()}
-        handles = []
+        handles, kept = [], kept_tensors(self.model)
         for path, module in self.model.named_modules():
             leaves = [leaf for leaf, p in module._parameters.items() if p is not None]
             leaves += persistent_buffers(module)
@@ -117,10 +142,26 @@ class Probe:
                 handle.remove()
         if self.visited != len(self.originals):
             raise self.refuse(f"only {self.visited} of its {len(self.originals)} layers ran")
-        shared = graph_of(self.entered) & graph_of(output)
-        if not all(is_leaf(node) for node in shared):  # a tied parameter may be used at both ends
+        into, out_of = graph_of(self.entered), graph_of(output)
+        if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
+        if any(tensor.isnan().any() for tensor in tensors_in((self.entered, output))):
+            raise self.refuse("not everything that it computes is a number")
+        self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, kept)
         return self.findings
+
+    def sort_out(self, reached: set[int], kept: dict[str, torch.Tensor]) -> None:
+        """Find what no gradient reaches, of parameters, and no forward, of buffers.
+
+        reached: identities of parameters. kept: parameters and buffers that belong to the weights.
+        Of those that are not trained, a forward of their module is all that shows.
+        """
+        found, seen = self.findings, (*self.findings.before, *self.findings.after)
+        used = reached | {id(kept[name]) for name in seen if not trains(kept[name])}
+        inside = {id(t) for layer in self.originals for t in kept_tensors(layer).values()}
+        found.unused = [name for name, t in kept.items() if id(t) not in used | inside]
+        for names in (found.before, found.after):
+            names[:] = [name for name in names if id(kept[name]) in used]
 
     def note_use(self, names: list[str], _module: nn.Module, _args: Any) -> None:
         used = self.findings.before if self.visited == 0 else self.findings.after

@@ -1,7 +1,8 @@
 """A small configuration of the same family, on which what a family does can be tried in seconds.
 
 Sizes follow a table of keys. All else stays as it is: which layer has which type, what is tied,
-biases, norms, caps, the kind of rotary embedding. Only dropout is set to 0.
+biases, norms, caps, the kind of rotary embedding. Only dropout is set to 0. What a model has beside
+its language model, a vision tower, shrinks by the same table; on text it does not run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model, draws_random_numbers
+from megatrain.models.passengers import parts_of
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
 WINDOW = 5  # fewer tokens than a small batch has, so that windows and sparse attention matter
@@ -26,7 +28,8 @@ MOST_PARAMETERS = 8 << 20
 
 # Keys, under the names that transformers gives them in every family, by what their values are.
 TABLE: dict[str, str] = {
-    "hidden size": "hidden_size",
+    "hidden size": """hidden_size embed_dim out_hidden_size vision_output_dim projector_input_dim
+        projector_output_dim""",
     "heads": """num_attention_heads num_attention_heads_per_layer swa_num_attention_heads
         index_n_heads n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads linear_num_heads
         linear_num_value_heads""",
@@ -48,7 +51,7 @@ AT_MOST: dict[int, str] = {
     1: "topk_group",
     2: """num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group
         num_expert_group n_groups mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts
-        moe_num_shared_experts""",
+        moe_num_shared_experts depth""",
     4: """num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
         time_step_rank mamba_dt_rank""",
     WINDOW: """sliding_window sliding_window_size attention_window_size window_size local_attention
@@ -82,10 +85,11 @@ def shrink(
     text = config.get_text_config()
     kinds, sizes = kinds_of(text, stack), Sizes(text)
     changes: list[Callable[[str, Any], Any]] = [sizes.smaller, lambda key, value: value]
+    towers = [True, False] if text is not config else [False]  # small ones first
     reasons = []
-    for smaller, depth in product(changes, depths_of(kinds)):
+    for smaller, depth, small_towers in product(changes, depths_of(kinds), towers):
         try:
-            small = read_changed(config, len(kinds), depth, smaller)
+            small = read_changed(config, len(kinds), depth, smaller, small_towers)
             built = build_model(small, attention, torch.float32, trust_remote_code)
             layers = find_layers(built, small.get_text_config().num_hidden_layers)[1]
         except ModelError as error:
@@ -227,9 +231,15 @@ def _first_layers(key: str, value: Any, count: int, depth: int) -> Any:
     return value[:depth] if _is_by_layer(key, value, count) else value
 
 
-def read_changed(config: Any, count: int, depth: int, smaller: Callable[[str, Any], Any]) -> Any:
+def read_changed(
+    config: Any,
+    count: int,
+    depth: int,
+    smaller: Callable[[str, Any], Any],
+    small_towers: bool = False,
+) -> Any:
     """The configuration with `depth` of its `count` layers, no dropout, and sizes as `smaller`
-    says. Raises ModelError."""
+    says; small_towers: what it has beside the language model is small, too. Raises ModelError."""
     text, found = config.get_text_config(), {}
     try:
         for key, value in text.to_dict().items():
@@ -239,8 +249,24 @@ def read_changed(config: Any, count: int, depth: int, smaller: Callable[[str, An
         found[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = depth
         if text is not config:
             whole: dict[str, Any] = config.to_dict()
-            found = {key: found if getattr(config, key) is text else whole[key] for key in whole}
+            parts = parts_of(config)
+            if small_towers:
+                whole |= {key: smaller_tower(part) for key, part in parts.items() if key in whole}
+            found = {key: found if parts.get(key) is text else whole[key] for key in whole}
         return type(config).from_dict(found)
     except Exception as error:  # whatever a family's code raises on numbers that do not fit
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"it refuses other sizes ({reason})") from error
+
+
+def smaller_tower(part: Any) -> dict[str, Any]:
+    """A vision tower's configuration, say, with small sizes, 2 layers and no dropout."""
+    sizes = Sizes(part)
+    return {
+        key: 0.0
+        if isinstance(value, float) and RANDOM.search(key)
+        else min(value, 2)
+        if key == "num_hidden_layers"
+        else sizes.smaller(key, value)
+        for key, value in part.to_dict().items()
+    }

@@ -7,7 +7,7 @@ block always lands in the same slot, so its parameters are bound once, for good.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +19,14 @@ from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
 from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead
 from megatrain.models.constants import Constants
 from megatrain.models.documents import documents_known, documents_of, none_found, separates
-from megatrain.models.family import build_model, draws_random_numbers, refuse_what_is_not_built
+from megatrain.models.family import (
+    build_model,
+    draws_random_numbers,
+    refuse_what_is_not_built,
+)
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
 from megatrain.models.names import published
+from megatrain.models.passengers import passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -61,6 +66,7 @@ class Skeleton:
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, text.num_hidden_layers)
         findings = probe_model(self.model, stack)
+        passengers = passengers_of(self.model, findings.unused, config)
         # None: its small model does not tell
         self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
         refuse_looking_ahead(self.model, self.behaviour)
@@ -72,7 +78,9 @@ class Skeleton:
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
-        blocks, tied = divide(self.model, path, len(stack), findings.before, findings.after)
+        blocks, tied = divide(
+            self.model, path, len(stack), findings.before, findings.after, passengers.names
+        )
         self.anatomy = Anatomy(
             blocks,
             tied,
@@ -80,11 +88,12 @@ class Skeleton:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             max_positions=longest_sequence(text),
-            published=published(self.model, text.model_type, blocks, tied),
+            published=published(self.model, text.model_type, blocks, tied, passengers.names),
+            passengers=passengers,
         )
         places = self.anatomy.published.constants
         self.constants = Constants(self.model, blocks, places, self.owner)
-        self.has_dropout = draws_random_numbers(self.model)
+        self.has_dropout = draws_random_numbers(self.model, passengers.modules)
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
@@ -121,8 +130,12 @@ class Skeleton:
         return module, leaf
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move the model's buffers and other constants to where it computes."""
+        """Move the model's buffers and other constants to where it computes.
+
+        What stands in for passengers, too: some models ask their first parameter where that is.
+        """
         self.constants.move(device)
+        poison(self.model, self.anatomy.passengers.names, device)
         for root in (self.model, *self.layers):
             for module in root.modules():
                 for name, buffer in module._buffers.items():
@@ -263,9 +276,12 @@ class Skeleton:
 
     # -- trying out, before a device is bound ------------------------------------------------------
 
+    def _zeros(self) -> AbstractContextManager[None]:
+        return zeros_outside(self.model, self.layers, self.anatomy.passengers.names)
+
     def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
         """`embed` for `rows` sequences of `tokens`, as meta tensors: nothing large is allocated."""
-        with zeros_outside(self.model, self.layers), torch.no_grad():
+        with self._zeros(), torch.no_grad():
             hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
@@ -280,7 +296,7 @@ class Skeleton:
         if self._separates is None:
             ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
             try:
-                with zeros_outside(self.model, self.layers), torch.no_grad():
+                with self._zeros(), torch.no_grad():
                     _, calls = self.embed({"input_ids": ids, "position_ids": positions})
             except UNSUPPORTED:  # a family that takes no positions
                 self._separates = False
@@ -294,7 +310,7 @@ class Skeleton:
         family = type(self.model).__name__
         hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
         try:
-            with zeros_outside(self.model, self.layers), torch.no_grad():
+            with self._zeros(), torch.no_grad():
                 shape = tuple(self.head(hidden).shape)
         except UNSUPPORTED as error:
             raise ModelError(

@@ -232,6 +232,9 @@ def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
     tensors = int(shape.parameters * state_bytes_per_parameter(job)) + shape.constant_bytes
-    return {f"checkpoint {i + 1}": tensors for i in range(copies)} | {
-        "their other files, at most": copies * SMALL_FILES_BYTES
-    }
+    carried = {"weights carried along": shape.carried_bytes} if shape.carried_bytes * copies else {}
+    return (
+        {f"checkpoint {i + 1}": tensors for i in range(copies)}
+        | carried
+        | {"their other files, at most": copies * SMALL_FILES_BYTES}
+    )

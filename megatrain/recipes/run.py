@@ -21,6 +21,7 @@ from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
+from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
@@ -160,6 +161,9 @@ def get_ready(
     if model is None and config.model.init == "pretrained":
         check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True)
+    passengers = parts.resolved.skeleton.anatomy.passengers
+    if config.model.init == "random" and passengers.names:
+        raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()

@@ -24,7 +24,14 @@ from megatrain.models.constants import names_in
 from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
-from megatrain.storage.export import Exportable, array_sources, weight_plan, write_description
+from megatrain.storage.carried import at_home, keep_once, put_into, room_for
+from megatrain.storage.export import (
+    Exportable,
+    array_sources,
+    carried_files,
+    weight_plan,
+    write_description,
+)
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
 from megatrain.storage.safetensors_writer import TensorSource, write_model
@@ -76,6 +83,7 @@ def save_checkpoint(
         abandoned: checkpoints to remove once this one is written.
 
     Raises:
+        ModelError: the model's passengers are nowhere.
         StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing
             of the new one is left.
     """
@@ -91,19 +99,22 @@ def save_checkpoint(
         _check_space(run_dir, engine)
         with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
             (folder / "optimizer").mkdir()
-            metadata = {"format": "pt", "step": str(step)}
-            files = write_model(folder, weight_plan(engine), metadata, _optimizer_plan(engine))
+            metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
+            carried = carried_files(engine, plan)
+            unchanged = keep_once(run_dir, carried)
+            put_into(folder, run_dir, unchanged)
+            files = write_model(folder, plan, metadata, _optimizer_plan(engine), there=carried)
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
             files += [write_bytes(folder / name, text) for name, text in (code or {}).items()]
-            manifest = Manifest(
-                step, saves.next_sequence(run_dir), {}, constants=names_in(engine.constants)
-            )
-            _write_manifest(folder, manifest, files)
+            sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)
+            manifest = Manifest(step, sequence, {}, constants=constants)
+            _write_manifest(folder, manifest, files, unchanged)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
             run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
         saves.prune(run_dir, keep, [path for path in abandoned if path != target])
+        engine.carried = at_home(run_dir, engine.carried)
     return target
 
 
@@ -121,7 +132,8 @@ def checkpoint_bytes(engine: Checkpointable) -> int:
 
 
 def _check_space(run_dir: Path, engine: Checkpointable) -> None:
-    need = checkpoint_bytes(engine) + run_folder.SMALL_FILES_BYTES
+    need = checkpoint_bytes(engine) + room_for(run_dir, engine.carried)
+    need += run_folder.SMALL_FILES_BYTES
     free = shutil.disk_usage(run_dir).free
     if need > free:
         raise StorageError(
@@ -130,14 +142,21 @@ def _check_space(run_dir: Path, engine: Checkpointable) -> None:
         )
 
 
-def _write_manifest(folder: Path, manifest: Manifest, files: list[WrittenFile]) -> None:
-    """Write MANIFEST.json, once everything is on the disk that it is to list. `files` are hashed
-    already."""
-    known = {file.name for file in files}
+def _write_manifest(
+    folder: Path,
+    manifest: Manifest,
+    files: Sequence[WrittenFile],
+    linked: Sequence[WrittenFile],
+) -> None:
+    """Write MANIFEST.json once everything it is to list is on the disk.
+
+    files: hashed already, and on the disk. linked: hashed already; may be copies.
+    """
+    hashed = {file.name for file in (*files, *linked)}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    others = [name for name in names if name not in known]  # written by a library
-    sync_tree(folder, but=known)
-    listed = {file.name: file for file in (*files, *describe_files(folder, others))}
+    others = [name for name in names if name not in hashed]  # written by a library
+    sync_tree(folder, but={file.name for file in files})
+    listed = {file.name: file for file in (*files, *linked, *describe_files(folder, others))}
     write_bytes(folder / MANIFEST, replace(manifest, files=listed).encode())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import re
@@ -25,6 +24,14 @@ from megatrain.models.constants import Constants
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
+from megatrain.storage.carried import (
+    CONFIG,
+    Carried,
+    as_stored,
+    check_carried,
+    is_carried,
+    with_dtype,
+)
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import stray_files, verify_checkpoint
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
@@ -48,6 +55,7 @@ class Exportable(Protocol):
     """An engine as a model folder sees it."""
 
     published: Tensors  # of its model folder, under the names that its source has for them
+    carried: Carried  # what its source holds besides
 
     @property
     def anatomy(self) -> Anatomy: ...
@@ -77,14 +85,25 @@ def array_sources(
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
     """The weight files of a model folder: tied tensors once, in the dtype the store has, and
-    constants in their own."""
-    sources = []
+    constants in their own.
+
+    What is carried along has files of its own. Raises ModelError if it is nowhere.
+    """
+    check_carried(engine.carried, engine.anatomy.passengers)
+    own = []
     for block, tensors in enumerate(engine.published):
-        sources += array_sources(engine, "weight", block, tensors)
+        own += array_sources(engine, "weight", block, tensors)
         for name, values in engine.constants.of_block(block):
             whole = partial(iter, [values])
-            sources.append(TensorSource(name, values.dtype, tuple(values.shape), whole))
-    return plan_shards(sources)
+            own.append(TensorSource(name, values.dtype, tuple(values.shape), whole))
+    return plan_shards(own, engine.carried.sources())
+
+
+def carried_files(
+    engine: Exportable, plan: Mapping[str, list[TensorSource]]
+) -> dict[str, list[TensorSource]]:
+    """The files of a `weight_plan` that hold what is carried along."""
+    return {file: ts for file, ts in plan.items() if ts[0].name in engine.carried.tensors}
 
 
 def save_pretrained(
@@ -97,6 +116,7 @@ def save_pretrained(
 
     Raises:
         ConfigError: the folder exists and is not empty.
+        ModelError: the model's passengers are nowhere.
         StorageError: the disk is full or fails; nothing is left behind.
     """
     plan = weight_plan(engine)
@@ -169,8 +189,12 @@ def write_description(
 
     Returns the tokens that end answers and that the generation settings lacked.
     """
-    config = encode_config(engine.hf_config, engine.store.arrays["weight"].dtype)
-    write_bytes(folder / "config.json", config)
+    dtype, as_they_came = engine.store.arrays["weight"].dtype, dict(engine.carried.files)
+    came = as_they_came.pop(CONFIG, None)
+    config = with_dtype(came, dtype) if came else encode_config(engine.hf_config, dtype)
+    write_bytes(folder / CONFIG, config)
+    for name, text in as_they_came.items():
+        write_bytes(folder / name, text)
     added: list[str] = []
     if tokenizer is not None:
         generation, added = with_stops(engine.hf_config, tokenizer, generation)
@@ -261,22 +285,24 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     for name in stray_files(source, manifest):
         logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
     stored = open_shards(source)
-    held = next(t.dtype for name, t in stored.items() if name not in manifest.constants)
+    carried = Carried({n: t for n, t in stored.items() if is_carried(t.path)}, {})
+    own = {name: t for name, t in stored.items() if name not in carried.tensors}
+    weights = {name: t for name, t in own.items() if name not in manifest.constants}
+    held = next(t.dtype for t in weights.values())
     wanted = held if dtype is None else DTYPES[dtype]
     for name in model_files(manifest):
         path, target = source / name, folder / name
         if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
             continue
         target.parent.mkdir(exist_ok=True)  # of several chat templates
-        if name == "config.json":
-            write_bytes(target, _with_dtype(path, wanted))
+        if name == CONFIG:
+            write_bytes(target, with_dtype(path.read_bytes(), wanted))
         else:
             copy_file(path, target)
     if wanted != held:
-        weights = {name: t for name, t in stored.items() if name not in manifest.constants}
         converted = {t.name: t for t in _converted(source, weights, wanted)}
-        sources = [converted.get(name) or _as_stored(t) for name, t in stored.items()]
-        write_model(folder, plan_shards(sources), {"format": "pt"})
+        sources = [converted.get(name) or as_stored(t) for name, t in own.items()]
+        write_model(folder, plan_shards(sources, carried.sources()), {"format": "pt"})
     _complete_stops(source, folder)
 
 
@@ -291,14 +317,6 @@ def _complete_stops(checkpoint: Path, folder: Path) -> None:
     if added and generation is not None:
         logger.info(about_added(added))
         _write_generation(folder, generation)
-
-
-def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:
-    """config.json for weights of `dtype`."""
-    config = json.loads(path.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config.pop("torch_dtype", None)  # its old name
-    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def _converted(
@@ -319,13 +337,6 @@ def _converted(
         TensorSource(name, dtype, t.shape, partial(_joined, t, states[f"remainder/{name}"]))
         for name, t in stored.items()
     ]
-
-
-def _as_stored(stored: StoredTensor) -> TensorSource:
-    def pieces() -> Iterator[torch.Tensor]:
-        yield from (values for _, values in read_chunks(stored))
-
-    return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
 
 def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:

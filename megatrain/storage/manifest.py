@@ -25,6 +25,7 @@ from megatrain.storage.safetensors_reader import (
 from megatrain.storage.system_calls import system_errors
 
 MANIFEST = "MANIFEST.json"
+EVERY_STEP = "every"  # in place of a step, in files that are the same in all checkpoints of a run
 # Of the folder; a reader refuses what it does not know. 1: whole tensors of the model's own, where
 # transformers publishes their parts: a mixture's experts.
 FORMAT = 2
@@ -171,7 +172,7 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     for name in tensors:
         try:
             step = read_header(checkpoint / name).metadata.get("step")
-            if step != str(manifest.step):
+            if step not in (str(manifest.step), EVERY_STEP):
                 raise StorageError(
                     f"{checkpoint / name}: is of step {step} in a checkpoint of step "
                     f"{manifest.step}; {USE_ANOTHER}"

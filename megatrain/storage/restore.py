@@ -24,6 +24,7 @@ from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import Place, Tensors, in_blocks
+from megatrain.storage.carried import carried_of
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
@@ -50,7 +51,7 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
-from megatrain.storage.weights import find_tensors
+from megatrain.storage.weights import Found, find_tensors
 
 # A tensor in a file, and the array, block and range of the array that it is read into; a constant
 # has a place, and no array.
@@ -159,7 +160,8 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         _refuse_other(path, about["made_of"], identity(engine))
         try:
             weights = open_shards(path)
-            places = _places(path, engine.anatomy, weights)
+            found = _find(path, engine.anatomy, weights)
+            places = found.names
             tensors = in_blocks(places, len(engine.anatomy.blocks))
             transfers = _transfers(path, engine, weights, tensors)
             engine.constants.expect({p: (n, weights[n].dtype) for p, n in places.items()})
@@ -178,6 +180,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     hashed = verifies()
     in_parallel([partial(_restore, engine, path, *file, hashed) for file in files])
     engine.published = engine.anatomy.published.named_as(places)
+    engine.carried = carried_of(path, {name: weights[name] for name in found.carried})
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
@@ -207,9 +210,9 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
             )
 
 
-def _places(path: Path, anatomy: Anatomy, weights: Iterable[str]) -> dict[Place, str]:
+def _find(path: Path, anatomy: Anatomy, weights: Iterable[str]) -> Found:
     try:
-        return find_tensors(anatomy, weights, str(path))[0]
+        return find_tensors(anatomy, weights, str(path))
     except ModelError as error:
         raise ConfigError(f"{error}; it is of another model") from error
 

@@ -25,6 +25,7 @@ from megatrain.storage.system_calls import storage_error, system_errors
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
 FINAL = "final"
+PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 FICLONE = 0x40049409  # of linux/fs.h
 REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
@@ -224,10 +225,11 @@ def new_folder(target: Path, partial: Path) -> Iterator[Path]:
 
 def tidy(run_dir: Path) -> None:
     """Remove what a killed process left half done, and finish or undo a replacement it was in."""
-    for pattern in ("checkpoint-*.tmp", "final*.tmp", "*.link.tmp"):
+    for pattern in ("checkpoint-*.tmp", "final*.tmp", f"{PASSENGERS}*.tmp", "*.link.tmp"):
         for path in [*run_dir.glob(pattern)]:
             _remove(path)
-    for path in [*run_dir.glob("checkpoint-*" + REPLACED), *run_dir.glob("final" + REPLACED)]:
+    patterns = (f"{name}{REPLACED}" for name in ("checkpoint-*", FINAL, PASSENGERS))
+    for path in [path for pattern in patterns for path in run_dir.glob(pattern)]:
         original = run_dir / path.name.removesuffix(REPLACED)
         if original.exists():
             discard(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,24 +74,31 @@ def write_safetensors(
 
 
 def plan_shards(
-    sources: Sequence[TensorSource], shard_bytes: int = SHARD_BYTES
+    sources: Sequence[TensorSource],
+    carried: Sequence[TensorSource] = (),
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, list[TensorSource]]:
     """Cut tensors, in order, into files of at most `shard_bytes`, named as Hugging Face does.
 
-    A larger tensor gets a file of its own.
+    A larger tensor gets a file of its own. carried: tensors that share no file with the others.
     """
-    shards: list[list[TensorSource]] = [[]]
-    size = 0
-    for source in sources:
-        if shards[-1] and size + source.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(source)
-        size += source.nbytes
+    shards = [*_cut(sources, shard_bytes), *_cut(carried, shard_bytes)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     ends = f"of-{len(shards):05d}.safetensors"
     return {f"model-{number:05d}-{ends}": shard for number, shard in enumerate(shards, 1)}
+
+
+def _cut(sources: Sequence[TensorSource], shard_bytes: int) -> list[list[TensorSource]]:
+    shards: list[list[TensorSource]] = []
+    size = 0
+    for source in sources:
+        if not shards or size + source.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(source)
+        size += source.nbytes
+    return shards
 
 
 def encode_index(plan: Mapping[str, Sequence[TensorSource]]) -> bytes:
@@ -119,9 +126,14 @@ def write_model(
     weights: Mapping[str, Sequence[TensorSource]],
     metadata: Mapping[str, str],
     others: Mapping[str, Sequence[TensorSource]] | None = None,
+    there: Collection[str] = (),
 ) -> list[WrittenFile]:
-    """Write weight files and, for several, their index; and `others`, which it does not list."""
-    files = write_files(folder, {**weights, **(others or {})}, metadata)
+    """Write weight files and, for several, their index; and `others`, which it does not list.
+
+    there: names of weight files that somebody else writes.
+    """
+    wanted = {name: shard for name, shard in weights.items() if name not in there}
+    files = write_files(folder, {**wanted, **(others or {})}, metadata)
     if len(weights) > 1:
         files.append(write_bytes(folder / INDEX, encode_index(weights)))
     return files

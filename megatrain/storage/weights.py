@@ -22,6 +22,7 @@ from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import split_master
+from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
@@ -60,7 +61,7 @@ class Candidate:
 
 def load_weights(
     anatomy: Anatomy, store: Store, source: ModelSource, constants: Constants
-) -> Tensors:
+) -> tuple[Tensors, Carried]:
     """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
@@ -68,7 +69,8 @@ def load_weights(
     understood, and those that transformers renames on loading.
 
     Returns:
-        The tensors of a model folder, under the names that the source has for them.
+        The tensors of a model folder, under the names that the source has for them, and what is
+        carried along.
 
     Raises:
         ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
@@ -77,19 +79,39 @@ def load_weights(
     """
     if source.kind == "gguf":
         copy_in(anatomy, store, _read_gguf(source), str(source.file), constants)
-        return anatomy.published.tensors  # its names are transformers' own
+        return anatomy.published.tensors, NOTHING  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        opened = _open_folder(anatomy, store, source)
-        found = copy_in(anatomy, store, opened, str(source.file), constants, sums)
+        candidates = _open_folder(anatomy, store, source)
+        found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
             names = [name for name in manifest.files if not name.startswith("optimizer")]
             check_model_files(source.path, manifest, names)
         raise
-    return anatomy.published.named_as(found)
+    kept = carried_of(source.path, _unchanged(candidates, carried))
+    dropped = [name for name, place in carried.items() if place is None]
+    if said := about_carried(source.file, kept, dropped, anatomy.passengers):
+        logger.info(said)
+    return anatomy.published.named_as(found), kept
+
+
+def _unchanged(
+    candidates: Mapping[str, Candidate], names: Iterable[str]
+) -> dict[str, StoredTensor]:
+    """Where tensors that are carried along lie. Raises ModelError for a quantised one."""
+    found = {}
+    for name in names:
+        stored = candidates[name].stored
+        if stored is None:
+            raise ModelError(
+                f"{candidates[name].where} is quantised and would be carried along, which is not "
+                "built; name the unquantised model"
+            )
+        found[name] = stored
+    return found
 
 
 def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[str, Candidate]:
@@ -148,19 +170,23 @@ def copy_in(
     where: str,
     constants: Constants,
     sums: Mapping[Path, WrittenFile] | None = None,
-) -> dict[Place, str]:
+) -> tuple[dict[Place, str], dict[str, Place | None]]:
     """Check every candidate against the anatomy, then copy them with a few threads.
 
     sums: of files that are to be checked: each is read by one thread, from beginning to end.
 
-    Returns the names of those that were copied, by place.
+    Returns the names of those that were copied, by place, and the others as `Found` has them.
 
     Raises ModelError as `load_weights`, and DamagedError.
     """
-    found, twins = find_tensors(anatomy, candidates, where)
+    matched = find_tensors(anatomy, candidates, where)
+    found, twins, carried = matched.names, matched.twins, matched.carried
     for place, name in found.items():
         dtypes = constants.may_be(place) if place.constant else FLOATS
         _check_kind(candidates[name], place.tensor, dtypes)
+    for name, passenger in carried.items():
+        if passenger is not None:
+            _check_shape(candidates[name], passenger.tensor)
     constants.expect({p: (name, candidates[name].dtype) for p, name in found.items()})
     writers = {True: partial(copy_constant, constants), False: partial(copy_tensor, store)}
     by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
@@ -171,13 +197,14 @@ def copy_in(
             by_file[stored.path].append((place, stored))
         else:
             copies.append(partial(writers[place.constant], place, candidates[name]))
+    others = {stored.path for name in carried if (stored := candidates[name].stored)}
     for path, copied in by_file.items():
-        if copied:
+        if copied or path in others:
             assert sums is not None
             copies.append(partial(_copy_checked, writers, path, sums[path], copied))
     copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
-    return found
+    return found, carried
 
 
 def _copy_checked(
@@ -200,16 +227,27 @@ def _copy_checked(
             raise damaged(path)
 
 
-def find_tensors(
-    anatomy: Anatomy, names: Iterable[str], where: str
-) -> tuple[dict[Place, str], list[tuple[str, str]]]:
-    """(names of a folder's tensors by their places in the model, tied twins as (alias, owner)).
+@dataclass(frozen=True)
+class Found:
+    """The tensors of a folder.
 
-    Any name that transformers knows will do.
+    Attributes:
+        names: by their places in the model.
+        twins: tied ones as (alias, owner).
+        carried: the places of those that are carried along; None for what transformers drops.
+    """
+
+    names: dict[Place, str]
+    twins: list[tuple[str, str]]
+    carried: dict[str, Place | None]
+
+
+def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
+    """What the tensors of these names are. Any name that transformers knows will do.
 
     Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
     """
-    found = _match_names(anatomy, names, where)
+    found, dropped = _match_names(anatomy, names, where)
     twins = _take_aliases(found)
     missing = anatomy.published.missing(found.keys())
     if missing:
@@ -217,15 +255,23 @@ def find_tensors(
             f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
-    return found, twins
+    carried: dict[str, Place | None] = dict.fromkeys(dropped)
+    for place in [place for place in found if place.passenger]:
+        carried[found.pop(place)] = place
+    return Found(found, twins, carried)
 
 
-def _match_names(anatomy: Anatomy, names: Iterable[str], where: str) -> dict[Place, str]:
+def _match_names(
+    anatomy: Anatomy, names: Iterable[str], where: str
+) -> tuple[dict[Place, str], list[str]]:
+    """(names by place, names of what transformers drops)."""
     found: dict[Place, str] = {}
-    unexpected = []
+    unexpected, dropped = [], []
     for name, place in anatomy.published.places_of(names).items():
         if place is None:
-            if not IGNORED.search(name):
+            if anatomy.published.is_dropped(name) and not IGNORED.search(name):
+                dropped.append(name)
+            elif not IGNORED.search(name):
                 unexpected.append(name)
         elif place in found:
             raise ModelError(f"{where}: holds {place.own} twice, under another name too")
@@ -240,7 +286,7 @@ def _match_names(anatomy: Anatomy, names: Iterable[str], where: str) -> dict[Pla
     for place in found:
         if place.own in whole and not place.whole:
             raise ModelError(f"{where}: holds {place.own} twice, whole and in parts")
-    return found
+    return found, dropped
 
 
 def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
@@ -263,12 +309,16 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
-def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
+def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:
     if candidate.shape != tensor.shape:
         raise ModelError(
             f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
             f"{list(tensor.shape)}"
         )
+
+
+def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
+    _check_shape(candidate, tensor)
     if candidate.dtype not in dtypes:
         name = str(candidate.dtype).removeprefix("torch.")
         raise ModelError(

@@ -105,7 +105,8 @@ def test_conversations_may_use_role_and_content_and_a_system_column():
 
 SAYS = {  # each column of MATTERS with something that it could say
     "chosen": "yes", "rejected": "no", "label": False, "kto_tag": True, "score": 0.0, "margin": 2,
-    "weight": 0, "images": ["a.png"], "videos": ["a.mp4"], "audios": ["a.wav"], "system": "be kind",
+    "weight": 0, "images": ["a.png"], "videos": ["a.mp4"], "audios": ["a.wav"], "image": "a.png",
+    "video": "a.mp4", "audio": "a.wav", "system": "be kind",
     "system_prompt": "be kind", "history": [["a", "b"]],
     "chat_template_kwargs": {"enable_thinking": False}, "tools": [{"name": "f"}],
     "functions": [{"name": "f"}], "tool_calls": [{"name": "f"}], "function_call": {"name": "f"},
@@ -223,7 +224,13 @@ BAD = [
     ({"messages": [said("hi", "robot")]}, "unknown role 'robot'"),
     ({"messages": [said("\ud800")]}, "surrogate"),
     ({"messages": [said("hi", weight=0.5)]}, "only 0 and 1"),
-    ({"messages": [said([{"type": "image"}])]}, "only text parts"),
+    (
+        {"messages": [said([{"type": "image"}])]},
+        r"\[0\].type: images in the data are not supported",
+    ),
+    ({"messages": [said([{"type": "image_url"}])]}, "images in the data are not supported yet"),
+    ({"messages": [said([{"type": "video"}])]}, "only text parts"),
+    ({"text": "<image> a cat", "image": "cat.png"}, "field 'image': images in the data are not"),
     ({"messages": [said("x", tool_calls=[{"name": "f"}])]}, "only the assistant's turns have c"),
     ({"text": "hi", "tools": [{"name": "f"}]}, "field 'tools': a row of this format has no place"),
     ({"instruction": "a", "output": "b", "tools": [{"name": "f"}]}, "field 'tools': a row of this"),

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": (
         "T5Config",
         {"d_model": 32, "num_layers": 2, "num_heads": 4},
-        "cannot be built as a causal language model",
+        "model type 't5' is no decoder that transformers can build for text; name a language model",
     ),
 }
 
@@ -319,8 +319,10 @@ def share_between_layers(model: Any) -> None:
     layers[2].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
 
 
-def add_an_unused_parameter(model: Any) -> None:
-    model.unused = nn.Linear(2, 2, device="meta")
+def use_a_weight_without_its_module(model: Any) -> None:
+    model.other = nn.Linear(32, 32, device="meta")
+    embed = model.model.embed_tokens
+    embed.register_forward_hook(lambda module, args, out: out @ model.other.weight)
 
 
 def use_the_embedding_at_both_ends(model: Any) -> None:
@@ -331,7 +333,7 @@ def use_the_embedding_at_both_ends(model: Any) -> None:
 
 
 def add_a_second_stack(model: Any) -> None:
-    model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
+    model.model.encoder = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -341,14 +343,21 @@ def add_a_second_stack(model: Any) -> None:
             share_between_layers,
             r"2\.mlp\.down_proj\.weight shares its weights with model\.layers\.0",
         ),
-        (add_an_unused_parameter, r"unused\.weight is used neither before the first nor after the"),
+        (
+            use_a_weight_without_its_module,
+            r"other\.weight is used without its module's own forward",
+        ),
         (use_the_embedding_at_both_ends, r"embed_tokens\.weight is used at both ends"),
-        (add_a_second_stack, r"exactly one list of 3 decoder layers, found model\.layers, encoder"),
+        (
+            add_a_second_stack,
+            r"exactly one list of 3 decoder layers, found model\.layers, model\.encoder",
+        ),
     ],
 )
 def test_a_real_model_that_was_changed_is_refused(change, reason, monkeypatch):
     model = build_model(tiny_config("llama"), "auto", torch.float32)
     change(model)
     monkeypatch.setattr(skeleton_module, "build_model", lambda *_: model)
+    monkeypatch.setattr(skeleton_module, "probe_model", probe_model)  # not what it found before
     with pytest.raises(ModelError, match=reason):
         Skeleton(model.config, dtype=torch.float32)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.models.shapes import SHAPES
+from megatrain.models.shapes import SHAPES, set_depth
+
+KINDS = 4  # layers, after which all kinds come again
 
 PARAMETERS = {  # as published, in millions
     "qwen2.5-0.5b": 494,
@@ -29,16 +31,20 @@ PARAMETERS = {  # as published, in millions
     "mistral-7b": 7248,
     "smollm2-135m": 135,
     "smollm2-1.7b": 1711,
+    "qwen3-30b-a3b": 30532,
+    "qwen3.5-35b-a3b": 34661,
+    "gpt-oss-20b": 20915,
 }
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"tiny"}))
 def test_a_shape_has_the_parameters_of_its_model(name):
     config = AutoConfig.for_model(**SHAPES[name])
-    config.num_hidden_layers = 1
+    layers = config.num_hidden_layers
+    set_depth(config, KINDS)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    layer = sum(weight.numel() for weight in model.model.layers.parameters())
+    some = sum(weight.numel() for weight in model.model.layers.parameters())
     whole = sum(weight.numel() for weight in model.parameters())
-    found = whole + (SHAPES[name]["num_hidden_layers"] - 1) * layer
+    found = whole - some + some * layers / KINDS
     assert round(found / 1e6) == PARAMETERS[name]

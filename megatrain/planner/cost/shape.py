@@ -96,6 +96,7 @@ class ModelShape:
     retained: tuple[WorkingSet, ...]
     retained_compiled: tuple[WorkingSet, ...]
     cost: ModelCost  # arithmetic and memory traffic of every block
+    carried_bytes: int = 0  # of passengers, which lie on the disk alone, once
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
     # (chunk tokens, `layer` with token-wise modules computed in chunks)
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()
@@ -205,6 +206,7 @@ def _assembled(
 
     return ModelShape(
         parameters=anatomy.parameters,
+        carried_bytes=anatomy.passengers.nbytes,
         block_numel=tuple(block.layout.numel for block in anatomy.blocks),
         tied=anatomy.embed_feeds_head,
         hidden_size=anatomy.hidden_size,

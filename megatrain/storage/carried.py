@@ -1,0 +1,169 @@
+"""What goes unchanged from the folder that a model is read from into those that are written.
+
+Passengers (`models/passengers.py`), tensors that transformers drops on loading, config.json as it
+came and the files of the processor. A run keeps the tensors once, in a folder of its own: hard
+links of that are in every checkpoint, so the run outlives the folder that it began with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatrain.errors import ModelError, StorageError
+from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, without_source
+from megatrain.models.quantised import KEY
+from megatrain.storage.hashed_file import WrittenFile, write_bytes
+from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
+from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or_copy, new_folder
+from megatrain.storage.safetensors_reader import StoredTensor, read_chunks, read_header
+from megatrain.storage.safetensors_writer import TensorSource, write_files
+
+CONFIG = "config.json"
+# Files beside the weights that neither the tokenizer nor transformers' configurations write.
+OF_PROCESSOR = ("*processor_config.json", "chat_template.json")
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Attributes:
+    tensors: by the names that the source has for them.
+    files: config.json as it came and the processor's files, by name.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, bytes]
+
+    def sources(self) -> list[TensorSource]:
+        """The tensors, to be written."""
+        return list(map(as_stored, self.tensors.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+NOTHING = Carried({}, {})
+
+
+def as_stored(stored: StoredTensor) -> TensorSource:
+    """A tensor of a file, to be written as it is."""
+
+    def pieces() -> Iterator[torch.Tensor]:
+        yield from (values for _, values in read_chunks(stored))
+
+    return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
+
+
+def carried_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> Carried:
+    """These tensors of a model folder, and its files that go with them. Raises StorageError."""
+    if not tensors:
+        return NOTHING
+    found = (path for pattern in (CONFIG, *OF_PROCESSOR) for path in sorted(folder.glob(pattern)))
+    return Carried(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
+
+
+def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: Passengers) -> str:
+    """The sentence that says what is carried along; empty where nothing is.
+
+    dropped: names of tensors that are no passengers of the model.
+    """
+    said = []
+    if len(carried.tensors) > len(dropped):
+        said.append(f"{listed(who.modules)} {are(who.modules)} carried along unchanged")
+        said += [NO_IMAGES] * who.multimodal
+    if dropped:
+        first, others = min(dropped), len(dropped) - 1
+        more = f" and {others} more tensors" if others else ""
+        said.append(
+            f"{first}{more}, which transformers does not load, {are(dropped)} carried along and "
+            "not trained"
+        )
+    return f"{where}: {'; '.join(said)}" if said else ""
+
+
+def check_carried(carried: Carried, who: Passengers) -> None:
+    """Raise ModelError for an engine that was given no weights of its model's passengers."""
+    if who.names and not carried.tensors:
+        raise ModelError(without_source(who))
+
+
+# -- config.json -----------------------------------------------------------------------------------
+
+
+def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """config.json for weights of `dtype`; the same bytes if it says so already."""
+    stated = json.loads(config)
+    before, name = stated.get("dtype", stated.get("torch_dtype")), str(dtype)[len("torch.") :]
+    if before == name and KEY not in stated:
+        return config
+    for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
+        part.pop(KEY, None)  # its weights are not quantised any more
+        own = part.pop("torch_dtype", part.get("dtype"))  # its old name
+        if part is stated or (own is not None and own == before):
+            part["dtype"] = name
+    return json.dumps(stated, indent=2).encode() + b"\n"
+
+
+# -- in a run folder -------------------------------------------------------------------------------
+
+
+def is_carried(path: Path) -> bool:
+    """True for a file of tensors that is the same in all checkpoints. Raises StorageError."""
+    return read_header(path).metadata.get("step") == EVERY_STEP
+
+
+def keep_once(run_dir: Path, plan: Mapping[str, list[TensorSource]]) -> list[WrittenFile]:
+    """Have files of carried tensors in the run's own folder; written unless they are there.
+
+    Those of a folder without any checkpoint may be another model's.
+
+    Raises StorageError if that cannot be, such as where the tensors' source is gone.
+    """
+    if not plan:
+        return []
+    folder = run_dir / PASSENGERS
+    saved = checkpoints(run_dir) or (run_dir / FINAL).exists()
+    kept = _kept(folder) if saved else None
+    if kept is None or kept.keys() != plan.keys():
+        with new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
+            files = write_files(partial_folder, plan, {"format": "pt", "step": EVERY_STEP})
+            kept = {file.name: file for file in files}
+            write_bytes(partial_folder / MANIFEST, Manifest(0, 0, kept).encode())
+    return list(kept.values())
+
+
+def _kept(folder: Path) -> dict[str, WrittenFile] | None:
+    """The files that the run's own folder has; None if one is missing or of another size."""
+    try:
+        files = read_manifest(folder).files
+        sizes = {name: (folder / name).stat().st_size for name in files}
+    except (StorageError, OSError):
+        return None
+    return files if all(sizes[name] == file.nbytes for name, file in files.items()) else None
+
+
+def put_into(folder: Path, run_dir: Path, files: Collection[WrittenFile]) -> None:
+    """Link the run's own files into the folder of a checkpoint. May raise OSError."""
+    for file in files:
+        link_or_copy(run_dir / PASSENGERS / file.name, folder / file.name)
+
+
+def room_for(run_dir: Path, carried: Carried) -> int:
+    """Bytes that `keep_once` has still to write."""
+    return 0 if _kept(run_dir / PASSENGERS) is not None else carried.nbytes
+
+
+def at_home(run_dir: Path, carried: Carried) -> Carried:
+    """The same, read from the run's own folder where the files that it was read from are gone."""
+    if all(path.exists() for path in {tensor.path for tensor in carried.tensors.values()}):
+        return carried
+    kept = _kept(run_dir / PASSENGERS)
+    stored = (read_header(run_dir / PASSENGERS / name).tensors for name in kept or ())
+    return replace(carried, tensors={name: t for file in stored for name, t in file.items()})

@@ -1,0 +1,105 @@
+"""Tiny multimodal models, and the folders that transformers saves of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoTokenizer
+
+from megatrain.models.plain import plain_model
+from megatrain.models.stops import with_stops
+from tests.commands import tiny_tokenizer
+from tests.support import SIZES, SLIDING
+
+TEXT = SIZES | {"head_dim": 8}
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "patch_size": 4, "image_size": 8, "num_channels": 3,
+}  # fmt: skip
+QWEN_VISION: dict[str, Any] = {
+    "depth": 3, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+    "out_hidden_size": 32, "num_position_embeddings": 4, "deepstack_visual_indexes": [0, 1],
+}  # fmt: skip
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {"rope_parameters": ROTARY | {"mrope_section": [1, 1, 2]}}
+HALF_MROPE: dict[str, Any] = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+HALF_MROPE = {"rope_parameters": ROTARY | HALF_MROPE}
+LINEAR: dict[str, Any] = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+LINEAR |= HALF_MROPE | {"layer_types": ["linear_attention", "full_attention"] * 2}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 8}
+
+# name -> (the class's name without its end, what its text has, what its tower has)
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", TEXT | LINEAR, QWEN_VISION),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        TEXT | LINEAR | MOE | {"shared_expert_intermediate_size": 16},
+        QWEN_VISION,
+    ),
+    "gemma3": (
+        "Gemma3",
+        SIZES | SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        VISION,
+    ),
+    "mistral3": ("Mistral3", TEXT, VISION),
+    "llama4": (
+        "Llama4",
+        TEXT | LLAMA4,
+        VISION | {f"{name}_dim": 16 for name in
+                  ("vision_output", "projector_input", "projector_output")},
+    ),
+    "qwen3-vl": ("Qwen3VL", TEXT | MROPE, QWEN_VISION),
+    "qwen3-vl-moe": ("Qwen3VLMoe", TEXT | MROPE | MOE, QWEN_VISION),
+    "qwen2.5-vl": ("Qwen2_5_VL", SIZES | MROPE, QWEN_VISION | {"fullatt_block_indexes": [1]}),
+    "qwen2-vl": (
+        "Qwen2VL",
+        SIZES | MROPE | {"tie_word_embeddings": True},
+        {"depth": 3, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
+    ),
+    "glm4v": ("Glm4v", SIZES | HALF_MROPE, QWEN_VISION | {"image_size": 8}),
+    "internvl": ("InternVL", SIZES, VISION | {"image_size": [8, 8], "patch_size": [4, 4]}),
+    "llava-next": ("LlavaNext", SIZES, VISION),  # a parameter that is no module's
+}  # fmt: skip
+OF_IMAGES = ("image", "video", "vision_start", "vision_end", "boi", "eoi")
+TOKENS = {f"{name}_token_id": 90 + i for i, name in enumerate(OF_IMAGES)}
+TOKENS |= {"image_token_index": 90, "mm_tokens_per_image": 4}
+
+
+def multimodal_config(family: str, **changes: Any) -> Any:
+    """The configuration of a tiny model. changes: of its text."""
+    name, text, tower = MULTIMODAL[family]
+    text = text | changes
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    of_family = getattr(transformers, f"{name}Config")
+    default = of_family()
+    return of_family(
+        text_config={"model_type": default.text_config.model_type} | text,
+        vision_config={"model_type": default.vision_config.model_type} | tower,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        architectures=[f"{name}ForConditionalGeneration"],
+        **TOKENS,
+    )
+
+
+def save_multimodal(folder: Path, family: str, **changes: Any) -> nn.Module:
+    """A random model, which is also saved by transformers, with a tokenizer and the files of a
+    processor."""
+    model: Any = plain_model(multimodal_config(family, **changes))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    # of the class that it chooses for the model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    generation, _ = with_stops(model.config, tokenizer, model.generation_config)
+    assert generation is not None
+    (folder / "generation_config.json").write_text(generation.to_json_string())
+    (folder / "preprocessor_config.json").write_text('{"size": {"height":8}}')
+    (folder / "video_preprocessor_config.json").write_text("{}\n")
+    (folder / "processor_config.json").write_text('{"processor_class": "AProcessor"}\n')
+    return model  # type: ignore[no-any-return]

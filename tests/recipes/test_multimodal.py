@@ -1,0 +1,77 @@
+"""Commands on the folder of a model that sees."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatrain.storage.run_folder import PASSENGERS
+from tests.commands import conversation, write_jsonl
+from tests.compare import differing
+from tests.files import names
+from tests.multimodal import save_multimodal
+from tests.storage.test_carried import other_files, passengers_of
+
+POSITIONS = {"vocab_size": 310, "max_position_embeddings": 128}
+KEEP = ("model=./seeing", "checkpoint.keep=1")
+IMAGE = {"type": "image", "url": "cat.png"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "seeing"
+    save_multimodal(folder, "qwen3-vl", num_hidden_layers=2, **POSITIONS)
+    return folder
+
+
+@pytest.fixture
+def seeing(project: Path, made: Path) -> Path:
+    return Path(shutil.copytree(made, project / "seeing"))
+
+
+def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, project, seeing, made):
+    begun = megatrain("train cfg.yaml train.max_steps=5", *KEEP)
+    said = f"{seeing}: model.visual is carried along unchanged; images in the data are not"
+    assert said.replace(f"{project}/", "") in begun.err.replace(f"{project}/", "")
+    shutil.rmtree(seeing)
+    megatrain("resume run train.max_steps=10")
+    megatrain("export run out")
+    run = project / "run"
+    for folder in (run / "checkpoint-10", run / "final", project / "out"):
+        assert differing(passengers_of(folder), passengers_of(made)) == []
+        written = other_files(folder)
+        for name in (name for name in names(made) if name.endswith("processor_config.json")):
+            assert written[name] == other_files(made)[name]
+    assert names(run / PASSENGERS) == {"MANIFEST.json", "model-00002-of-00002.safetensors"}
+    assert "passed" in megatrain("verify out").out
+
+
+def test_a_plan_counts_passengers_once(megatrain, seeing):
+    plan = megatrain("plan cfg.yaml --json", *KEEP).json
+    passengers = sum(tensor.nbytes for tensor in passengers_of(seeing).values())
+    assert plan["disk"]["weights carried along"] == passengers
+
+
+def test_random_weights_have_no_tower_to_carry(megatrain, seeing):
+    refused = megatrain(
+        "train cfg.yaml", "model={config: ./seeing, init: random}", "method=pretrain", code=2
+    )
+    assert "model.init: model.visual is carried along from a folder with weights" in refused.err
+    megatrain("bench seeing --steps 1 train.tokens_per_step=64 train.seq_len=32")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        conversation("What is this?", "A cat.") | {"images": ["cat.png"]},
+        conversation("What is this?", "A cat.") | {"image": "cat.png"},
+        {"messages": [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "!"}]},
+    ],
+)
+def test_rows_with_images_are_refused(megatrain, project, seeing, row):
+    write_jsonl(project / "rows.jsonl", [conversation("a", "b"), row])
+    refused = megatrain("train cfg.yaml", "data.eval=null", *KEEP, code=3)
+    assert "rows.jsonl:2" in refused.err
+    assert "images in the data are not supported yet" in refused.err
