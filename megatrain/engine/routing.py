@@ -85,7 +85,7 @@ class Balance:
 
     Attributes:
         aux_loss: E * sum of f_e * P_e as above, without the coefficient: the number of experts
-            chosen for a token if all are chosen alike, and more if not.
+            chosen for a token if all are chosen alike, and mostly more if not.
         expert_load_max: choices of the layer's most chosen expert over their mean, in the layer
             where that is largest: 1 if all are chosen alike, experts / chosen if always the same.
     """

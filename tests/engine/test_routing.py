@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import megatrain as mt
 from megatrain.engine.routing import coefficient_of
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
@@ -212,3 +214,34 @@ def test_several_groups_are_refused_while_routers_are_balanced():
     with pytest.raises(ConfigError, match="groups: the routers' balancing loss is over a whole"):
         engine_of("mixtral", settings=Settings(groups=2), router_aux_loss_coef=0.01)
     engine_of("mixtral", settings=Settings(groups=2)).close()
+
+
+def planned(folder: Path, family: str, **train: Any) -> Any:
+    tiny_config(family).save_pretrained(folder)
+    return mt.plan(folder, tokens_per_step=64, seq_len=16, device="cpu", train=train)
+
+
+def test_a_plan_of_a_mixture_is_one_group_that_balances(tmp_path):
+    plan = planned(tmp_path, "mixtral")
+    assert (plan.made_of.router_aux_loss_coef, plan.choices.groups) == (ROUTER_AUX_LOSS_COEF, 1)
+    assert planned(tmp_path, "mixtral", router_aux_loss_coef=0, groups=2).choices.groups == 2
+    with mt.Engine.from_plan(plan) as engine:
+        assert engine.train_step(full_batches(1)).aux_loss
+
+
+@pytest.mark.parametrize(
+    ("family", "train", "problem"),
+    [
+        ("mixtral", {"groups": 2}, "train.groups: the routers' balancing loss is over a whole"),
+        ("llama", {"router_aux_loss_coef": 0.01}, "train.router_aux_loss_coef: transformers has"),
+    ],
+)
+def test_what_cannot_be_balanced_names_the_key(family, train, problem, tmp_path):
+    with pytest.raises(ConfigError, match=problem):
+        planned(tmp_path, family, **train)
+
+
+def test_another_weight_in_config_json_is_said(tmp_path, caplog):
+    with caplog.at_level("INFO", "megatrain"):
+        planned(tmp_path, "olmoe")
+    assert "balancing loss weighs 0.001, not 0.01 as in config.json" in caplog.text
