@@ -12,6 +12,7 @@ from typing import Literal
 from megatrain.errors import ConfigError
 from megatrain.schedule import FORMS, LEVELS, UNCHANGED, Level
 
+ROUTER_AUX_LOSS_COEF = 0.001  # of a mixture, unless the user says otherwise
 ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
 REORDERS = "sums are rounded in another order from here on"
 RECOMPILES = "compiled layers may round otherwise from here on"

@@ -136,6 +136,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2, "mamba_n_groups": 1},
     ),
+    "olmoe": ("OlmoeConfig", QWEN_EXPERTS),
     "jamba": ("JambaConfig", QWEN_EXPERTS | JAMBA | {"mamba_dt_rank": 4, "mamba_d_state": 8}),
 }  # fmt: skip
 
@@ -263,6 +264,7 @@ def engine_of(
         "device": "cpu",
         "optimizer": AdamW(lr=1e-3, weight_decay=0.1),
         "max_grad_norm": 0.5,
+        "router_aux_loss_coef": 0.0,
         **options,
     }
     settings = settings or Settings(head_chunk_tokens=7)

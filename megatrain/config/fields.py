@@ -146,6 +146,11 @@ class TrainOptions(Options):
     max_grad_norm: v.ClipNorm = key(
         1.0, "Global gradient norm to clip to; null does not clip and saves 2 bytes per parameter."
     )
+    router_aux_loss_coef: v.NotNegativeOrAuto = key(
+        "auto",
+        "Weight of the routers' balancing loss over a step, which is then one group; 0: none; "
+        "auto: 0.001 if transformers has that loss for the model, whatever config.json says.",
+    )
     eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )

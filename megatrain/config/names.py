@@ -134,6 +134,7 @@ ALIASES: dict[str, Alias] = {
     "warmup_ratio": Alias(("train", "warmup"), _share),
     "warmup_steps": Alias(("train", "warmup")),
     "max_grad_norm": Alias(("train", "max_grad_norm")),
+    **_all("router_aux_loss_coef moe_aux_loss_coef", Alias(("train", "router_aux_loss_coef"))),
     "seed": Alias(("train", "seed")),
     "full_determinism": Alias(("train", "deterministic")),
     "logging_steps": Alias(("train", "log_every")),

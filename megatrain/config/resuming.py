@@ -50,6 +50,7 @@ FLAGGED = {
     "train.epochs": NEW_LENGTH,
     "train.max_steps": NEW_LENGTH,
     "train.max_grad_norm": "gradients are clipped otherwise from here on",
+    "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
     "train.deterministic": NEW_KERNELS,
     "memory.activations": "gradients round otherwise from here on",
     "attention": NEW_KERNELS,

@@ -201,6 +201,9 @@ PositiveOrNull = Annotated[_Positive | None, wanted("a number above 0, or null")
 ClipNorm = Annotated[_Positive | None, wanted("a number above 0, or null for no clipping")]
 NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
 BetaOrAuto = Annotated[_Beta | Auto, wanted("a number of at least 0 and below 1, or auto")]
+NotNegativeOrAuto = Annotated[
+    Annotated[float, Field(ge=0)] | Auto, wanted("a number of at least 0, or auto")
+]
 PositiveOrAuto = Annotated[_Positive | Auto, wanted("a number above 0, or auto")]
 Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
 FractionOrNull = Annotated[

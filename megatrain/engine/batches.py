@@ -30,6 +30,8 @@ class MicroBatch:
         kept: by layer: its activation checkpoint, or what its graph saved and is offloaded.
         graphs: by layer: the graph of a retained one.
         grad: gradient of the loss at the layer output that backward has reached.
+        real: float32 [batch, tokens], 1 where a token is none that attention_mask hides, else 0,
+            and the number of such tokens; only where somebody asked for it.
     """
 
     number: int
@@ -40,6 +42,8 @@ class MicroBatch:
     kept: dict[int, Kept] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
     grad: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+    real_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -114,11 +118,15 @@ def only_trailing_padding(mask: torch.Tensor) -> bool:
     return falls and bool((mask[:, 0] != 0).all())
 
 
-def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
+def prepare(
+    batch: Batch, number: int, device: torch.device, marks_real: bool = False
+) -> MicroBatch:
     """Move a micro-batch to the device, without a mask that only hides trailing padding.
 
     Such a mask changes no real token and costs speed. With positions it stays: without a mask
     transformers takes a jump in them for the start of another document.
+
+    marks_real: say which tokens are no padding, too.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     mask = inputs.get("attention_mask")
@@ -126,7 +134,14 @@ def prepare(batch: Batch, number: int, device: torch.device) -> MicroBatch:
         del inputs["attention_mask"]
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     # found on the CPU: the host would have to wait for a GPU to learn how many there are
-    return MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
+    prepared = MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
+    if marks_real:
+        ids = batch["input_ids"]
+        plain = mask is not None and mask.shape == ids.shape  # models take others, too
+        real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
+        prepared.real_tokens = int(real.sum())
+        prepared.real = real.to(device, non_blocking=True)
+    return prepared
 
 
 def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:

@@ -16,6 +16,7 @@ import torch
 
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve, room_on_drives
+from megatrain.engine.routing import coefficient_of
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import (
     bf16_is_fast,
@@ -97,6 +98,7 @@ class Prepared:
     optimizer: Optimizer
     precision: str
     max_grad_norm: float | None
+    router_aux_loss_coef: float
     device: torch.device
     settings: Settings
     seed: int = 0
@@ -114,6 +116,7 @@ def prepare(
     precision: str = "auto",
     attention: str = "auto",
     max_grad_norm: float | None = 1.0,
+    router_aux_loss_coef: float | Literal["auto"] = "auto",
     device: str = "auto",
     seed: int = 0,
     tokens_per_step: int | None = None,
@@ -131,6 +134,7 @@ def prepare(
     chosen = choose_precision(precision, where)
     skeleton = _skeleton(config, attention, chosen, weights)
     optimizer = optimizer or AdamW()
+    coefficient = coefficient_of(skeleton, router_aux_loss_coef)
     if settings == "auto" and tokens_per_step is not None and seq_len is not None:
         for name, value in (("tokens_per_step", tokens_per_step), ("seq_len", seq_len)):
             if type(value) is not int or value < 1:
@@ -146,6 +150,7 @@ def prepare(
             Machine(where, chosen, hardware, profile, drives_assumed=assumed),
             optimizer=optimizer,
             max_grad_norm=max_grad_norm,
+            router_aux_loss_coef=coefficient,
             seq_len=seq_len,
             weights=weights,
             seed=seed,
@@ -162,7 +167,7 @@ def prepare(
             "recomputed, uncompiled; give both to plan the engine as `megatrain train` does"
         )
         settings = Settings(update_threads=update_threads())
-    return Prepared(skeleton, optimizer, chosen, max_grad_norm, where, settings, seed)
+    return Prepared(skeleton, optimizer, chosen, max_grad_norm, coefficient, where, settings, seed)
 
 
 def _skeleton(config: Any, attention: str, precision: str, weights: Weights) -> Skeleton:
@@ -223,6 +228,7 @@ def prepare_planned(plan: Plan) -> Prepared:
         resolved.optimizer,
         machine.precision,
         resolved.max_grad_norm,
+        resolved.router_aux_loss_coef,
         machine.device,
         plan.choices.settings(plan.job, resolved.nvme_folders),
         resolved.seed,
@@ -237,6 +243,15 @@ def check_positions(skeleton: Skeleton, seq_len: int, name: str) -> None:
         raise ConfigError(
             f"{name}: {seq_len} exceeds the {longest} positions of this model; set "
             f"{name.rpartition(' ')[2]}: {longest}"
+        )
+
+
+def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
+    """Raise ConfigError if gradients are to be computed twice for no norm."""
+    if settings.second_backward and max_grad_norm is None:
+        raise ConfigError(
+            "second_backward: without max_grad_norm there is no norm to wait for; set "
+            "max_grad_norm, or leave second_backward out"
         )
 
 

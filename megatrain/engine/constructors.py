@@ -20,6 +20,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
+from megatrain.storage.carried import NOTHING, Carried
 from megatrain.storage.manifest import check_description
 from megatrain.storage.weights import load_weights
 
@@ -33,6 +34,7 @@ class Constructors(ABC):
     seed: int
     source: ModelSource | None = None  # of the weights; None if they were drawn
     trust_remote_code = False
+    carried: Carried = NOTHING  # with the weights
     plan: Plan | None = None  # None: made without one
 
     @abstractmethod
@@ -51,6 +53,7 @@ class Constructors(ABC):
         precision: str = "auto",
         attention: str = "auto",
         max_grad_norm: float | None = 1.0,
+        router_aux_loss_coef: float | Literal["auto"] = "auto",
         device: str = "auto",
         seed: int = 0,
         tokens_per_step: int | None = None,
@@ -67,6 +70,8 @@ class Constructors(ABC):
             precision: "auto" is bfloat16 where the hardware is fast at it, else float32.
             attention: "auto" is the fastest implementation that honours the family's masks and
                 softcaps.
+            router_aux_loss_coef: weight of the routers' balancing loss in what is trained; "auto":
+                0.001 for a mixture for which transformers has that loss, else 0.
             device: "auto", "cpu", "cuda" or "cuda:N".
             tokens_per_step, seq_len: tokens of a step and of its rows, which are planned as full.
             settings: "auto" plans as the command line does, if the two above are given (`plan`
@@ -89,6 +94,7 @@ class Constructors(ABC):
             precision=precision,
             attention=attention,
             max_grad_norm=max_grad_norm,
+            router_aux_loss_coef=router_aux_loss_coef,
             device=device,
             seed=seed,
             tokens_per_step=tokens_per_step,
@@ -108,6 +114,7 @@ class Constructors(ABC):
         precision: str = "auto",
         attention: str = "auto",
         max_grad_norm: float | None = 1.0,
+        router_aux_loss_coef: float | Literal["auto"] = "auto",
         device: str = "auto",
         seed: int = 0,
         tokens_per_step: int | None = None,
@@ -128,6 +135,7 @@ class Constructors(ABC):
             precision=precision,
             attention=attention,
             max_grad_norm=max_grad_norm,
+            router_aux_loss_coef=router_aux_loss_coef,
             device=device,
             seed=seed,
             tokens_per_step=tokens_per_step,

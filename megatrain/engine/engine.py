@@ -16,11 +16,13 @@ from typing import TypeVar
 import torch
 
 from megatrain.engine.batches import Batch, count_targets
+from megatrain.engine.build import check_settings
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients
 from megatrain.engine.parts import open_parts
 from megatrain.engine.results import EvalResult, StepResult
+from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss
 from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
@@ -29,7 +31,6 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
 from megatrain.settings import Settings
-from megatrain.storage.carried import NOTHING
 
 T = TypeVar("T")
 
@@ -44,13 +45,13 @@ class Engine(Constructors):
     Args:
         skeleton: the model without weights.
         optimizer: hyper-parameters and update rule.
-        precision: "bfloat16" (bf16 computation, exact fp32 master weights), "fp8" (the same with
-            fp8 matmuls) or "float32".
+        precision: "bfloat16" (exact fp32 master weights), "fp8" (fp8 matmuls, too) or "float32".
         max_grad_norm: clip the global gradient norm to this. None: no clipping, no model-sized
             gradient buffer, and `train_step` only. `Settings.second_backward` clips without such a
             buffer.
         device: where to compute. On the CPU the same schedule runs with threads for streams.
         settings: what the planner chooses, or the caller.
+        router_aux_loss_coef: weight of the routers' balancing loss (engine/routing.py); 0: none.
         seed: of dropout and of random initialisation.
 
     Attributes:
@@ -69,23 +70,18 @@ class Engine(Constructors):
         max_grad_norm: float | None,
         device: torch.device,
         settings: Settings,
+        router_aux_loss_coef: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
         self.published, self.constants = self.anatomy.published.tensors, skeleton.constants
-        self.carried = NOTHING
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed = settings, seed
-        self.updates = self.skipped = 0
-        if settings.second_backward and max_grad_norm is None:
-            raise ConfigError(
-                "second_backward: without max_grad_norm there is no norm to wait for; set "
-                "max_grad_norm, or leave second_backward out"
-            )
-        self._computed = False  # True: `step` may follow
-        self._targets = 0
-        self._closed = False
+        self.updates = self.skipped = self._targets = 0
+        check_settings(settings, max_grad_norm)
+        balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
+        self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
         if settings.layer_chunk_tokens is not None:
@@ -104,6 +100,7 @@ class Engine(Constructors):
                 device=device,
                 settings=settings,
                 seed=seed,
+                balancer=balancer,
                 resources=resources,
             )
             self.store = self.parts.store
@@ -158,13 +155,13 @@ class Engine(Constructors):
             self._targets,
             stalls_s=parts.compute.take_stalls(),
             metrics={name: float(value) for name, value in total.metrics.items()},
+            **(vars(parts.balancer.read()) if parts.balancer else {}),
         )
         self._computed = True  # last: an interrupted forward_backward has made no step
         return result
 
     def step(self, lr: float | None = None) -> float:
-        """Clip and apply the gradients of the last `forward_backward`. The update runs on the host
-        while the caller goes on.
+        """Clip and apply the last gradients. The update runs on the host while the caller goes on.
 
         Args:
             lr: learning rate of this step; default: the optimizer's.

@@ -15,6 +15,7 @@ from megatrain.engine.context import naming_the_gpu, take_workspaces
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.landing import AppliedGradients, GradientRing, StoredGradients
 from megatrain.engine.placement import PRECISIONS, open_store, sums_on_device
+from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
@@ -40,6 +41,7 @@ class EngineParts:
     streamer: Streamer
     gradients: Gradients
     passes: Passes
+    balancer: Balancer | None
 
 
 def open_parts(
@@ -51,16 +53,15 @@ def open_parts(
     device: torch.device,
     settings: Settings,
     seed: int,
+    balancer: Balancer | None,
     resources: ExitStack,
 ) -> EngineParts:
-    """Allocate all memory and start all threads.
+    """Allocate all memory and start all threads. Raises OutOfMemory.
 
     Args:
         stores_gradients: gradients wait in the store until the global norm is known; else a block
             is updated as soon as its gradient has landed.
         resources: closes everything in reverse order: a user before what it uses.
-
-    Raises OutOfMemory: host or GPU memory does not suffice.
     """
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
     layouts = layouts_of(anatomy)
@@ -75,10 +76,8 @@ def open_parts(
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
-    boundaries: Boundaries = OnDevice(CODECS.get(settings.activations))
-    if settings.offload_activations:
-        row_bytes = kept_row_bytes(settings.activations, anatomy.hidden_size, dtype.itemsize)
-        boundaries = Offload(row_bytes, compute, download, fetch, boundaries.codec)
+    row_bytes = kept_row_bytes(settings.activations, anatomy.hidden_size, dtype.itemsize)
+    boundaries = _boundaries(settings, row_bytes, compute, download, fetch)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
     for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
@@ -97,11 +96,23 @@ def open_parts(
             host_sums=partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
         )
         skeleton.move_buffers(device)
-    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed)
+    if balancer is not None:
+        balancer.open(skeleton.layers, device, resources)
+    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer)
     lanes = {"upload": upload, "download": download, "fetch": fetch, "update": updater.lane}
     return EngineParts(
-        store, compute, lanes, updater, sink, boundaries, streamer, gradients, passes
+        store, compute, lanes, updater, sink, boundaries, streamer, gradients, passes, balancer
     )
+
+
+def _boundaries(
+    settings: Settings, row_bytes: int, compute: Compute, download: Lane, fetch: Lane
+) -> Boundaries:
+    """What keeps activation checkpoints of `row_bytes` a token."""
+    codec = CODECS.get(settings.activations)
+    if not settings.offload_activations:
+        return OnDevice(codec)
+    return Offload(row_bytes, compute, download, fetch, codec)
 
 
 def _updates(

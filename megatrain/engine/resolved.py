@@ -64,6 +64,7 @@ class Resolved:
 
     Attributes:
         compile: fuse the layers' element-wise parts.
+        router_aux_loss_coef: weight of the routers' balancing loss; 0: none.
         packed_to: tokens of the sequences into which examples are packed; None: one example each.
         lengths_vary: sequences are of variable length, so that micro-batches are padded and seldom
             have the same shape twice.
@@ -76,6 +77,7 @@ class Resolved:
     shape: ModelShape
     optimizer: Optimizer
     max_grad_norm: float | None
+    router_aux_loss_coef: float
     seq_len: int
     compile: bool
     packed_to: int | None
@@ -93,6 +95,7 @@ def resolve(
     *,
     optimizer: Optimizer,
     max_grad_norm: float | None,
+    router_aux_loss_coef: float,
     seq_len: int,
     weights: Weights,
     packing: bool | Literal["auto"] | None = None,
@@ -107,10 +110,9 @@ def resolve(
     """Decide what depends on model and machine, and dry-run the model. Raises ModelError.
 
     Args:
-        packing: of examples into sequences of `seq_len`; None: every row is full as it is.
+        packing: of examples into sequences of `seq_len`; None: all rows are full.
         compile: "auto" compiles on a GPU where a compiler is at hand and all rows have one length.
-        micro_batch_tokens, layer_chunk_tokens: the user's; None and "auto" leave them to the
-            planner.
+        micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
     """
     device = machine.device.type
     packed = packs(skeleton, packing, seq_len, device)
@@ -136,6 +138,7 @@ def resolve(
         shape=shape,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
+        router_aux_loss_coef=router_aux_loss_coef,
         seq_len=seq_len,
         compile=compile,
         packed_to=seq_len if packed else None,
@@ -160,6 +163,7 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         tokens_per_step=max(tokens_per_step, resolved.seq_len),  # a row at least
         seq_len=resolved.seq_len,
         clipping=resolved.max_grad_norm is not None,
+        balances_routers=resolved.router_aux_loss_coef > 0,
         state_bytes=state_bytes(optimizer, skeleton),
         whole_update=whole_update(optimizer, skeleton),
         update_arithmetic=optimizer.arithmetic,

@@ -16,6 +16,8 @@ class StepResult:
         stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
             wait_download, wait_nvme).
         metrics: the loss's further metrics, summed over the step's targets.
+        aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
+            balanced.
     """
 
     loss: float
@@ -24,6 +26,8 @@ class StepResult:
     skipped: bool = False
     stalls_s: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    aux_loss: float | None = None
+    expert_load_max: float | None = None
 
 
 @dataclass(frozen=True)

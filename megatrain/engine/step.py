@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
 from megatrain.engine.head import LossSum, loss_and_gradients, loss_sum
 from megatrain.engine.products import Sum, SummingInto
+from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import IGNORE, Loss
 from megatrain.models.skeleton import Skeleton
@@ -34,6 +35,7 @@ class Passes:
 
     Args:
         boundaries: keeps activation checkpoints between forward and backward.
+        balancer: of a mixture whose routers are balanced. A step is one group then.
         seed: of dropout.
 
     Attributes:
@@ -50,9 +52,11 @@ class Passes:
         boundaries: Boundaries,
         settings: Settings,
         seed: int,
+        balancer: Balancer | None = None,
     ) -> None:
         self.skeleton, self.streamer, self.gradients = skeleton, streamer, gradients
         self.boundaries, self.settings, self.seed = boundaries, settings, seed
+        self.balancer = balancer
         self.device, self.step = streamer.compute.device, 0
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
         self.graphs_of = graphs_of_layers(layers, settings.retained, settings.retained_on_host)
@@ -78,8 +82,13 @@ class Passes:
         self.skeleton.set_training(True)
         self._repeats = self.settings.second_backward
         self.gradients.begin_step(only_measured=self._repeats)
-        prepared = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
-        wanted = [mb for mb in prepared if len(mb.targets)]  # the others would add nothing
+        balancer, device = self.balancer, self.device
+        prepared = [
+            prepare(batch, number, device, marks_real=balancer is not None)
+            for number, batch in enumerate(batches)
+        ]
+        # the others would add nothing to the loss
+        wanted = [mb for mb in prepared if len(mb.targets) or balancer]
         groups = self.settings.groups
         if groups > 1 and self.settings.group_size is not None:
             # more micro-batches than planned, as padding can cause, make more groups and not larger
@@ -89,7 +98,7 @@ class Passes:
         total = LossSum.zero(self.device)
         # one sweep over all groups: the next one's first uploads run beside this one's backward
         route = block_order(self.head + 1) * len(grouped)
-        with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
+        with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
                 self.boundaries.begin_group(
@@ -97,7 +106,11 @@ class Passes:
                     self.graphs_of.count("nowhere"),
                     self.graphs_of.count("host"),
                 )
+                if balancer:
+                    balancer.begin(group)
                 self._forward(group, visits)
+                if balancer:
+                    balancer.turn()
                 of_group = self._turn(group, loss, scale, visits)
                 total.add(of_group.loss, of_group.metrics)
                 # not later: a gradient that is complete may be applied at once
@@ -124,7 +137,7 @@ class Passes:
         route = block_order(self.head + 1)[self.head :]
         if self.skeleton.anatomy.embed_feeds_head:
             route = (self.embed, *route)
-        with self._dropout_state(), closing(self.streamer.sweep(route)) as visits:
+        with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             if self.skeleton.anatomy.embed_feeds_head:
                 assert next(visits) == self.embed
             self._turn(group, loss, scale, visits)
@@ -182,7 +195,7 @@ class Passes:
             block = next(visits)
             for mb in group:
                 assert mb.hidden is not None
-                self._seed_dropout(block, mb)
+                self._begin_layer(block, mb)
                 if keep and self.graphs_of[index] != "nowhere":
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
@@ -190,6 +203,8 @@ class Passes:
                 if keep:
                     mb.kept[index] = self.boundaries.park(mb.hidden)
                 mb.hidden = output
+            if keep and self.balancer:
+                self.balancer.end_layer()
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Run a layer whose graph stays until backward, on the device or in host RAM; returns its
@@ -197,7 +212,9 @@ class Passes:
         call, saved = mb.calls[index], None
         if self.graphs_of[index] == "host":
             assert isinstance(self.boundaries, Offload)
-            given = pytree.tree_leaves((self.streamer.flat(block), call.args, call.kwargs))
+            constants = self.balancer.constants if self.balancer else ()
+            own = (self.streamer.flat(block), call.args, call.kwargs, constants)
+            given = pytree.tree_leaves(own)
             tensors = (leaf for leaf in given if isinstance(leaf, torch.Tensor))
             stays = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             saved = SavedTensors(self.boundaries, stays)
@@ -280,12 +297,12 @@ class Passes:
         self.gradients.close(self.embed, last_group=last)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
+        self._begin_layer(block, mb)
         if self.graphs_of[index] != "nowhere":
             mb.kept.pop(index, None)  # its graph takes and releases what it saved
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         kept = mb.kept[index] if self._repeats else mb.kept.pop(index)
-        self._seed_dropout(block, mb)
         graph = run_for_graph(
             self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index]
         )[0]  # not the output: backward needs the room
@@ -298,7 +315,13 @@ class Passes:
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 
-    # -- dropout ----------------------------------------------------------------------------------
+    # -- what layers draw and count ---------------------------------------------------------------
+
+    def _begin_layer(self, block: int, mb: MicroBatch) -> None:
+        """Before a layer runs on a micro-batch, or its gradients do."""
+        self._seed_dropout(block, mb)
+        if self.balancer and mb.real is not None:
+            self.balancer.look_at(mb)
 
     def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
         """Seed the generators: equally for a layer's forward and its recomputation, otherwise by
@@ -315,9 +338,13 @@ class Passes:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
-    def _dropout_state(self) -> AbstractContextManager[None]:
-        """Leaves the caller's random state as it was."""
-        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Leaves the caller's random state as it was, and routers uncounted outside."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        balancing = self.balancer.balancing() if self.balancer else nullcontext()
+        with torch.random.fork_rng(devices=devices), balancing:
+            yield
 
 
 def mix(*numbers: int) -> int:

@@ -127,6 +127,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
         model.save_pretrained(given)
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"optimizer": OPTIMIZER, "max_grad_norm": MAX_NORM, "settings": SETTINGS}
+    options |= {"router_aux_loss_coef": 0.0}
     options |= {"precision": "float32", "device": "cpu"}
     try:
         with stage("loading"):

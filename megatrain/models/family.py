@@ -153,8 +153,8 @@ def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
     settings = text.to_dict()
     reason = ""
     if settings.get("output_router_logits"):
-        reason = "output_router_logits asks for the routers' balancing loss, which is not built; "
-        reason += "set it to false in config.json"
+        reason = "output_router_logits asks for the routers' balancing loss, whose weight is "
+        reason += "train.router_aux_loss_coef here; set it to false in config.json"
     elif settings.get("use_bidirectional_attention") in (True, "all"):
         reason = "use_bidirectional_attention shows every token the one it should predict; "
         reason += "set it to false"

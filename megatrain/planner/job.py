@@ -81,6 +81,7 @@ class Job(Asked):
             layers) or "float32".
         clipping: to the exact global norm: every gradient is kept until it is known, or is
             computed twice.
+        balances_routers: their loss is over a whole step, which is therefore one group.
         state_bytes: the optimizer's arrays, but for those of `whole_update`.
         update_arithmetic: compute-bound rate of the update, parameters/s of one host thread;
             None: bound by memory alone.
@@ -102,6 +103,7 @@ class Job(Asked):
     tokens_per_step: int
     seq_len: int
     clipping: bool = True
+    balances_routers: bool = False
     state_bytes: State = (("exp_avg", 4), ("exp_avg_sq", 4))
     update_arithmetic: float | None = None
     lighter_moments: tuple[tuple[str, State, float | None], ...] = ()

@@ -39,7 +39,9 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
         ),
         "groups": (
             str(choices.groups),
-            "every weight is streamed once forward and once backward"
+            "the routers' balancing loss is over a whole step"
+            if job.balances_routers
+            else "every weight is streamed once forward and once backward"
             if choices.groups == 1
             else "smaller groups need less memory; weights are streamed once per group",
         ),

@@ -118,7 +118,7 @@ class Search:
         tokens = job.micro_batch_tokens or min(found.micro_batch_tokens, largest)
         chunk = job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
         counts = {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
-        counts = {job.groups} if job.groups else counts
+        counts = {job.groups} if job.groups else {1} if job.balances_routers else counts
         for groups, retained in product(sorted(counts), self.retained_counts()):
             yield from self.placed(tokens, groups, retained, chunk)
 
@@ -157,7 +157,7 @@ class Search:
 
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
         """Powers of two, and one group for each micro-batch."""
-        if self.job.groups or self.job.second_backward:
+        if self.job.groups or self.job.second_backward or self.job.balances_routers:
             return [self.job.groups or 1]
         most = self.job.step(micro_batch_tokens).most_micro_batches
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]

@@ -54,6 +54,7 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
         "data.date": parts.day.isoformat(),
         "precision": parts.machine.precision,
         "compile": plan.job.compiled,
+        "train.router_aux_loss_coef": parts.resolved.router_aux_loss_coef,
         "device": parts.machine.device.type,
         **decided_of_optimizer(parts.config),
     }
@@ -109,6 +110,7 @@ def choices_in_words(plan: Plan) -> str:
         f"activations kept as {codec}": codec != UNCHANGED,
         "gradients computed twice": choices.second_backward,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
+        f"routers balanced with {(weight := plan.made_of.router_aux_loss_coef):g}": weight,
     }
     words = (
         f"micro-batches of {choices.micro_batch_tokens:,} tokens",

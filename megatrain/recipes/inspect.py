@@ -148,6 +148,7 @@ def reader(checkpoint: Path, run_dir: Path | None, trust_remote_code: bool = Fal
         checkpoint,
         optimizer=Frozen(),
         max_grad_norm=None,
+        router_aux_loss_coef=0.0,
         settings=Settings(),
         trust_remote_code=trust_remote_code,
         **chosen,

@@ -205,6 +205,8 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     metrics = StepMetrics(
         step=run.step,
         loss=result.loss,
+        aux_loss=result.aux_loss,
+        expert_load_max=result.expert_load_max,
         grad_norm=result.grad_norm,
         lr=rate,
         tokens=batch.tokens,

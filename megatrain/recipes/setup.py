@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ from megatrain.engine.build import (
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
+from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware
@@ -100,12 +101,17 @@ def prepare(
             f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
             "examples apart that are packed into one sequence; set data.packing: false"
         )
+    name, groups = config.where("train.router_aux_loss_coef"), unless_auto(train.groups)
+    coefficient = coefficient_of(skeleton, train.router_aux_loss_coef, name)
+    check_groups(coefficient, groups, "train.", config.where("train.groups"))
+    say_if_config_has_another(coefficient, train.router_aux_loss_coef, model.config)
     weights = None if source.init == "random" else source.source
     resolved = resolve(
         skeleton,
         machine,
         optimizer=make_optimizer(config),
         max_grad_norm=train.max_grad_norm,
+        router_aux_loss_coef=coefficient,
         seq_len=train.seq_len,
         weights=Weights(weights, source.revision, source.trust_remote_code),
         packing=packing,
@@ -144,6 +150,17 @@ def say_if_without_bfloat16(machine: Machine) -> None:
         if machine.precision != "float32":
             instead = "it emulates them slowly; set precision: float32"
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
+
+
+def say_if_config_has_another(coefficient: float, asked: float | str, config: Any) -> None:
+    """Say so if the weight of the routers' balancing loss is not that of the model's config.json,
+    which holds in transformers only with output_router_logits."""
+    own = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    if coefficient and asked == "auto" and own not in (None, coefficient):
+        logger.info(
+            f"the routers' balancing loss weighs {coefficient:g}, not {own:g} as in config.json; "
+            "set train.router_aux_loss_coef for another weight"
+        )
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -246,6 +263,7 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
         optimizer=resolved.optimizer,
         precision=machine.precision,
         max_grad_norm=resolved.max_grad_norm,
+        router_aux_loss_coef=resolved.router_aux_loss_coef,
         device=machine.device,
         settings=plan.choices.settings(plan.job, resolved.nvme_folders),
         seed=resolved.seed,

@@ -90,6 +90,9 @@ class StepMetrics:
 
     step: int  # optimizer steps so far, this one included
     loss: float  # mean over the step's target tokens
+    # the routers' balancing loss, without its coefficient; None where they are not balanced
+    aux_loss: float | None
+    expert_load_max: float | None  # the most chosen expert's share over the mean, in any layer
     grad_norm: float | None  # global, before clipping; None where none was computed
     lr: float
     tokens: int  # real tokens: padding never counts

@@ -268,6 +268,8 @@ class Progress:
             ("tokens/s", f"{self._tokens_per_s():,.0f}"),
             ("TFLOP/s", f"{newest.tflops:.3g}"),
         ]
+        if newest.expert_load_max is not None:
+            figures.append(("busiest expert", f"{newest.expert_load_max:.2f}x"))
         if newest.mfu is not None:
             figures.append(("MFU", f"{newest.mfu:.1%}"))
         figures.append(("host", human_bytes(newest.host_bytes)))

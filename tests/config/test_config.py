@@ -49,6 +49,7 @@ train:
   min_lr_ratio: 0.1
   decay: 0.3
   max_grad_norm: 0.5
+  router_aux_loss_coef: 0.01
   eval_every: 10
   eval_rows: 16
   log_every: 2

@@ -40,6 +40,8 @@ MEANINGS = {
     "warmup_ratio": ("0.1", "train.warmup", 0.1),
     "warmup_steps": ("20", "train.warmup", 20.0),
     "max_grad_norm": ("0.3", "train.max_grad_norm", 0.3),
+    "router_aux_loss_coef": ("0.01", "train.router_aux_loss_coef", 0.01),
+    "moe_aux_loss_coef": ("0.01", "train.router_aux_loss_coef", 0.01),
     "seed": ("42", "train.seed", 42),
     "full_determinism": ("true", "train.deterministic", True),
     "logging_steps": ("5", "train.log_every", 5),

@@ -48,6 +48,7 @@ OUT_OF_RANGE = {
     "train.seq_len": ["1"],
     "train.warmup": ["-0.1", "1.5"],
     "train.max_grad_norm": ["0"],
+    "train.router_aux_loss_coef": ["-0.1", ".inf", "off"],
     "train.min_lr_ratio": ["1.1"],
     "train.epochs": ["0"],
     "train.max_steps": ["0", "-1"],

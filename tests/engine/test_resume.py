@@ -17,13 +17,18 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 )
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("qwen2-tied", {}), ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2})],
+    [
+        ("qwen2-tied", {}),
+        ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+    ],
 )
 def test_ten_steps_equal_five_and_five(family, changes, precision, clip, device, tmp_path):
     options = {"precision": precision, "max_grad_norm": clip, "seed": 3, "device": device}
 
     def make():
-        return engine_of(tiny_config(family, **changes), **options)
+        weight = 0.1 if family == "mixtral" else 0.0
+        return engine_of(tiny_config(family, **changes), router_aux_loss_coef=weight, **options)
 
     assert_same(train_with_a_break(make, STEPS, tmp_path), run(make(), STEPS))
 

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": (
         "MixtralConfig",
         LAYERS | {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
-        "output_router_logits asks for the routers' balancing loss, which is not built",
+        "output_router_logits asks for the routers' balancing loss, whose weight is",
     ),
     "gemma3": (
         "Gemma3TextConfig",

@@ -163,6 +163,15 @@ def test_graphs_wait_in_host_RAM_where_the_device_has_no_room_for_them():
     assert planned(retained_on_host=99, retained=5).choices.retained_on_host == 51
 
 
+def test_balanced_routers_leave_one_group():
+    job, small = replace(JOB_7B, offload_activations=False), h200(16, 200)
+    assert plan_of(job, hardware=small).choices.groups > 1
+    plan = plan_of(replace(job, balances_routers=True), hardware=small)
+    assert plan.choices.groups == 1
+    (groups,) = (row for row in plan.reasons if row.what == "groups")
+    assert groups.why == "the routers' balancing loss is over a whole step"
+
+
 def test_groups_cut_the_boundaries_where_one_does_not_fit():
     kept_here, small = replace(JOB_7B, offload_activations=False), h200(16, 200)
     assert not plan_of(replace(kept_here, groups=1), hardware=small).fits

@@ -5,6 +5,8 @@ from megatrain.reporting.metrics import StepMetrics, StepTime
 STEP = StepMetrics(
     step=1,
     loss=2.5,
+    aux_loss=None,
+    expert_load_max=None,
     grad_norm=0.75,
     lr=1e-5,
     tokens=2000,

@@ -45,8 +45,9 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     write(tmp_path, 1)
     row = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[1])
     assert " ".join(row) == (
-        "step loss grad_norm lr tokens target_tokens epoch step_s tokens_per_s tflops mfu "
-        "gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"
+        "step loss aux_loss expert_load_max grad_norm lr tokens target_tokens epoch step_s "
+        "tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped spike energy_j time "
+        "shares advice"
     )
     keys = "compute wait_upload wait_update wait_download wait_nvme data"
     assert " ".join(row["time"]) == " ".join(row["shares"]) == keys

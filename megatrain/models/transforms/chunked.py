@@ -6,7 +6,7 @@ a chunk. Backward recomputes each chunk and adds weight gradients to fp32 accumu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,7 @@ class Chunks:
     Attributes:
         run: the module's own forward, for one chunk.
         absent: the output is not computed because nobody reads it; gradients still are.
+        entered: called with the tokens of each sequence that run next; None: all, again.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Chunks:
         self.module, self.tokens, self.for_gradients = module, tokens, for_gradients
         self.run: Callable[[Tensor], Tensor] = module.forward
         self.absent = False
+        self.entered: Callable[[slice | None], object] = lambda part: None
         names = [name.rpartition(".") for name, _ in module.named_parameters()]
         self._owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
 
@@ -54,10 +56,17 @@ class Chunks:
         step = -(-length // count)
         return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
+    def parts(self, x: Tensor) -> Iterator[slice]:
+        """`slices`, each announced to `entered`."""
+        for part in self.slices(x):
+            self.entered(part)
+            yield part
+        self.entered(None)
+
     def whole(self, x: Tensor) -> Tensor:
         """The output for all of x, without a graph."""
         output = uninitialised(x)
-        for part in self.slices(x):
+        for part in self.parts(x):
             output[:, part] = self.run(x[:, part].contiguous())
         return output
 
@@ -70,7 +79,7 @@ class Chunks:
         dx = uninitialised(x) if needed[0] else None
         # with the weights of the forward, which torch.func.functional_call may only have lent
         with lent(self._owners, weights), self.for_gradients(), torch.enable_grad():
-            for part in self.slices(x):
+            for part in self.parts(x):
                 piece = x[:, part].contiguous().detach().requires_grad_()
                 grads = torch.autograd.grad(
                     self.run(piece), [piece, *trained], dy[:, part], allow_unused=True
