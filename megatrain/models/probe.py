@@ -46,6 +46,7 @@ class Findings:
     after: list[str] = field(default_factory=list)  # used after the last layer
     idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
     unused: list[str] = field(default_factory=list)  # used nowhere
+    is_nan: bool = False  # what the model computes outside its layers
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
@@ -145,8 +146,8 @@ class Probe:
         into, out_of = graph_of(self.entered), graph_of(output)
         if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
-        if any(tensor.isnan().any() for tensor in tensors_in((self.entered, output))):
-            raise self.refuse("not everything that it computes is a number")
+        computed = tensors_in((self.entered, output))
+        self.findings.is_nan = any(bool(tensor.isnan().any()) for tensor in computed)
         self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, kept)
         return self.findings
 

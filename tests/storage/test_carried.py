@@ -51,6 +51,7 @@ def open_engine(source: Path, precision: str = "float32") -> Engine:
         precision=precision,
         device="cpu",
         max_grad_norm=0.5,
+        router_aux_loss_coef=0,
         settings=Settings(head_chunk_tokens=7),
     )
 

@@ -99,6 +99,7 @@ def open_engine(source: Path, optimizer: Any = None, precision: str = "float32")
         precision=precision,
         device="cpu",
         max_grad_norm=0.5,
+        router_aux_loss_coef=0,
         settings=Settings(head_chunk_tokens=7),
     )
 
