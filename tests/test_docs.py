@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks import command_reference, config_reference, what_fits, write_page
+from benchmarks import command_reference, config_reference, families, what_fits, write_page
 from megatrain.config import config_schema, load_config
 from tests.test_house import FLOORS
 
@@ -135,6 +136,11 @@ def test_the_config_reference_has_every_key():
     keys = [key for _, _, keys in sections for key in keys]
     assert {"train", "memory"} <= {name for name, _, _ in sections}
     assert {"learning_rate", "nvme_blocks", "path", "output"} <= set(keys)
+
+
+def test_the_page_of_models_is_what_was_found_out():
+    found = json.loads(families.RESULTS.read_text())
+    assert families.PAGE.read_text() == families.page(found), "run python -m benchmarks.families"
 
 
 def test_the_command_reference_is_what_the_commands_say():

@@ -138,6 +138,17 @@ def _settings_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from of_layer.items()
 
 
+def layers_in(text: Any) -> int:
+    """The number of a language model's layers. Raises ModelError if its configuration has none."""
+    count = getattr(text, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise ModelError(
+            f"model type {text.model_type!r} says no number of layers (num_hidden_layers) in "
+            "config.json; it cannot be streamed yet"
+        )
+    return count
+
+
 def layer_configs(text: Any, layers: int) -> list[Any]:
     """Each layer's configuration: the model's, but where it has settings that differ by layer."""
     differ = getattr(text, "is_heterogeneous", False)  # releases before it have none

@@ -22,6 +22,7 @@ from megatrain.models.documents import documents_known, documents_of, none_found
 from megatrain.models.family import (
     build_model,
     draws_random_numbers,
+    layers_in,
     refuse_what_is_not_built,
 )
 from megatrain.models.meta import tensors_in, to_meta, zeros_outside
@@ -64,7 +65,7 @@ class Skeleton:
         self.config: Any = self.model.config
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
-        path, stack = find_layers(self.model, text.num_hidden_layers)
+        path, stack = find_layers(self.model, layers_in(text))
         findings = probe_model(self.model, stack)
         passengers = passengers_of(self.model, findings.unused, config)
         # None: its small model does not tell

@@ -72,14 +72,14 @@ def computed(
 
 @pytest.mark.parametrize("padding", ["none", "at the end", "at the beginning"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_transformers(family, padding):
+def test_loss_and_gradients_are_those_of_transformers(family, padding, device):
     if padding == "none":
         (batch,) = full_batches(3, [(3, 11)])
     else:
         (batch,) = micro_batches(3, [(3, 11)], pad_left=padding == "at the beginning")
     model, loss, aux_loss = of_transformers(family, batch)
     for batches in ([batch], rows_of(batch)):
-        result, gradients = computed(family, batches)
+        result, gradients = computed(family, batches, device=device)
         assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
         assert result.loss + COEFFICIENT * result.aux_loss == pytest.approx(loss, rel=1e-6)
         assert worst(gradients, model) < 2e-5
@@ -95,10 +95,10 @@ def test_without_the_loss_gradients_differ():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
-def test_layers_count_once_and_pull_however_they_are_computed(family, mode):
+def test_layers_count_once_and_pull_however_they_are_computed(family, mode, device):
     (batch,) = micro_batches(5, [(3, 11)])
     model, _, aux_loss = of_transformers(family, batch)
-    result, gradients = computed(family, rows_of(batch), settings=MODES[mode])
+    result, gradients = computed(family, rows_of(batch), settings=MODES[mode], device=device)
     assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
     assert worst(gradients, model) < 2e-5
 

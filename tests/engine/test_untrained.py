@@ -12,8 +12,9 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm4
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.verify import Verdict, verify
+from megatrain.engine.verify import Verdict, gradients_of, verify
 from megatrain.errors import ModelError
+from megatrain.models.plain import plain_gradients
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
@@ -51,9 +52,25 @@ def test_a_zeroed_constant_changes_the_loss(family):
         assert engine.evaluate(batches).loss == before
 
 
+@pytest.mark.parametrize("family", ["deepseek-v32", "glm4-moe", "nemotron-h"])
+def test_gradients_are_those_of_plain_pytorch(family, device):
+    """On the same device: an indexer may choose among equal scores."""
+    model, batches = plain_model(tiny_config(family), device=device), micro_batches(1)
+    expected = plain_gradients(model, [{k: v.to(device) for k, v in b.items()} for b in batches])
+    with engine_of(family, device=device) as engine:
+        assert engine.forward_backward(batches).loss == pytest.approx(expected, rel=1e-5)
+        found = gradients_of(engine)
+    plain = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(grad.norm()) for grad in plain.values())
+    assert found.keys() == plain.keys()
+    for name, grad in plain.items():
+        off = float((found[name] - grad).norm())
+        assert off <= 1e-4 * (float(grad.norm()) + 1e-2 * largest), name
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
-def test_steps_leave_them_alone(precision):
-    with engine_of("deepseek-v32", precision=precision) as engine:
+def test_steps_leave_them_alone(precision, device):
+    with engine_of("deepseek-v32", precision=precision, device=device) as engine:
         assert engine.anatomy.parameters + 5 * 3 + 2 < sum(
             tensor.numel() for _, tensor in engine.iter_weights()
         )

@@ -44,12 +44,12 @@ PROCESSOR = {
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]  # of text, and of passengers
 
 
-def open_engine(source: Path, precision: str = "float32") -> Engine:
+def open_engine(source: Path, precision: str = "float32", device: str = "cpu") -> Engine:
     return Engine.from_pretrained(
         source,
         optimizer=AdamW(lr=RATES[0], weight_decay=0.1, eps=EPS),
         precision=precision,
-        device="cpu",
+        device=device,
         max_grad_norm=0.5,
         router_aux_loss_coef=0,
         settings=Settings(head_chunk_tokens=7),
@@ -101,6 +101,14 @@ def with_more(folder: Path, tensors: dict[str, Tensor], but: str = "") -> None:
 def passengers_of(folder: Path) -> dict[str, Tensor]:
     prefixes = ("mtp.", "model.visual.")
     return {name: t for name, t in tensors_of(folder).items() if name.startswith(prefixes)}
+
+
+def test_text_is_trained_on_the_device_beside_passengers(given, device):
+    losses = []
+    for where in ("cpu", device):
+        with open_engine(given, device=where) as engine:
+            losses.append([engine.train_step(batches).loss for batches in STEPS])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 # -- folders ---------------------------------------------------------------------------------------
