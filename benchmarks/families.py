@@ -34,13 +34,23 @@ STATES = {  # how a page says it, in this order
     "not checked": "accepted; no small model of it can be made, so nothing was compared",
     "refused": "refused, for the reason that is said",
     "no default": "transformers builds no model from the family's defaults; nothing is known",
-    "failed": "accepted, and differs from plain PyTorch: `plan` and `train` refuse it",
+    "failed": "accepted, and differs from plain PyTorch, or ends in an error that is ours",
 }
+
+
+def _mrope(*pairs: int, **rotary: float) -> dict[str, Any]:
+    """How many pairs of a head's dimensions turn with time, height and width."""
+    rotary |= {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(pairs)}
+    return {"text_config": {"rope_parameters": rotary}}
+
+
 # Keys beside the defaults of families whose defaults make no model.
 COMPLETED: Mapping[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm_moe_dsa": {"indexer_types": ["full"] * 78},
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _mrope(16, 24, 24)),
+    **dict.fromkeys(("glm4v", "glm46v"), _mrope(8, 12, 12, partial_rotary_factor=0.5)),
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -80,24 +90,24 @@ def check(family: str) -> dict[str, Any]:
 
 def class_of(family: str) -> str | None:
     """The class of a folder that holds more than a language model."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING,
-    )
-
-    named = SEEING.get(family)
+    named = seeing().get(family)
     return named if isinstance(named, str) or named is None else named[0]
+
+
+def seeing() -> Mapping[str, Any]:
+    """Classes of models that see, too, by model type."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def families() -> dict[str, list[str]]:
     """Model types by heading."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as SPEAKING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING,
-    )
 
     return {
-        "Language models": sorted(set(SPEAKING) - set(SEEING)),
-        "Models that see, too": sorted(SEEING),
+        "Language models": sorted(set(SPEAKING) - set(seeing())),
+        "Models that see, too": sorted(seeing()),
     }
 
 
@@ -109,7 +119,7 @@ def in_a_process(family: str) -> dict[str, Any]:
     process = context.Process(target=_send, args=(family, sender))
     process.start()
     sender.close()
-    found = {"state": "refused", "reason": f"nothing was found out in {LIMIT_S:.0f} s"}
+    found = {"state": "not checked", "reason": f"nothing was found out in {LIMIT_S:.0f} s"}
     if receiver.poll(LIMIT_S):
         try:
             found = receiver.recv()
@@ -149,6 +159,8 @@ def page(results: Mapping[str, Any]) -> str:
         "",
         f"Made by `python -m benchmarks.families` on {results['date']} with transformers "
         f"{results['transformers']} and torch {results['torch']}.",
+        "",
+        *textwrap.wrap(f"Defaults that make no model were completed: {', '.join(COMPLETED)}.", 118),
         "",
     ]
     for heading, rows in results["families"].items():

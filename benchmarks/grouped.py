@@ -27,9 +27,9 @@ from transformers import AutoConfig, PretrainedConfig
 from benchmarks.records import machine
 from megatrain.models.shapes import SHAPES
 
-MODELS, TOKENS = ("qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b"), (4096, 8192, 16384, 65536)
+TOKENS = (4096, 8192, 16384, 65536)
 REPEATS, WARMUPS = 10, 3
-SIZES = {  # hidden, inner, experts, experts of a token
+SIZES = {  # by model, the keys of: hidden size, an expert's inner size, number of experts
     "qwen3-30b-a3b": ("hidden_size", "moe_intermediate_size", "num_experts"),
     "qwen3.5-35b-a3b": ("hidden_size", "moe_intermediate_size", "num_experts"),
     "gpt-oss-20b": ("hidden_size", "intermediate_size", "num_local_experts"),
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--json", type=Path, help="file of the figures")
     args = parser.parse_args()

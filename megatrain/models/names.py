@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout, TensorRange
+from megatrain.models.constants import kept_tensors
 from megatrain.models.meta import storage_of
 
 if TYPE_CHECKING:
@@ -198,12 +199,12 @@ def published(
 
 def _passengers(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
     """The places of passengers by every name that they may have in a folder."""
-    weights, blanks = model.state_dict(keep_vars=True), {}
+    weights, blanks = kept_tensors(model), {}
     owners: dict[int, str] = {}  # of those that share a tensor, a folder has one
     own_of, known = {}, {}
     for own in names:
-        tensor = weights[own]
-        blanks[own] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        weight = weights[own]
+        blanks[own] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         own_of[storage_of(blanks[own])] = own
     parts = _reverted(model, blanks)
     for name, part in parts.items():

@@ -64,7 +64,8 @@ def passengers_of(model: nn.Module, names: Collection[str], config: Any) -> Pass
     """Describe the passengers of these names. config: of the folder that they are in."""
     mine = {id(tensor): tensor for name, tensor in kept_tensors(model).items() if name in names}
     nbytes = sum(tensor.numel() for tensor in mine.values()) * dtype_of(config).itemsize
-    return Passengers(tuple(names), _modules(model, names), nbytes, bool(parts_of(config)))
+    multimodal = bool(mine) and bool(parts_of(config))  # a text's configuration has parts, too
+    return Passengers(tuple(names), _modules(model, names), nbytes, multimodal)
 
 
 def _modules(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:

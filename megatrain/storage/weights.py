@@ -17,7 +17,7 @@ from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import Constants
+from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
@@ -36,7 +36,6 @@ from megatrain.storage.safetensors_reader import (
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
 SUFFIX = ".safetensors"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Constant tables that older releases saved with the weights; models compute them anew.
 IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"

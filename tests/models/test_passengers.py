@@ -15,6 +15,7 @@ from megatrain.errors import ModelError
 from megatrain.models import skeleton as skeleton_module
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
+from megatrain.models.passengers import NOBODY
 from megatrain.models.plain import plain_model
 from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
@@ -131,6 +132,11 @@ def test_a_module_that_runs_is_trained():
     anatomy = changed(lambda model: model.other).anatomy
     assert anatomy.passengers.names == ()
     assert "model.other.weight" in [spec.name for spec in anatomy.embed.layout.tensors]
+
+
+def test_a_text_s_configuration_may_have_parts():
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64)
+    assert Skeleton(config, dtype=torch.float32).anatomy.passengers == NOBODY
 
 
 def test_what_no_text_computes_with_is_a_passenger_of_any_model():

@@ -53,7 +53,7 @@ def keeps_input(forward: fx.Graph) -> bool:
 
 def traffic(graph: fx.Graph) -> Traffic:
     """Bytes that fused kernels read and write, and the number of all kernels; an estimate."""
-    kernels = _fused(graph)
+    kernels = _fused(graph, _sources(graph))
     reads = [_reads(kernel) - kernel.keys() for kernel in kernels]
     others = {
         _base(source)
@@ -171,7 +171,7 @@ def _in_order(graph: fx.Graph) -> list[Kernel]:
         results = [user for user in node.users if user.target is operator.getitem] or [node]
         barriers.append(dict.fromkeys(results, sources[node]))
     place = {node: i for i, node in enumerate(graph.nodes)}
-    waiting = [*_fused_late(_fused(graph), barriers), *barriers]
+    waiting = [*_fused_late(_fused(graph, sources), barriers), *barriers]
     waiting.sort(key=lambda kernel: min(map(place.__getitem__, kernel)))
     to_come = {node for kernel in waiting for node in kernel}
     ordered = []
@@ -228,7 +228,7 @@ def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:
     return False
 
 
-def _fused(graph: fx.Graph) -> list[Kernel]:
+def _fused(graph: fx.Graph, sources: Mapping[fx.Node, set[fx.Node]]) -> list[Kernel]:
     """The fused kernels, of the nodes that are written to memory.
 
     Two nodes of one depth share a kernel if one is made from the other, or if both have one size
@@ -237,9 +237,8 @@ def _fused(graph: fx.Graph) -> list[Kernel]:
     kernel: dict[fx.Node, set[fx.Node]] = {}
     alike: dict[Any, fx.Node] = {}
     depth, written = _depths(graph), filter(_is_written, filter(_is_fusible, graph.nodes))
-    every = _sources(graph)
-    sources = {node: every[node] for node in written}
-    for node, read in sources.items():
+    for node in written:
+        read = sources[node]
         kernel[node] = {node}
         near = [source for source in read if source in kernel and depth[source] == depth[node]]
         near += [alike.setdefault((depth[node], _numel(node), source), node) for source in read]
