@@ -17,13 +17,14 @@ from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
+from megatrain.models.experts import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
 from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
-from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.planner.search import most_micro_batch_tokens
 
 # Attention computes what the mask hides, and the mask takes a byte an entry: packing short examples
 # into longer sequences would cost more than their padding.
@@ -120,7 +121,7 @@ def resolve(
     if compile == "auto":
         compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
         compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
-    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens)
+    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.model))
     shape = shape_of(
         skeleton,
         seq_len,
@@ -213,12 +214,14 @@ def compiler_at_hand(machine: Machine) -> bool:
     return compilers and find_spec("triton") is not None
 
 
-def micro_batch_sizes(seq_len: int, device_type: str, wanted: int | None) -> list[int]:
+def micro_batch_sizes(
+    seq_len: int, device_type: str, wanted: int | None, mixture: bool
+) -> list[int]:
     """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or one row
     and its doublings up to the largest that pays."""
     if wanted is not None:
         return [wanted]
-    largest = max(seq_len, AUTO_MICRO_BATCH_TOKENS[device_type])
+    largest = max(seq_len, most_micro_batch_tokens(device_type, mixture))
     return [seq_len << i for i in range((largest // seq_len).bit_length())]
 
 

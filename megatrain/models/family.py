@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from megatrain.errors import ModelError
+from megatrain.models.experts import use_grouped_rows
 from megatrain.models.meta import meta_parameters
 from megatrain.models.passengers import is_below, parts_of
+from megatrain.models.sinks import NAME as FUSED_SINKS
+from megatrain.models.sinks import use_fused_sinks
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -43,6 +46,8 @@ def choose_attention(config: Any, attention: str) -> str:
     "auto" is PyTorch's scaled-dot-product attention, except where the family caps attention logits,
     which that function cannot do.
     """
+    if attention == FUSED_SINKS:  # ours; transformers' own is eager
+        return "eager"
     if attention != "auto":
         return attention
     text = config.get_text_config()
@@ -62,10 +67,13 @@ def build_model(
     refuse_sizes(config)
     config = copy.deepcopy(config)
     config.use_cache = False
+    use_grouped_rows(config)
     try:
         with meta_parameters(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # of buffers that are drawn; not CUDA's
             model = causal_lm(config, attention, dtype, trust_remote_code)
+            if attention in ("auto", FUSED_SINKS):
+                use_fused_sinks(model)
             model.tie_weights()
     except Exception as error:  # whatever a family's code does with numbers that it never met
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 # Larger micro-batches gain nothing: layers of 7B to 32B models run as fast at 2k to 16k tokens as
 # at 32k on an H200, and a 1.8B layer is fastest at 16k.
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+# A mixture's experts share a micro-batch, and each of its micro-batches has gradients of them all.
+# Qwen3-30B-A3B's layers on an H200: 65,231 tokens/s at 16k, 69,283 at 32k (docs/log/2026-11.md).
+MIXTURE_TIMES = 4
 SMALLEST_HEAD_CHUNK_TOKENS = 256
 # Parts of their range at which numbers of retained layers, and of layers that send saved
 # activations to host RAM, are tried first; those between are tried next to the fastest.
 PARTS = 8
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
+
+
+def most_micro_batch_tokens(device_type: str, mixture: bool) -> int:
+    """Tokens of the largest micro-batch that a plan chooses by itself."""
+    return AUTO_MICRO_BATCH_TOKENS[device_type] * (MIXTURE_TIMES if mixture else 1)
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,8 @@ class Search:
         job = self.job
         if job.micro_batch_tokens:
             return [job.micro_batch_tokens]
-        cap = AUTO_MICRO_BATCH_TOKENS["cuda" if self.hardware.gpu else "cpu"]
+        mixture = self.shape.idle_parameters > 0
+        cap = most_micro_batch_tokens("cuda" if self.hardware.gpu else "cpu", mixture)
         largest = min(cap, job.tokens_per_step)
         return [n for n in self.shape.layer.sizes if job.seq_len <= n <= largest] or [job.seq_len]
 

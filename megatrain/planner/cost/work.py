@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.models.experts import MATRICES_GRADIENT
 from megatrain.models.meta import Watch, storage_of, without_data
 from megatrain.planner.cost.footprint import Attention, FusedAttention, fused_attention
 
 aten = torch.ops.aten
-MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm, MATRICES_GRADIENT}
+GROUPED = {"aten._grouped_mm", "transformers.grouped_mm_fallback"}  # the second is known late
 FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # Of their first input these read only what they return.
 LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
@@ -163,7 +165,8 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
     def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
         packet = func.overloadpacket
         is_view = set(map(storage_of, written)) <= set(map(storage_of, read))
-        if packet in MATMULS:
+        grouped = str(packet) in GROUPED
+        if packet in MATMULS or grouped:
             self.kernels += 1
             a, b = read[1 if packet in (aten.addmm, aten.baddbmm) else 0 :][:2]
             flops = flops_of_matmul(tuple(a.shape), tuple(b.shape))
@@ -171,7 +174,7 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
                 self.attention_flops += flops
             else:
                 self.matmul_flops += flops
-                if packet is aten._grouped_mm:
+                if grouped:
                     self.expert_flops += flops
                     self.experts[storage_of(b)] = b.numel()
         elif packet not in FREE and (func._schema.is_mutable or not is_view):

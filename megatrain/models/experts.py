@@ -1,0 +1,195 @@
+"""Experts' matmuls, grouped: one over all rows, which are ordered by expert.
+
+transformers lets an implementation of its experts be registered, and this is one. It differs from
+transformers' own in what a GPU spends most of its time on beside the matmuls, moving rows:
+- Rows go to experts, and come back, by the order of their experts and its inverse. Either is the
+  other's gradient, a gather and a sum. Autograd, which cannot know that no two rows meet, would add
+  them up one by one.
+- A row is weighted while it is narrow, between an expert's matrices, so that neither the wide rows
+  nor their products are kept for the weights' gradient.
+- The gradient of experts' biases is a matmul.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NAME = "megatrain"  # in transformers' registry
+ALIGNMENT = 16  # bytes: grouped kernels take only rows that begin at multiples
+
+
+def use_grouped_rows(config: Any) -> None:
+    """Have the models of `config` compute their experts by `forward`, where they let one choose."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+    config._experts_implementation = NAME
+
+
+def holds_experts(model: nn.Module) -> bool:
+    """True for a mixture whose experts are computed by `forward`."""
+    return any(hasattr(module, "is_transposed") for module in model.modules())
+
+
+def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What the chosen experts make of every token, weighted: [tokens, hidden].
+
+    Args:
+        experts: transformers' module, which holds matrices of all experts, and maybe biases.
+        hidden: [tokens, hidden].
+        chosen: [tokens, experts of a token], integers.
+        weights: [tokens, experts of a token], of any float dtype.
+    """
+    tokens, each = chosen.shape
+    of_row, order = torch.sort(chosen.reshape(-1), stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    every = torch.arange(experts.num_experts, device=order.device)
+    ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
+
+    rows = _to_experts(hidden, order, inverse, each)
+    matrix = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows = _product(rows, getattr(experts, matrix), ends, experts.is_transposed)
+    if experts.has_bias:
+        rows = rows + _biases(getattr(experts, f"{matrix}_bias"), of_row)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    weight_of_row = _to_experts(weights.reshape(-1, 1), order, inverse, 1)
+    normed = getattr(experts, "has_post_expert_norm", False)
+    if not normed:
+        rows = (rows * weight_of_row).to(rows.dtype)
+    rows = _product(rows, experts.down_proj, ends, experts.is_transposed)
+    if normed:
+        if experts.has_bias:
+            rows = rows + _biases(experts.down_proj_bias, of_row)
+        rows = (experts.post_expert_norm(rows) * weight_of_row).to(rows.dtype)
+    out = _from_experts(rows, order, inverse, each)
+    if experts.has_bias and not normed:
+        shares = weights.new_zeros(tokens, experts.num_experts).scatter_add(1, chosen, weights)
+        out = out + shares.to(out.dtype) @ experts.down_proj_bias
+    return cast(Tensor, out.to(hidden.dtype))
+
+
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """[rows, out] of [rows, in] x [experts, out, in], or [experts, in, out] if `transposed`.
+
+    ends: int32 [experts], where the rows of each end.
+    """
+    from transformers.integrations.moe import _can_use_grouped_mm
+
+    rows = rows.to(matrices.dtype)
+    widths = matrices.shape[-2:]
+    aligned = not any(width * matrices.itemsize % ALIGNMENT for width in widths)
+    if aligned and _can_use_grouped_mm(rows, matrices, ends):
+        return cast(Tensor, _grouped(rows, matrices, ends, transposed))
+    matrices = matrices if transposed else matrices.transpose(-2, -1)
+    return cast(Tensor, torch.ops.transformers.grouped_mm_fallback(rows, matrices, offs=ends))
+
+
+def _gathered(hidden: Tensor, order: Tensor, each: int) -> Tensor:
+    """[tokens x each, hidden]: tokens in the order of their experts."""
+    return hidden.index_select(0, order // each)
+
+
+def _summed(rows: Tensor, inverse: Tensor, each: int) -> Tensor:
+    """[tokens, hidden]: the sum of each token's rows, added up in float32.
+
+    Row by row, which the compiler makes one kernel of; none reads rows as a reduction does.
+    """
+    of_token = inverse.view(-1, each)
+    out = rows.index_select(0, of_token[:, 0]).float()
+    for nth in range(1, each):
+        out = out + rows.index_select(0, of_token[:, nth])
+    return out.to(rows.dtype)
+
+
+def _matrices_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """[experts, m, n]: left.T @ right of the rows of each expert, [rows, m] and [rows, n].
+
+    An operator, so that the compiler keeps the layout of its inputs: kernels take columns only if
+    every expert has a multiple of 8 rows.
+    """
+    return F.grouped_mm(left.T, right, offs=ends)
+
+
+matrices_gradient = torch.library.custom_op(
+    "megatrain::matrices_gradient", _matrices_gradient, mutates_args=()
+)
+
+
+@matrices_gradient.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(len(ends), left.shape[1], right.shape[1])
+
+
+MATRICES_GRADIENT = torch.ops.megatrain.matrices_gradient
+
+
+class _Grouped(torch.autograd.Function):
+    """Grouped matmul whose matrices' gradient is laid out as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        ctx.transposed = transposed
+        right = matrices if transposed else matrices.transpose(-2, -1)
+        return F.grouped_mm(rows, right, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices, ends = ctx.saved_tensors
+        right = matrices.transpose(-2, -1) if ctx.transposed else matrices
+        grad = grad.contiguous()
+        to_rows = F.grouped_mm(grad, right, offs=ends)
+        pair = (rows, grad) if ctx.transposed else (grad, rows)
+        return to_rows, matrices_gradient(*pair, ends), None, None
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.each = each
+        return _gathered(hidden, order, each)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return _summed(grad, inverse, ctx.each), None, None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.each = each
+        return _summed(rows, inverse, each)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _gathered(grad, order, ctx.each), None, None, None
+
+
+class _Biases(torch.autograd.Function):
+    """[rows, width]: each row's expert's bias."""
+
+    @staticmethod
+    def forward(ctx: Any, biases: Tensor, of_row: Tensor) -> Tensor:
+        ctx.save_for_backward(of_row)
+        ctx.experts = len(biases)
+        return biases.index_select(0, of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (of_row,) = ctx.saved_tensors
+        return F.one_hot(of_row, ctx.experts).to(grad.dtype).T @ grad, None
+
+
+_grouped: Any = _Grouped.apply
+_to_experts: Any = _ToExperts.apply
+_from_experts: Any = _FromExperts.apply
+_biases: Any = _Biases.apply
