@@ -121,7 +121,8 @@ def resolve(
     if compile == "auto":
         compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
         compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
-    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.model))
+    mixture = any(map(holds_experts, skeleton.layers))
+    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, mixture)
     shape = shape_of(
         skeleton,
         seq_len,

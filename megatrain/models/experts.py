@@ -30,9 +30,9 @@ def use_grouped_rows(config: Any) -> None:
     config._experts_implementation = NAME
 
 
-def holds_experts(model: nn.Module) -> bool:
-    """True for a mixture whose experts are computed by `forward`."""
-    return any(hasattr(module, "is_transposed") for module in model.modules())
+def holds_experts(layer: nn.Module) -> bool:
+    """True for a decoder layer with experts that are computed by `forward`."""
+    return any(hasattr(module, "is_transposed") for module in layer.modules())
 
 
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

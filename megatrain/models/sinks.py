@@ -4,6 +4,9 @@ A sink is a learned logit of each head that takes part in the softmax and has no
 key of its own stands for it here, whose value is zero: queries get one more column, which holds the
 sink, and only that key reads it. So no score matrix is ever made, and the sink's gradient comes
 with the queries'.
+
+Where tokens see no more than a window and nothing else hides some, it is computed in blocks as long
+as the window, each with the block before it: for 128 tokens of 4,096 a sixteenth of the work.
 """
 
 from __future__ import annotations
@@ -24,15 +27,22 @@ def use_fused_sinks(model: Any) -> None:
     Whether its sinks reach `attend` is not known here: models/verify tries it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     if not sinks or model.config._attn_implementation != "eager":
         return
     if getattr(model, "_supports_attention_backend", False):
         AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        AttentionMaskInterface.register(NAME, mask_of)
         model.config._attn_implementation = NAME
+
+
+def mask_of(*args: Any, **options: Any) -> Tensor | None:
+    """transformers' mask for scaled-dot-product attention, but None also where nothing besides a
+    window hides earlier tokens: `attend` knows the window."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, **options | {"local_size": None})
 
 
 def attend(
@@ -42,8 +52,8 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
     s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' interface of attention: ([batch, tokens, heads, width of values], None).
@@ -52,27 +62,72 @@ def attend(
         query: [batch, heads, tokens, width].
         key, value: [batch, heads or groups of heads, tokens, width].
         attention_mask: bool or additive, broadcast to [batch, heads, tokens, tokens]. None: tokens
-            see themselves and earlier ones.
-        s_aux: sinks [heads]; None: plain attention.
+            see themselves and the earlier ones in the window.
+        s_aux: sinks [heads]; None: none.
+        sliding_window: how many tokens one sees, itself included; None: all. A mask says it, too.
     """
+    batch, _, tokens, _ = query.shape
+    if attention_mask is not None or sliding_window is None or sliding_window >= tokens:
+        given = query, key, value, attention_mask
+        return _with_sinks(module, *given, s_aux, options), None
+    given = _in_blocks(query, key, value, sliding_window)
+    out = _with_sinks(module, *given, s_aux, options)
+    return out.reshape(batch, -1, *out.shape[2:])[:, :tokens], None
+
+
+def _with_sinks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """As `attend`, which knows the arguments, without a window."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if s_aux is None:
-        given = query, key, value, attention_mask
-        return sdpa_attention_forward(module, *given, scaling=scaling, **options)
+    if sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     width, width_of_values = query.shape[-1], value.shape[-1]
-    scaling = width**-0.5 if scaling is None else scaling
+    scaling = options.get("scaling") or width**-0.5
     columns = -(width + 1) % ALIGNMENT  # of zeros behind the sink's
-    sinks = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-    query = pad(torch.cat([query, sinks], -1), (0, columns))
+    column = (sinks / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = pad(torch.cat([query, column], -1), (0, columns))
     sinks_key = pad(key.new_ones(1, 1, 1, 1), (width, columns)).expand(*key.shape[:2], 1, -1)
     key = torch.cat([sinks_key, pad(key, (0, 1 + columns))], 2)
     value = pad(value, (0, max(0, key.shape[-1] - width_of_values), 1, 0))
-    if attention_mask is None:
-        query = pad(query, (0, 0, 1, 0))  # its place, so that the mask stays causal
+    first = 0
+    if mask is None:
+        query, first = pad(query, (0, 0, 1, 0)), 1  # a query for the sink: the mask stays causal
     else:
-        sees = True if attention_mask.dtype == torch.bool else 0.0
-        attention_mask = pad(attention_mask, (1, 0), value=sees)
-    given = query, key, value, attention_mask
-    out, _ = sdpa_attention_forward(module, *given, scaling=scaling, **options)
-    return out[:, int(attention_mask is None) :, :, :width_of_values], None
+        mask = pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    options = options | {"scaling": scaling}
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return out[:, first:, :, :width_of_values]
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blocks of `window` queries, with the keys and values of their own block and the one before.
+
+    Returns [batch x blocks, heads, window, width], twice [batch x blocks, heads, 2 x window,
+    width], and what sees what, [batch x blocks, 1, window, 2 x window].
+    """
+    batch, _, tokens, _ = query.shape
+    blocks = -(-tokens // window)
+    missing = blocks * window - tokens
+
+    def with_the_block_before(states: Tensor) -> Tensor:
+        states = pad(states, (0, 0, window, missing)).unfold(2, 2 * window, window)
+        return states.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    query = pad(query, (0, 0, 0, missing)).unfold(2, window, window).transpose(-2, -1)
+    places = torch.arange(2 * window, device=query.device)
+    behind = places[:window, None] + window - places  # [window, 2 x window]
+    sees = (behind >= 0) & (behind < window)
+    real = (places >= window) | (torch.arange(blocks, device=query.device)[:, None] > 0)
+    mask = (sees & real[:, None]).repeat(batch, 1, 1)[:, None]
+    key, value = with_the_block_before(key), with_the_block_before(value)
+    return query.transpose(1, 2).flatten(0, 1), key, value, mask
