@@ -28,6 +28,7 @@ FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.ne
 LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 # Flash's and cuDNN's: sums of rows, the gradients, rounding of the query's.
 FUSED_BACKWARD_KERNELS = 3
+TILE_COLUMNS = 64  # of the heads of fused attention on CUDA
 BACKWARD_FLOPS = 2  # a matmul's gradients are two matmuls
 
 
@@ -110,7 +111,7 @@ def tally(
     All on the meta device. Matmuls without any of `parameters` are attention's.
     fused: False for eager attention. runs_on: "cpu" or "cuda".
     """
-    ahead, back, attention = Operations(parameters), Operations(()), AttentionCalls()
+    ahead, back, attention = Operations(parameters), Operations(()), AttentionCalls(runs_on)
     with without_data(), torch.enable_grad():
         with FusedAttention(runs_on, attention) if fused else nullcontext(), ahead:
             out = forward()
@@ -185,17 +186,20 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
 
 
 class AttentionCalls:
-    """Stands in for fused attention, and counts its calls and the FLOPs of their forwards."""
+    """Stands in for fused attention, and counts its calls and the FLOPs of their forwards: on CUDA
+    those of whole tiles, since kernels compute a head of 72 columns as one of 128."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_on: str) -> None:
         self.count = self.flops = 0
+        self._columns = TILE_COLUMNS if runs_on == "cuda" else 1
 
     def __call__(self, call: Attention) -> Tensor:
         rows, heads, queries, width = call.query.shape
         # a mask is read, not skipped
         pairs = queries * (queries + 1) // 2 if call.is_causal else queries * call.key.shape[2]
         self.count += 1
-        self.flops += 2 * rows * heads * pairs * (width + call.value.shape[-1])
+        columns = sum(-(-n // self._columns) for n in (width, call.value.shape[-1])) * self._columns
+        self.flops += 2 * rows * heads * pairs * columns
         return fused_attention(call)
 
 
