@@ -121,8 +121,7 @@ def resolve(
     if compile == "auto":
         compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
         compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
-    mixture = any(map(holds_experts, skeleton.layers))
-    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, mixture)
+    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.layers))
     shape = shape_of(
         skeleton,
         seq_len,

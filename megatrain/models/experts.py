@@ -12,6 +12,7 @@ transformers' own in what a GPU spends most of its time on beside the matmuls, m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -30,9 +31,9 @@ def use_grouped_rows(config: Any) -> None:
     config._experts_implementation = NAME
 
 
-def holds_experts(layer: nn.Module) -> bool:
-    """True for a decoder layer with experts that are computed by `forward`."""
-    return any(hasattr(module, "is_transposed") for module in layer.modules())
+def holds_experts(layers: Iterable[nn.Module]) -> bool:
+    """True for decoder layers of which one has experts that are computed by `forward`."""
+    return any(hasattr(module, "is_transposed") for layer in layers for module in layer.modules())
 
 
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
