@@ -64,6 +64,9 @@ class MachineProfile:
     disk_write: float  # bytes/s past the page cache, in the run folder or memory.nvme
     disk_read: float
     fp8: float  # FLOP/s of matmuls with a scale per row and column at 8192 tokens
+    # (rows an expert, FLOP/s) of a GPU's grouped matmuls, both passes, bf16, rows at random. Empty
+    # on a CPU; a GPU's that was not measured is the usual share of `matmul`.
+    grouped: Rates = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be a profile: a cached file may hold anything."""
@@ -71,12 +74,21 @@ class MachineProfile:
             value = getattr(self, field.name)
             if field.type == "Rates":
                 points = tuple((size, rate) for size, rate in value)
-                whole = all(type(size) is int and _is_rate(rate) for size, rate in points)
-                if not points or not whole:
+                whole = all(
+                    type(size) is int and size > 0 and _is_rate(rate) for size, rate in points
+                )
+                if not whole or not (points or field.name == "grouped"):
                     raise ValueError(f"{field.name}: {value!r}")
                 object.__setattr__(self, field.name, points)  # lists where it comes from JSON
             elif not (isinstance(value, str) if field.type == "str" else _is_rate(value)):
                 raise ValueError(f"{field.name}: {value!r}")
+        if self.upload and not self.grouped:
+            object.__setattr__(self, "grouped", usual_grouped(self.matmul))
+
+
+def usual_grouped(matmul: Rates) -> Rates:
+    """What `MachineProfile.grouped` mostly is on a GPU with these rates of lone matmuls."""
+    return tuple((rows, share * matmul[-1][1]) for rows, share in GROUPED_SHARE)
 
 
 def _is_rate(value: object) -> bool:
@@ -84,12 +96,17 @@ def _is_rate(value: object) -> bool:
     return number and 0 <= value < math.inf  # type: ignore[operator]  # false for NaN
 
 
-def interpolate(rates: Rates, size: float) -> float:
+def interpolate(rates: Sequence[tuple[float, float]], size: float) -> float:
     """The rate at `size` on straight lines between the points; constant beyond the ends."""
     for (low, rate), (high, next_rate) in pairwise(rates):
         if size <= high:
             return rate + (next_rate - rate) * max(0.0, size - low) / (high - low)
     return rates[-1][1]
+
+
+def interpolate_log(rates: Rates, size: float) -> float:
+    """The same on straight lines over the logarithm of the size, which is more than 0."""
+    return interpolate(tuple((math.log(at), rate) for at, rate in rates), math.log(size))
 
 
 def fingerprint(hardware: Hardware) -> str:
@@ -211,6 +228,9 @@ def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
 # step draws (in short bursts they reach 750 TFLOP/s instead of 690), cuDNN's attention by length.
 MATMUL_SHARE: Rates = ((512, 0.51), (2048, 0.645), (8192, 0.69))
 ATTENTION_SHARE: Rates = ((1024, 0.31), (4096, 0.51), (16384, 0.58))
+# Of a lone matmul's rate, by rows an expert: the shapes of three mixtures on an H200, each with
+# lone matmuls of its own sizes (benchmarks/grouped.py). 0.39; 0.71 to 0.76; 0.83 and 0.93.
+GROUPED_SHARE = ((128, 0.39), (512, 0.74), (2048, 0.88))
 FLOAT32_SHARE = 0.8
 FP8_SHARE = 0.71
 MEMORY_SHARE = 0.85

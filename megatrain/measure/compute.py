@@ -19,6 +19,9 @@ HEADS, HEAD_SIZE = 32, 128
 FLOP_PER_PAIR = 12 * HEAD_SIZE  # of one head: two matmuls forward, four backward
 SMALL = 256  # elements: nothing but the cost of starting
 FP8_TOKENS = 8192
+MODEL, INNER = 2048, 1536  # of a 30B mixture's experts: the first matrix of each
+# As many experts as in larger mixtures make rows of all lengths; few rows in all take no memory.
+MOST_EXPERTS, MOST_ROWS = 64, 32_768
 HEATING_S = 0.5
 
 
@@ -73,6 +76,30 @@ class Device:
 
         with fastest_attention(self.device):
             return tuple((length, rate(length)) for length in lengths)
+
+    def grouped(self, sizes: Sequence[int]) -> Rates | None:
+        """(rows an expert, FLOP/s) of matmuls in bf16 whose rows are divided among experts at
+        random, forward and backward; None where this PyTorch has none for this device."""
+
+        def rate(size: int) -> float | None:
+            experts = min(MOST_EXPERTS, MOST_ROWS // size)
+            rows = self._random((size * experts, MODEL), torch.bfloat16).requires_grad_()
+            matrices = self._random((experts, INNER, MODEL), torch.bfloat16).requires_grad_()
+            grad = self._random((size * experts, INNER), torch.bfloat16)
+            chosen = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            chosen.random_(experts, generator=self._generator)
+            ends = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+
+            def work() -> None:
+                output = functional.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+                torch.autograd.grad(output, (rows, matrices), grad)
+
+            seconds = self._clock.seconds_if_possible(work)
+            return None if seconds is None else 3 * 2 * len(rows) * MODEL * INNER / seconds
+
+        rates = {size: rate(size) for size in sizes}
+        found = tuple((size, reached) for size, reached in rates.items() if reached is not None)
+        return found if len(found) == len(rates) else None
 
     def memory(self, nbytes: int) -> float:
         """Bytes/s, read and written, of an addition over an array of `nbytes`."""

@@ -43,13 +43,15 @@ class Sizes:
     lengths: tuple[int, ...]  # of sequences in attention
     attention_tokens: int
     memory_bytes: int
+    rows: tuple[int, ...] = ()  # of an expert, in grouped matmuls
 
 
+EXPERT_ROWS = (128, 512, 2048)
 SIZES = {
     ("cuda", False): Sizes(
-        (512, 1024, 2048, 4096, 8192, 16384), (1024, 4096, 16384), 16384, 1 << 30
+        (512, 1024, 2048, 4096, 8192, 16384), (1024, 4096, 16384), 16384, 1 << 30, EXPERT_ROWS
     ),
-    ("cuda", True): Sizes((2048, 8192), (1024, 4096), 16384, 1 << 30),
+    ("cuda", True): Sizes((2048, 8192), (1024, 4096), 16384, 1 << 30, EXPERT_ROWS),
     ("cpu", False): Sizes((64, 256, 1024), (256, 512), 512, 1 << 28),
     ("cpu", True): Sizes((64,), (512,), 512, 1 << 28),
 }
@@ -99,12 +101,12 @@ def measure_machine(
             if not (quick and time.perf_counter() - started > QUICK_S):
                 note(name)
                 found |= step(subject)
-    return replace(
-        typical(hardware),
-        fingerprint=fingerprint(hardware),
-        measured_on=date.today().isoformat(),
-        **found,
-    )
+    known: Figures = {
+        "fingerprint": fingerprint(hardware),
+        "measured_on": date.today().isoformat(),
+        "grouped": (),  # as `matmul` was found, where it is not measured itself
+    }
+    return replace(typical(hardware), **known | found)
 
 
 @contextmanager
@@ -160,6 +162,12 @@ def _matmuls(subject: Subject) -> Figures:
     return {field: device.matmul(subject.sizes.tokens, dtype) for field, dtype in dtypes.items()}
 
 
+def _grouped(subject: Subject) -> Figures:
+    """On a GPU: on a CPU experts' matmuls run one after another at the rate of lone ones."""
+    rates = subject.computing().grouped(subject.sizes.rows)
+    return {"grouped": rates} if rates else {}
+
+
 def _attention(subject: Subject) -> Figures:
     """In the precision that runs choose by default."""
     dtype = torch.bfloat16 if bf16_is_fast(subject.device.type) else torch.float32
@@ -198,6 +206,7 @@ QUICK_STEPS: dict[str, Step] = {
     "matrix products": _matmuls,
     "the device's memory": _memory,
     "attention": _attention,
+    "experts' products": _grouped,
     "the update's arithmetic": _arithmetic,
 }
 STEPS: dict[str, Step] = QUICK_STEPS | {"fp8 products": _fp8, "the disk": _disk}

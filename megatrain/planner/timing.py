@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate
+from megatrain.machine.profile import (
+    UPDATE_BYTES,
+    MachineProfile,
+    interpolate,
+    interpolate_log,
+)
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
@@ -219,6 +224,7 @@ class StepCosts:
         flops = 3 * work.forward.attention_flops * tokens
         attention = flops / interpolate(self.machine.attention, self.job.seq_len)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
+        grouped = self._grouped_rate(work, tokens / chunks, rate)
         kind = "compiled" if self.job.compiled else "eager"
         if kind == "eager":
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
@@ -231,7 +237,7 @@ class StepCosts:
             matmuls = (one_way.matmul_flops - of_experts) * tokens / rate
             # with few tokens for each expert, moving their matrices takes longer than computing
             matrices = products * chunks * work.expert_parameters * self.weight
-            matmuls += max(of_experts * tokens / rate, matrices / self.machine.memory)
+            matmuls += max(of_experts * tokens / grouped, matrices / self.machine.memory)
             computing = attention + matmuls + traffic * moved * tokens / memory
             launching = kernels * LAUNCHES_PER_KERNEL[kind] * self.machine.launch
             # only a GPU computes while the host launches kernels
@@ -246,6 +252,15 @@ class StepCosts:
     def _matmul_rate(self, tokens: float) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
         return (1.0 if self.on_gpu else CPU_PRODUCTS_SHARE) * interpolate(rates, tokens)
+
+    def _grouped_rate(self, work: BlockCost, tokens: float, lone: float) -> float:
+        """FLOP/s of experts' matmuls over as many tokens at once. lone: of other matmuls."""
+        if not (self.on_gpu and work.expert_flops):
+            return lone
+        rows = work.rows_per_expert * tokens
+        if self.job.precision == "float32":  # a loop over experts: no GPU has grouped kernels
+            return self._matmul_rate(rows)
+        return interpolate_log(self.machine.grouped, rows)
 
     def _adding(self, numel: int) -> float:
         """Adding a gradient to its fp32 accumulator: one is read, the other read and written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,10 @@ def examine(
     hardware = read_hardware(output, device.type)
     profile = measure_machine(hardware, device, output, note, quick=quick)
     guess = profiles.typical(hardware)
-    guessed = [field for field, *_ in ROWS if getattr(profile, field) == getattr(guess, field) != 0]
+    if profile.grouped:
+        guess = replace(guess, grouped=profiles.usual_grouped(profile.matmul))
+    pairs = ((field, getattr(profile, field), getattr(guess, field)) for field, *_ in ROWS)
+    guessed = [field for field, found, typical in pairs if found and found == typical]
     findings, saved = check(hardware, profile, load), profiles.save(profile)
     findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
     for folder in one_of_each_drive(nvme):
@@ -116,6 +119,7 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("matmul", "bf16 products, by tokens", 1e12, "TFLOP/s"),
     ("matmul_fp32", "fp32 products, by tokens", 1e12, "TFLOP/s"),
     ("fp8", "fp8 products", 1e12, "TFLOP/s"),
+    ("grouped", "experts' products, by rows", 1e12, "TFLOP/s"),
     ("attention", "attention, by length", 1e12, "TFLOP/s"),
     ("memory", "device memory", 1e9, "GB/s"),
     ("fresh", "memory just mapped", 1e9, "GB/s"),
@@ -131,7 +135,7 @@ def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Findin
     """The profile's figures in units that people compare. What the machine lacks is left out."""
     for field, what, unit, name in ROWS:
         value = getattr(profile, field)
-        if value == 0 or field in (SAME_ON_GPU if profile.upload else SAME_ON_CPU):
+        if not value or field in (SAME_ON_GPU if profile.upload else SAME_ON_CPU):
             continue
         text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
         yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)

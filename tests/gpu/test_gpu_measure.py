@@ -72,6 +72,8 @@ def test_products_are_below_the_peak(profile: MachineProfile) -> None:
     peak = peak_tflops(torch.cuda.get_device_name(GPU))
     assert all(rate > 1e9 for rate in rates)
     assert peak is None or max(rates) < peak * 1e12
+    assert [rows for rows, _ in profile.grouped] == [128, 512, 2048]
+    assert profile.grouped[0][1] < profile.grouped[-1][1] < 1.1 * max(rates)
     if torch.cuda.get_device_capability(GPU) >= (9, 0):
         assert profile.fp8 > max(rate for _, rate in profile.matmul)
 

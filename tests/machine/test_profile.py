@@ -20,12 +20,14 @@ from megatrain.machine.profile import (
     drives_file,
     fingerprint,
     interpolate,
+    interpolate_log,
     load,
     load_drives,
     processor,
     save,
     save_drive,
     typical,
+    usual_grouped,
 )
 
 NOTHING: Any = {field.name: 0 for field in fields(Hardware)}
@@ -68,6 +70,8 @@ def test_nothing_cached_is_nothing():
         {"update": []},
         {"update": [[1.5, 1e9]]},
         {"update": [[1, None]]},
+        {"grouped": [[0, 1e9]]},
+        {"grouped": None},
         {"update": 3.0},
         {"measured_on": 3},
         {"a key of a later version": 1.0},
@@ -89,6 +93,37 @@ def test_an_older_version_lacks_a_figure():
     del values["launch"]
     cache_file("this-one").write_text(json.dumps(values))
     assert load("this-one") is None
+
+
+def test_an_older_version_knows_no_grouped_matmuls_which_reach_their_usual_share():
+    measured = replace(typical(with_gpu("NVIDIA H200")), fingerprint="this-one", grouped=())
+    measured = replace(measured, matmul=((512, 400e12), (8192, 700e12)), grouped=((128, 1.0),))
+    values = asdict(measured)
+    del values["grouped"]
+    cache_file("this-one").write_text(json.dumps(values))
+    found = load("this-one")
+    assert found == replace(measured, grouped=usual_grouped(measured.matmul))
+    assert interpolate_log(found.grouped, 2048) == pytest.approx(0.88 * 700e12)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A10", "Some Other GPU"])
+def test_data_sheets_say_nothing_of_grouped_matmuls(name):
+    guess = typical(with_gpu(name))
+    assert guess.grouped == usual_grouped(guess.matmul)
+    assert typical(CPU).grouped == ()
+
+
+# TFLOP/s of both passes and of a lone matmul of the same size, by rows an expert:
+# benchmarks/results/2026-11-23-h200/grouped.json
+MEASURED_GROUPED = ((128, 246, 638), (256, 416, 715), (256, 397, 662), (512, 540, 732))
+MEASURED_GROUPED += ((512, 505, 661), (512, 485, 681), (1024, 578, 697), (1024, 590, 688))
+MEASURED_GROUPED += ((2048, 643, 689), (2048, 608, 733), (4096, 673, 728), (8192, 625, 706))
+
+
+@pytest.mark.parametrize(("rows", "grouped", "lone"), MEASURED_GROUPED)
+def test_the_usual_share_of_grouped_matmuls_is_what_was_measured(rows, grouped, lone):
+    usual = usual_grouped(((512, 1.0), (8192, float(lone))))
+    assert interpolate_log(usual, rows) == pytest.approx(grouped, rel=0.07)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -179,6 +214,12 @@ def test_rates_between_points_lie_on_lines():
     assert interpolate(((4, 10.0),), 1) == 10
 
 
+def test_rates_of_few_rows_lie_on_lines_over_the_logarithm():
+    rates = ((128, 10.0), (512, 20.0), (2048, 24.0))
+    for size, rate in {1: 10, 128: 10, 256: 15, 512: 20, 1024: 22, 2048: 24, 9999: 24}.items():
+        assert interpolate_log(rates, size) == pytest.approx(rate)
+
+
 MEASURED_ON_H200 = {
     "upload": 55.5e9,
     "download": 55.6e9,
@@ -215,7 +256,10 @@ def test_a_guess_is_a_profile_of_the_machine_at_hand(hardware, cores):
     assert (threads[0], threads[-1]) == (1, cores)
     assert update_threads(cores) in threads
     assert (guess.upload > 0) == (hardware.gpu is not None)
-    of_gpus, texts = {"upload", "download", "both", "fp8"}, {"fingerprint", "measured_on"}
+    of_gpus, texts = (
+        {"upload", "download", "both", "fp8", "grouped"},
+        {"fingerprint", "measured_on"},
+    )
     for name in {field.name for field in fields(MachineProfile)} - of_gpus - texts:
         assert getattr(guess, name), name
 

@@ -1,13 +1,13 @@
 """The whole measurement on the CPU, with small arrays: measurements replace guesses."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from megatrain.machine.hardware import read_hardware
-from megatrain.machine.profile import MachineProfile, Rates, typical
+from megatrain.machine.hardware import Gpu, read_hardware
+from megatrain.machine.profile import MachineProfile, Rates, typical, usual_grouped
 from megatrain.measure import compute, disk, profile, update
 from megatrain.measure.clock import Clock
 from megatrain.measure.compute import Device
@@ -16,6 +16,7 @@ from megatrain.optim import AdamW
 from megatrain.reporting.mfu import Attention, ModelFlops
 
 CPU = torch.device("cpu")
+OF_GPUS = {"upload", "download", "both", "fp8", "grouped"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FILE_BYTES", 2 * disk.PIECE_BYTES)
     monkeypatch.setattr(compute, "WIDTH", 64)
     monkeypatch.setattr(compute, "WIDE", 128)
+    monkeypatch.setattr(compute, "MODEL", 32)
+    monkeypatch.setattr(compute, "INNER", 16)
+    monkeypatch.setattr(compute, "MOST_ROWS", 128)
     for quick in (False, True):
         monkeypatch.setitem(profile.SIZES, ("cpu", quick), Sizes((2, 4), (8, 16), 16, 1 << 16))
     monkeypatch.setattr(Clock, "sample_s", 0.0)
@@ -45,7 +49,7 @@ def test_everything_is_measured(tmp_path):
     hardware, noted = read_hardware(tmp_path, "cpu"), list[str]()
     found = measure_machine(hardware, CPU, tmp_path, noted.append)
     names = {field.name for field in fields(found)}
-    assert differing(found, typical(hardware)) == names - {"upload", "download", "both", "fp8"}
+    assert differing(found, typical(hardware)) == names - OF_GPUS
     assert noted == list(profile.STEPS)
 
 
@@ -92,6 +96,20 @@ def test_a_quick_one_begins_nothing_when_its_time_is_up(tmp_path, monkeypatch):
     assert differing(found, typical(hardware)) == {"fingerprint", "measured_on"}
 
 
+def test_a_gpu_without_grouped_matmuls_reaches_their_usual_share(tmp_path, monkeypatch):
+    sizes = Sizes((2, 4), (8, 16), 16, 1 << 16, rows=(1, 4))
+    monkeypatch.setitem(profile.SIZES, ("cpu", False), sizes)
+    with_gpu = replace(read_hardware(tmp_path, "cpu"), gpu=Gpu("NVIDIA H200", 1, 1, (9, 0)))
+
+    def measured() -> MachineProfile:
+        return measure_machine(with_gpu, CPU, tmp_path, str)
+
+    assert [rows for rows, _ in measured().grouped] == [1, 4]
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    found = measured()
+    assert found.grouped == usual_grouped(found.matmul) != typical(with_gpu).grouped
+
+
 def test_no_disk_is_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "FILE_BYTES", 1 << 60)
     hardware = read_hardware(tmp_path, "cpu")
@@ -116,6 +134,7 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch):
         (4, step.flops([4] * 4)),
         (8, step.flops([8] * 2)),
     )
+    assert device.grouped([1, 4]) == ((1, 6 * 64 * 32 * 16), (4, 6 * 4 * 32 * 32 * 16))
     assert device.memory(4096) == 2 * 4096
     assert device.fp8() == 0.0
 

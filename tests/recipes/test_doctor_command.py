@@ -102,6 +102,27 @@ def test_the_command_measures_anew_and_caches(hardware, measured, tmp_path, caps
     assert shown["saved"] == str(profiles.cache_file(fingerprint(here)))
 
 
+@pytest.mark.parametrize("found", [(), ((128, 2.5e14), (2048, 6.25e14))])
+def test_what_experts_reach_is_shown_and_said_to_be_guessed_where_it_is(
+    hardware, tmp_path, monkeypatch, capsys, found
+):
+    def measure(hardware, device, folder, note, *, quick=False):
+        return replace(typical(hardware), matmul=((512, 7e14),), grouped=found)
+
+    monkeypatch.setattr(doctor, "measure_machine", measure)
+    monkeypatch.setattr(doctor, "choose_device", lambda wanted: CPU)
+    monkeypatch.setattr(doctor, "read_hardware", lambda output, device: hardware)
+    assert cli.main(["doctor", "--json", "--output", str(tmp_path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert ("grouped" in shown["guessed"]) == (not found)
+    assert "matmul" not in shown["guessed"]
+    assert len(shown["profile"]["grouped"]) == (len(found) or 3)
+    assert cli.main(["doctor", "--output", str(tmp_path)]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "experts' products" in line)
+    assert ("128: 250" in row) == bool(found)
+    assert ("guess" in row) == (not found)
+
+
 def test_drives_that_are_named_are_measured_anew_each_time(
     hardware, measured, tmp_path, monkeypatch, capsys
 ):
