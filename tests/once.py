@@ -18,6 +18,7 @@ from megatrain.models.probe import Findings, probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.planner.cost.shape import ModelShape, shape_of
+from tests.kernel_packages import kernels_there
 
 SAMPLE_TOKENS = 4  # of the answer that ends every run: each takes a forward of its own
 
@@ -81,6 +82,7 @@ def models_are_probed_once() -> Iterator[None]:
         changed = (
             [name for name, _ in model.named_parameters()],
             [name for name, module in model.named_modules() if module._forward_hooks],
+            kernels_there(model),
         )
         key = repr((type(model), config._attn_implementation, config.to_dict(), changed))
         findings: Findings = once.get(key, lambda: probe_model(model, layers))

@@ -319,7 +319,7 @@ class Config(Options):
     compile: v.FlagOrAuto = key(
         "auto",
         "torch.compile the layers (needs a C compiler); auto: on CUDA, where all rows have one "
-        "length, as in pretrain.",
+        "length, as in pretrain, and layers take no kernels of other packages (fla, mamba-ssm).",
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")

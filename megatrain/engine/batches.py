@@ -14,6 +14,7 @@ from megatrain.engine.graphs import Graph
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Targets, find_targets
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.documents import boundaries_of
 from megatrain.models.passengers import NO_IMAGES, OF_TEXT
 from megatrain.models.recorder import LayerCall
 
@@ -119,19 +120,28 @@ def only_trailing_padding(mask: torch.Tensor) -> bool:
 
 
 def prepare(
-    batch: Batch, number: int, device: torch.device, marks_real: bool = False
+    batch: Batch,
+    number: int,
+    device: torch.device,
+    *,
+    marks_real: bool = False,
+    tells_documents: bool = False,
 ) -> MicroBatch:
     """Move a micro-batch to the device, without a mask that only hides trailing padding.
 
     Such a mask changes no real token and costs speed. With positions it stays: without a mask
     transformers takes a jump in them for the start of another document.
 
-    marks_real: say which tokens are no padding, too.
+    Args:
+        marks_real: say which tokens are no padding, too.
+        tells_documents: say where documents begin, as the positions show it, too.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     mask = inputs.get("attention_mask")
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
         del inputs["attention_mask"]
+    if tells_documents and "position_ids" in inputs:
+        inputs |= boundaries_of(inputs["position_ids"])
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     # found on the CPU: the host would have to wait for a GPU to learn how many there are
     prepared = MicroBatch(number, moved, find_targets(batch["labels"]).to(device))

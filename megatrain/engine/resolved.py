@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
+
+logger = logging.getLogger("megatrain")
 
 # Attention computes what the mask hides, and the mask takes a byte an entry: packing short examples
 # into longer sequences would cost more than their padding.
@@ -112,15 +115,13 @@ def resolve(
 
     Args:
         packing: of examples into sequences of `seq_len`; None: all rows are full.
-        compile: "auto" compiles on a GPU where a compiler is at hand and all rows have one length.
+        compile: as `compiles`.
         micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
     """
     device = machine.device.type
-    packed = packs(skeleton, packing, seq_len, device)
+    packed = packs(skeleton, packing, seq_len, machine.device)
     lengths_vary = packing is not None and not packed
-    if compile == "auto":
-        compile = compiler_at_hand(machine) and device == "cuda" and not lengths_vary
-        compile = compile and not skeleton.has_dropout  # compiled, its masks would not come back
+    fused = compiles(skeleton, machine, compile, lengths_vary)
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.layers))
     shape = shape_of(
         skeleton,
@@ -129,7 +130,7 @@ def resolve(
         head_loss=next_token_on_meta,
         runs_on=device,
         padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
-        compiled=compile,
+        compiled=fused,
         fp8=machine.precision == "fp8",
         layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
     )
@@ -141,7 +142,7 @@ def resolve(
         max_grad_norm=max_grad_norm,
         router_aux_loss_coef=router_aux_loss_coef,
         seq_len=seq_len,
-        compile=compile,
+        compile=fused,
         packed_to=seq_len if packed else None,
         lengths_vary=lengths_vary,
         weights=weights,
@@ -199,11 +200,36 @@ def room_on_drives(
 
 
 def packs(
-    skeleton: Skeleton, packing: bool | Literal["auto"] | None, seq_len: int, device_type: str
+    skeleton: Skeleton,
+    packing: bool | Literal["auto"] | None,
+    seq_len: int,
+    device: torch.device,
 ) -> bool:
     """True if examples are packed into sequences; "auto": on a GPU, if sequences are short."""
-    pays = device_type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
-    return (packing is True or (packing == "auto" and pays)) and skeleton.separates_documents()
+    pays = device.type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
+    if not (packing is True or (packing == "auto" and pays)):
+        return False
+    apart = skeleton.separates_documents(device)
+    why = None if apart else skeleton.why_together(device)
+    if why and packing == "auto":
+        logger.warning(
+            f"examples are padded, not packed: a {skeleton.anatomy.family} model does not keep "
+            f"them apart in one sequence ({why})"
+        )
+    return apart
+
+
+def compiles(
+    skeleton: Skeleton, machine: Machine, wanted: bool | Literal["auto"], lengths_vary: bool
+) -> bool:
+    """True if layers are compiled; "auto": on a GPU where a compiler is at hand, if all rows have
+    one length and layers compute in PyTorch alone, without dropout."""
+    if wanted != "auto":
+        return wanted
+    # compiled, dropout's masks would not come back; kernels of other packages leave the compiler's
+    # graphs, and plans would count others
+    whole = not (lengths_vary or skeleton.has_dropout or skeleton.has_kernels)
+    return whole and machine.device.type == "cuda" and compiler_at_hand(machine)
 
 
 def compiler_at_hand(machine: Machine) -> bool:

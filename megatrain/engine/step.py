@@ -82,11 +82,8 @@ class Passes:
         self.skeleton.set_training(True)
         self._repeats = self.settings.second_backward
         self.gradients.begin_step(only_measured=self._repeats)
-        balancer, device = self.balancer, self.device
-        prepared = [
-            prepare(batch, number, device, marks_real=balancer is not None)
-            for number, batch in enumerate(batches)
-        ]
+        balancer = self.balancer
+        prepared = self._prepare(batches, marks_real=balancer is not None)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if len(mb.targets) or balancer]
         groups = self.settings.groups
@@ -147,7 +144,7 @@ class Passes:
     def evaluate(self, batches: Sequence[Batch], loss: Loss) -> LossSum:
         """The summed loss in evaluation mode: all micro-batches in one sweep over the layers."""
         self.skeleton.set_training(False)
-        prepared = [prepare(batch, number, self.device) for number, batch in enumerate(batches)]
+        prepared = self._prepare(batches)
         total = LossSum.zero(self.device)
         chunk, fused = self.settings.head_chunk_tokens, self.settings.compile
         for mb, hidden in self._through_layers(prepared):
@@ -163,7 +160,7 @@ class Passes:
         batch = {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORE)}
         (logits,) = [
             self.skeleton.head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
-            for _, hidden in self._through_layers([prepare(batch, 0, self.device)])
+            for _, hidden in self._through_layers(self._prepare([batch]))
             for rows in [hidden[:, positions]]
         ]
         return logits
@@ -181,6 +178,14 @@ class Passes:
                 yield mb, mb.hidden
 
     # -- parts of a step --------------------------------------------------------------------------
+
+    def _prepare(self, batches: Sequence[Batch], marks_real: bool = False) -> list[MicroBatch]:
+        packed = any("position_ids" in batch for batch in batches)
+        tells = packed and self.skeleton.told_documents(self.device)
+        return [
+            prepare(batch, number, self.device, marks_real=marks_real, tells_documents=tells)
+            for number, batch in enumerate(batches)
+        ]
 
     @torch.no_grad()
     def _forward(

@@ -7,6 +7,7 @@ recurrent layer crosses from one packed document into the next beside a mask tha
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.models.documents import documents_known, documents_of, none_found
+from megatrain.models.documents import boundaries_of, documents_known, documents_of, none_found
 from megatrain.models.meta import torch_paths
 from megatrain.models.plain import plain_model, small_scale
 from megatrain.models.shrink import shrink
 
 TOKENS = 8
 NOISE = 1e-4  # of the largest logit: rounding moves one less
+ROUNDINGS = 4  # of the largest logit, where kernels compute in few bits
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Behaviour:
         ahead: when only the last token changes, before it.
         between: of a document, when others are packed before it; None: the family takes no
             positions.
+        small: the configuration of the model that was tried.
     """
 
     ahead: float
     between: float | None
+    small: Any = None
 
     @property
     def causal(self) -> bool:
@@ -90,17 +94,68 @@ def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Beh
     try:
         one, another = logits_of(model, first_changed, positions)[:, half:]
     except ModelError:  # it takes no positions
-        return Behaviour(ahead, None)
-    return Behaviour(ahead, max(moved(one, another), moved(one, alone)))
+        return Behaviour(ahead, None, config)
+    return Behaviour(ahead, max(moved(one, another), moved(one, alone)), config)
+
+
+def why_together(
+    small: Any,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Why documents in one sequence see each other though the family's kernels are told where they
+    begin; None: they do not.
+
+    Args:
+        small: a small configuration of the family.
+        device: where its kernels run.
+        dtype: in which they compute.
+    """
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+    try:
+        with small_scale():
+            between = between_told(plain_model(small, **options).to(device, dtype))
+    except (ModelError, RuntimeError, AssertionError) as error:  # there may be no such device
+        return str(error).splitlines()[0]
+    if between <= max(NOISE, ROUNDINGS * torch.finfo(dtype).eps):
+        return None
+    return f"its kernels let logits move by {between:.2g} of the largest"
+
+
+def between_told(model: Any) -> float:
+    """`Behaviour.between` of a model whose kernels are told where documents begin, on its device.
+
+    Raises ModelError if it does not run.
+    """
+    vocabulary, half = model.config.get_text_config().vocab_size, TOKENS // 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, half), generator=generator)
+    others = (ids + vocabulary // 2) % vocabulary
+    positions = (torch.arange(TOKENS) % half)[None]
+    # a row at a time, as one kernel or other takes it
+    (twice,) = logits_of(model, torch.cat([ids, ids], dim=1), positions, told=True)
+    (after,) = logits_of(model, torch.cat([others, ids], dim=1), positions, told=True)
+    # a document alone: other kernels might round otherwise, but the first of two is alone, too
+    return max(moved(twice[half:], after[half:]), moved(twice[:half], twice[half:]))
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Logits [rows, tokens, vocab]. `positions`: of packed documents. Raises ModelError."""
+def logits_of(
+    model: Any, ids: Tensor, positions: Tensor | None = None, told: bool = False
+) -> Tensor:
+    """Logits [rows, tokens, vocab], computed by transformers' own code in torch, or else by kernels
+    that are told where documents begin. `positions`: of packed documents. Raises ModelError."""
     given = {} if positions is None else {"position_ids": positions}
+    if told and positions is not None:
+        given |= boundaries_of(positions)
+    given = {name: tensor.to(model.device) for name, tensor in given.items()}
+    find = none_found if positions is None else documents_of
     try:
-        with torch_paths(), documents_known(none_found if positions is None else documents_of):
-            logits: Tensor = model(input_ids=ids, use_cache=False, **given).logits
+        with nullcontext() if told else torch_paths(), documents_known(find):
+            outputs = model(input_ids=ids.to(model.device), use_cache=False, **given)
+            logits: Tensor = outputs.logits
     except Exception as error:  # whatever a family's code raises
         raise ModelError(f"it does not run ({type(error).__name__}: {error})") from error
     return logits

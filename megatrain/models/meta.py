@@ -61,28 +61,36 @@ class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def torch_paths() -> Iterator[None]:
+def torch_paths() -> Iterator[list[None]]:
     """Have transformers compute in plain torch, though a package of kernels is installed (fla,
     mamba-ssm, causal-conv1d): kernels want addresses on a GPU, which tensors without data lack.
 
     It does so while it takes a model to be exported. Only its choice of kernels is told that: its
     own torch code, which avoids some operators then, stays as it is.
+
+    Yields a list that grows whenever it asks, which it does only in place of such a kernel.
     """
     from transformers.integrations import hub_kernels
 
-    asked = hub_kernels.is_torchdynamo_exporting
-    hub_kernels.is_torchdynamo_exporting = lambda: True
+    asks = hub_kernels.is_torchdynamo_exporting
+    replaced: list[None] = []
+
+    def exporting() -> bool:
+        replaced.append(None)
+        return True
+
+    hub_kernels.is_torchdynamo_exporting = exporting
     try:
-        yield
+        yield replaced
     finally:
-        hub_kernels.is_torchdynamo_exporting = asked
+        hub_kernels.is_torchdynamo_exporting = asks
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """For a layer on the meta device, whose questions about values fail."""
-    with torch_paths(), MetaKernels():  # type: ignore[no-untyped-call]
-        yield
+def on_meta() -> Iterator[list[None]]:
+    """For a layer on the meta device, whose questions about values fail; as `torch_paths`."""
+    with torch_paths() as replaced, MetaKernels():  # type: ignore[no-untyped-call]
+        yield replaced
 
 
 @contextmanager

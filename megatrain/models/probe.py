@@ -47,6 +47,7 @@ class Findings:
     idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
     unused: list[str] = field(default_factory=list)  # used nowhere
     is_nan: bool = False  # what the model computes outside its layers
+    kernels: bool = False  # layers compute with those of a package beside transformers
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
@@ -243,12 +244,13 @@ class Probe:
         hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs))
         family, before = type(layer).__name__, buffers_of(twin)
         try:
-            with on_meta():
+            with on_meta() as replaced:
                 output = twin(hidden, *args, **kwargs)
         except Exception as error:  # whatever a layer's code raises on tensors without data
             raise self.refuse(
                 f"its layer {family} cannot run without data ({type(error).__name__}: {error})"
             ) from error
+        self.findings.kernels |= bool(replaced)
         extras = None if isinstance(output, torch.Tensor) else self.extras_in(output, hidden)
         states = output if extras is None else output[0]
         if written := [name for name, now in buffers_of(twin).items() if now != before[name]]:

@@ -19,10 +19,14 @@ from megatrain.errors import ModelError
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments that the model passes to one layer besides the hidden states."""
+    """The arguments that the model passes to one layer besides the hidden states.
+
+    end_to_end: the layer takes the sequences of a batch as one, [1, batch * tokens, hidden].
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    end_to_end: bool = False
 
 
 class ReachedEnd(Exception):

@@ -16,9 +16,16 @@ from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
-from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead
+from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead, why_together
 from megatrain.models.constants import Constants
-from megatrain.models.documents import documents_known, documents_of, none_found, separates
+from megatrain.models.documents import (
+    BEGINNINGS,
+    documents_known,
+    documents_of,
+    none_found,
+    separates,
+    told,
+)
 from megatrain.models.family import (
     build_model,
     draws_random_numbers,
@@ -95,14 +102,17 @@ class Skeleton:
         places = self.anatomy.published.constants
         self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model, passengers.modules)
+        self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
-        self._separates: bool | None = None
         self._again = False  # a layer is being recomputed: its graph is used at once
+        self._trust_remote_code = trust_remote_code
+        self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
+        self.masked = self._masked_layers()
 
     # -- binding -----------------------------------------------------------------------------------
 
@@ -227,7 +237,8 @@ class Skeleton:
     def embed(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[LayerCall]]:
         """The input of layer 0, [batch, tokens, hidden], and every layer's other arguments.
 
-        `inputs`: input_ids [batch, tokens] and whatever else the model's forward takes.
+        `inputs`: input_ids [batch, tokens] and whatever else the model's forward takes. With what
+            `boundaries_of` finds, layers that get no mask have kernels that are told of documents.
         """
         tape = Tape()
         try:
@@ -235,14 +246,18 @@ class Skeleton:
         except ReachedEnd:
             pass
         assert tape.hidden is not None and len(tape.calls) == len(self.layers)
+        if BEGINNINGS in inputs:
+            return tape.hidden, told(tape.calls, self.masked, inputs["input_ids"].shape)
         return tape.hidden, tape.calls
 
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
         retained = torch.is_grad_enabled() and not self._again
         run = (self._retaining if retained else self.layers)[index]
-        output = run(hidden, *call.args, **call.kwargs)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+        given = hidden.flatten(0, 1).unsqueeze(0) if call.end_to_end else hidden
+        output = run(given, *call.args, **call.kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        return output.reshape(hidden.shape) if call.end_to_end else output  # type: ignore[no-any-return]
 
     def layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Recompute a layer for its gradients alone: the output's values mean nothing."""
@@ -286,25 +301,48 @@ class Skeleton:
             hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
-    def separates_documents(self) -> bool:
+    def separates_documents(self, device: torch.device) -> bool:
         """True if documents packed into one sequence cannot see each other in any layer.
 
-        Found once, before the model is bound to a device: the masks that layers receive for
-        positions that begin anew must say so, and a small model of the family must do so.
+        The masks that layers receive for positions that begin anew must say so, and a small model
+        of the family do so. Where it does not, kernels on `device` must, told of documents.
         """
-        if self._separates is None and not (self.behaviour and self.behaviour.separates):
-            self._separates = False
-        if self._separates is None:
-            ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
-            try:
-                with self._zeros(), torch.no_grad():
-                    _, calls = self.embed({"input_ids": ids, "position_ids": positions})
-            except UNSUPPORTED:  # a family that takes no positions
-                self._separates = False
-            else:
-                inputs = [tensors_in((call.args, call.kwargs)) for call in calls]
-                self._separates = all(any(map(separates, tensors)) for tensors in inputs)
-        return self._separates
+        return self._by_masks or self.told_documents(device)
+
+    def told_documents(self, device: torch.device) -> bool:
+        """True if layers keep packed documents apart on `device` when, and only when, `embed` is
+        given what `boundaries_of` finds."""
+        return not self._by_masks and self.why_together(device) is None
+
+    def why_together(self, device: torch.device) -> str | None:
+        """Why kernels on `device` do not keep packed documents apart; None: they do, where they are
+        told of them. "": there are none. Tried once."""
+        found, attention = self.behaviour, self.config._attn_implementation
+        if found is None or found.between is None or found.separates or not self.has_kernels:
+            return ""
+        if device not in self._why_together:
+            where = device, self.dtype, self._trust_remote_code
+            self._why_together[device] = why_together(found.small, attention, *where)
+        return self._why_together[device]
+
+    @property
+    def _by_masks(self) -> bool:
+        return bool(self.behaviour and self.behaviour.separates and all(self.masked))
+
+    def _masked_layers(self) -> list[bool]:
+        """For each layer, whether the mask that it receives for positions that begin anew keeps
+        documents apart."""
+        none = [False] * len(self.layers)
+        if self.behaviour is None or self.behaviour.between is None:
+            return none
+        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+        try:
+            with self._zeros(), torch.no_grad():
+                _, calls = self.embed({"input_ids": ids, "position_ids": positions})
+        except UNSUPPORTED:  # a family that takes no positions
+            return none
+        inputs = [tensors_in((call.args, call.kwargs)) for call in calls]
+        return [any(map(separates, tensors)) for tensors in inputs]
 
     def _try_head(self) -> None:
         """Raise ModelError unless `head` runs on single positions. On zeros that take no memory."""

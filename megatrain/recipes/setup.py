@@ -96,10 +96,12 @@ def prepare(
     )
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
     packing = config.data.packing if config.method == "sft" else None
-    if packing is True and not skeleton.separates_documents():
+    if packing is True and not skeleton.separates_documents(machine.device):
+        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
         raise ConfigError(
             f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
-            "examples apart that are packed into one sequence; set data.packing: false"
+            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
+            "set data.packing: false"
         )
     name, groups = config.where("train.router_aux_loss_coef"), unless_auto(train.groups)
     coefficient = coefficient_of(skeleton, train.router_aux_loss_coef, name)

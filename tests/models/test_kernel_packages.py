@@ -1,19 +1,15 @@
 """Kernels of packages beside transformers (fla, mamba-ssm, causal-conv1d) and tensors without data.
 
-The packages need a GPU. Stand-ins of them, given to transformers' own decorator, raise as Triton
-does on the meta device.
+Stand-ins of the packages raise as Triton does on the meta device.
 """
 
 from __future__ import annotations
 
-import sys
-from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from megatrain.models.behaviour import observe
 from megatrain.models.meta import blank_call, on_meta
@@ -21,6 +17,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.compiled import predict_compiled
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from megatrain.planner.cost.shape import shape_of
+from tests.kernel_packages import install
 from tests.support import LINEAR, MAMBA, SIZES, tiny_config
 
 LAYERS: Any = {"num_hidden_layers": 2}
@@ -34,16 +31,8 @@ CONFIGS = {
 }
 
 
-class Package(ModuleType):
-    """Has every module and every function."""
-
-    def __getattr__(self, name: str) -> Package:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Package(name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+def launched(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 
 @pytest.fixture(params=CONFIGS)
@@ -53,22 +42,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """The family's functions, decorated anew while the packages are there."""
-    module = sys.modules[f"transformers.models.{family}.modeling_{family}"]
-    found = 0
-    for name, function in list(vars(module).items()):
-        if isinstance(function, FunctionType) and "is_new_implementation" in names_of(function):
-            cells = names_of(function)
-            monkeypatch.setitem(sys.modules, cells["package"], Package(cells["package"]))
-            decorated = use_kernel_func_from_hub_with_fallback(cells["func_name"], cells["package"])
-            monkeypatch.setattr(module, name, decorated(cells["torch_function"]))
-            found += 1
-    assert found > 3
-
-
-def names_of(function: FunctionType) -> dict[str, Any]:
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+    """The packages are there."""
+    install(monkeypatch, family, lambda *_: launched)
 
 
 def footprints(skeleton: Skeleton) -> list[Footprint]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatrain.config import load_config
 from megatrain.engine.resolved import packs
@@ -26,7 +27,9 @@ def test_auto_packs_short_sequences_on_a_gpu(project, family, packing, seq_len, 
     asked = [f"data.packing={packing}"] if packing else []
     config = load_config("cfg.yaml", [f"train.seq_len={seq_len}", *asked])
     skeleton = Skeleton(tiny_config(family))
-    assert packs(skeleton, config.data.packing, config.train.seq_len, "cuda") == packed
+    assert (
+        packs(skeleton, config.data.packing, config.train.seq_len, torch.device("cuda")) == packed
+    )
 
 
 @pytest.mark.parametrize("family", RECURRENT)

@@ -75,7 +75,7 @@ class DryRun:
 
     Attributes:
         seq_len: tokens of a sequence.
-        padded: layers receive a boolean mask for every sequence.
+        padded: layers that masks tell documents by receive a boolean one for every sequence.
         loss: logits [n, vocab] -> scalar.
         runs_on: "cpu" or "cuda", where the model will compute.
         compiles: predict compiled layers too; otherwise all are taken to be eager.
@@ -290,7 +290,7 @@ class DryRun:
             with torch.no_grad(), without_data():
                 _, calls = self._embed(rows)
             if self.padded:
-                calls = _padded(self.skeleton.layers, calls, rows, self.seq_len)
+                calls = _padded(self.skeleton, calls, rows, self.seq_len)
             self._known_calls[rows] = calls
         return self._known_calls[rows]
 
@@ -315,17 +315,20 @@ def primes() -> Iterator[int]:
 
 
 def _padded(
-    layers: Iterable[nn.Module], calls: Iterable[LayerCall], rows: int, seq_len: int
+    skeleton: Skeleton, calls: Iterable[LayerCall], rows: int, seq_len: int
 ) -> list[LayerCall]:
-    """What layers receive for padded sequences: a mask for each, where an unpadded batch has none
-    or one for all.
+    """What layers receive for packed sequences: a mask for each, where an unpacked batch has none
+    or one for all, unless it is their kernels that keep documents apart.
 
     Layers that share a mask go on sharing it. A mask made anew is boolean, the form in which
     transformers hands a padded batch to scaled-dot-product attention.
     """
     masks: dict[int | None, Tensor] = {}
     padded = []
-    for layer, call in zip(layers, calls, strict=True):
+    for layer, call, masked in zip(skeleton.layers, calls, skeleton.masked, strict=True):
+        if not masked:
+            padded.append(call)
+            continue
         args, kwargs, place = list(call.args), dict(call.kwargs), _place_of_mask(layer)
         by_place = place < len(args)
         mask = args[place] if by_place else kwargs.get(MASK)

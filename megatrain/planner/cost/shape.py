@@ -155,7 +155,8 @@ def shape_of(
         seq_len: tokens of a full sequence.
         micro_batch_tokens: sizes to try; each becomes as many full sequences as it holds, at least
             one.
-        padded: every layer receives a boolean mask [rows, 1, seq_len, seq_len].
+        padded: layers receive a boolean mask [rows, 1, seq_len, seq_len], unless it is their
+            kernels that keep documents apart.
         head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
         runs_on: "cpu" or "cuda", where the model will compute; their attention kernels differ.
         compiled: predict compiled layers too, a second for each kind of layer. Otherwise, and for

@@ -1,0 +1,172 @@
+"""Recurrent layers beside attention: documents in one sequence are apart where kernels are told of
+them, and only there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatrain.engine.resolved import Machine, compiles, packs
+from megatrain.machine.hardware import read_hardware
+from megatrain.machine.profile import known_or_typical
+from megatrain.models.documents import boundaries_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.shape import shape_of
+from megatrain.settings import Settings
+from tests.engine.test_shared_sequences import check
+from tests.kernel_packages import deaf, install, separating
+from tests.support import LINEAR, SIZES, tiny_config
+
+CPU = torch.device("cpu")
+LAYERS: Any = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+ROPE: Any = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+TEXT: Any = SIZES | LINEAR | LAYERS | {"head_dim": 8, "rope_parameters": ROPE}
+TOWER: Any = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+CONFIGS: dict[str, Any] = {
+    "qwen3_next": tiny_config("qwen3-next", num_hidden_layers=4),
+    "qwen3_5": transformers.Qwen3_5TextConfig(**TEXT),
+}
+SHARE = 1e-4  # of a gradient; a state that crosses documents moves it by a tenth and more
+
+
+@pytest.fixture(params=CONFIGS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_kernels_hear_where_documents_begin():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 7, 8, 9, 10]])
+    found = {name: tensor.tolist() for name, tensor in boundaries_of(positions).items()}
+    numbers = [[0, 0, 0, 1, 1, 2], [3] * 6]
+    assert found == {"cu_seq_lens_q": [0, 3, 5, 6, 12], "seq_idx": numbers}
+
+
+@pytest.mark.parametrize("retained", [0, 2])
+def test_rows_in_one_sequence_have_the_gradients_of_rows_apart(family, monkeypatch, retained):
+    install(monkeypatch, family, separating)
+    skeleton = Skeleton(CONFIGS[family])
+    assert skeleton.separates_documents(CPU)
+    assert skeleton.masked == [False, True] * 2
+    settings = Settings(head_chunk_tokens=7, retained=retained)
+    check(CONFIGS[family], [7, 5, 4, 3, 2], 13, SHARE, settings=settings)
+
+
+def test_so_have_those_of_a_model_that_sees_images(monkeypatch):
+    install(monkeypatch, "qwen3_5", separating)
+    config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=TOWER)
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    assert Skeleton(config).separates_documents(CPU)
+    check(config, [7, 5, 4, 3, 2], 13, SHARE)
+
+
+def absent(name: str, plain: Callable[..., Any]) -> None:
+    """No package is there."""
+
+
+def half_there(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
+    return None if name.startswith("causal") else separating(name, plain)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"),
+    [
+        (absent, "^$"),  # nobody is to be told
+        (half_there, "sequences apart without|logits move"),
+        (deaf, "kernels let logits move"),
+    ],
+)
+def test_kernels_that_do_not_hear_it_are_noticed(family, monkeypatch, kernels, why):
+    install(monkeypatch, family, kernels)
+    skeleton = Skeleton(CONFIGS[family])
+    assert not skeleton.separates_documents(CPU)
+    assert re.search(why, str(skeleton.why_together(CPU)))
+    with pytest.raises(AssertionError):  # documents leak
+        check(CONFIGS[family], [7, 5, 4, 3, 2], 13, SHARE)
+
+
+def test_nothing_is_told_where_masks_keep_documents_apart():
+    skeleton = Skeleton(tiny_config("llama"))
+    assert skeleton.separates_documents(CPU)
+    assert not skeleton.told_documents(CPU)
+
+
+def test_dry_runs_are_told_nothing_and_count_masks_where_there_are_any(family, monkeypatch):
+    install(monkeypatch, family, separating)
+    skeleton = Skeleton(CONFIGS[family], dtype=torch.float32)
+    _, calls = skeleton.dry_call(2, 8)
+    names = {name for call in calls for name in call.kwargs}
+    assert names.isdisjoint({"cu_seq_lens_q", "seq_idx"})
+    packed, rows = (
+        [layer.forward for layer in shape_of(skeleton, 8, [16], padded=padded).cost.layers]
+        for padded in (True, False)
+    )
+    assert [a != b for a, b in zip(packed, rows, strict=True)] == skeleton.masked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would be tried there")
+def test_examples_are_padded_aloud_where_kernels_cannot_be_tried(family, monkeypatch, caplog):
+    install(monkeypatch, family, separating)
+    with caplog.at_level("WARNING", "megatrain"):
+        assert not packs(Skeleton(CONFIGS[family]), "auto", 128, torch.device("cuda"))
+    (record,) = caplog.records
+    assert re.search("padded, not packed: a qwen3.* model .* \\(.*CUDA", record.message)
+
+
+@pytest.mark.parametrize(("kernels", "whole"), [(absent, True), (separating, False)])
+def test_auto_compiles_layers_without_kernels(family, monkeypatch, kernels, whole):
+    install(monkeypatch, family, kernels)
+    skeleton, hardware = Skeleton(CONFIGS[family]), read_hardware(".", "cpu")
+    machine = Machine(
+        torch.device("cuda"), "float32", hardware, known_or_typical(hardware), compiles=True
+    )
+    assert compiles(skeleton, machine, "auto", lengths_vary=False) is whole
+    assert compiles(skeleton, machine, True, lengths_vary=False)
+
+
+# -- on the kernels themselves ---------------------------------------------------------------------
+
+
+def real(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
+    """fla's kernels, and causal-conv1d's, or, as few machines have that, its stand-in."""
+    if name == "chunk_gated_delta_rule":
+        return getattr(import_module("fla.ops.gated_delta_rule"), name)  # type: ignore[no-any-return]
+    if name == "causal_conv1d_fn" and find_spec("causal_conv1d"):
+        return getattr(import_module("causal_conv1d"), name)  # type: ignore[no-any-return]
+    return separating(name, plain)
+
+
+WIDE: Any = {name: 32 for name in LINEAR if name.endswith("dim")} | {"max_position_embeddings": 128}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("precision", "share"), [("float32", 1e-2), ("bfloat16", 0.1)])
+def test_with_the_kernels_themselves(family, monkeypatch, precision, share, compiled):
+    install(monkeypatch, family, real)
+    config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | WIDE)
+    skeleton = Skeleton(config, dtype=getattr(torch, precision))
+    assert skeleton.why_together(torch.device("cuda")) is None
+    settings = Settings(head_chunk_tokens=64, compile=compiled, retained=1)
+    options = {"precision": precision, "settings": settings, "device": "cuda"}
+    check(config, [70, 50, 40, 30, 20], 128, share, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
+def test_a_convolution_that_does_not_hear_it_is_noticed_beside_them(family, monkeypatch):
+    def half(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
+        return (deaf if name.startswith("causal") else real)(name, plain)
+
+    install(monkeypatch, family, half)
+    config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | WIDE)
+    skeleton = Skeleton(config)
+    assert not skeleton.separates_documents(torch.device("cuda"))
+    assert "logits move" in str(skeleton.why_together(torch.device("cuda")))
