@@ -115,9 +115,9 @@ def test_data_sheets_say_nothing_of_grouped_matmuls(name):
 
 # TFLOP/s of both passes and of a lone matmul of the same size, by rows an expert:
 # benchmarks/results/2026-11-23-h200/grouped.json
-MEASURED_GROUPED = ((128, 246, 638), (256, 416, 715), (256, 397, 662), (512, 540, 732))
-MEASURED_GROUPED += ((512, 505, 661), (512, 485, 681), (1024, 578, 697), (1024, 590, 688))
-MEASURED_GROUPED += ((2048, 643, 689), (2048, 608, 733), (4096, 673, 728), (8192, 625, 706))
+MEASURED_GROUPED = [(128, 246, 638), (256, 416, 715), (256, 397, 662), (512, 540, 732)]
+MEASURED_GROUPED += [(512, 505, 661), (512, 485, 681), (1024, 578, 697), (1024, 590, 688)]
+MEASURED_GROUPED += [(2048, 643, 689), (2048, 608, 733), (4096, 673, 728), (8192, 625, 706)]
 
 
 @pytest.mark.parametrize(("rows", "grouped", "lone"), MEASURED_GROUPED)

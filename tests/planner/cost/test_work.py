@@ -40,11 +40,12 @@ def test_products_by_hand(llama):
 
 
 @pytest.mark.parametrize(
-    ("attention", "pairs"), [("sdpa", TOKENS * (TOKENS + 1) // 2), ("eager", TOKENS * TOKENS)]
+    ("attention", "columns", "pairs"),
+    [("sdpa", 4 * 64, TOKENS * (TOKENS + 1) // 2), ("eager", 64, TOKENS * TOKENS)],
 )
-def test_causal_attention_counts_half_where_a_kernel_skips_it(attention, pairs):
+def test_causal_attention_counts_half_where_a_kernel_skips_it(attention, columns, pairs):
     layer = shape(LlamaConfig(**SIZES, num_hidden_layers=1), attention=attention).cost.layers[0]
-    assert layer.forward.attention_flops == 4 * 64 * pairs // TOKENS
+    assert layer.forward.attention_flops == 4 * columns * pairs // TOKENS
     assert layer.backward.attention_flops == 2 * layer.forward.attention_flops
     assert layer.forward.matmul_flops == 2 * MATRICES
 
@@ -128,7 +129,8 @@ def test_operations_by_hand():
     assert found.backward == ((matrix + 8 * 4) + 3 * matrix, 4)
 
 
-def test_fused_attention_is_no_traffic():
+@pytest.mark.parametrize(("runs_on", "columns"), [("cpu", 4), ("cuda", 64)])
+def test_fused_attention_is_no_traffic_and_counts_whole_tiles_on_cuda(runs_on, columns):
     query, key, value = (
         torch.empty(1, 2, 8, 4, device="meta", requires_grad=True) for _ in range(3)
     )
@@ -136,8 +138,8 @@ def test_fused_attention_is_no_traffic():
     def forward() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    found = tally(forward, [query, key, value], [], fused=True, runs_on="cuda")
-    assert found.attention_flops == 4 * 2 * 4 * (8 * 9 // 2)
+    found = tally(forward, [query, key, value], [], fused=True, runs_on=runs_on)
+    assert found.attention_flops == 4 * 2 * columns * (8 * 9 // 2)
     assert (found.forward, found.backward) == ((0, 1), (0, FUSED_BACKWARD_KERNELS))
 
 
