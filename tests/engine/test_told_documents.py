@@ -147,6 +147,7 @@ WIDE: Any = {name: 32 for name in LINEAR if name.endswith("dim")} | {"max_positi
 
 @pytest.mark.cuda
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
+@pytest.mark.filterwarnings("ignore")  # of what fla finds not installed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("precision", "share"), [("float32", 1e-2), ("bfloat16", 0.1)])
 def test_with_the_kernels_themselves(family, monkeypatch, precision, share, compiled):
@@ -161,6 +162,7 @@ def test_with_the_kernels_themselves(family, monkeypatch, precision, share, comp
 
 @pytest.mark.cuda
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
+@pytest.mark.filterwarnings("ignore")  # of what fla finds not installed
 def test_a_convolution_that_does_not_hear_it_is_noticed_beside_them(family, monkeypatch):
     def half(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
         return (deaf if name.startswith("causal") else real)(name, plain)
