@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 
 from megatrain.engine.head import token_logprobs
+from megatrain.engine.routing import balanced_on_meta
 from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.memory.layout import FlatLayout
@@ -123,17 +124,18 @@ def resolve(
     lengths_vary = packing is not None and not packed
     fused = compiles(skeleton, machine, compile, lengths_vary)
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.layers))
-    shape = shape_of(
-        skeleton,
-        seq_len,
-        sizes,
-        head_loss=next_token_on_meta,
-        runs_on=device,
-        padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
-        compiled=fused,
-        fp8=machine.precision == "fp8",
-        layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
-    )
+    with balanced_on_meta(skeleton, router_aux_loss_coef):
+        shape = shape_of(
+            skeleton,
+            seq_len,
+            sizes,
+            head_loss=next_token_on_meta,
+            runs_on=device,
+            padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
+            compiled=fused,
+            fp8=machine.precision == "fp8",
+            layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
+        )
     return Resolved(
         machine=machine,
         skeleton=skeleton,

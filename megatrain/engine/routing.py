@@ -27,6 +27,7 @@ from megatrain.models.transforms.chunked import chunks_of
 from megatrain.settings import ROUTER_AUX_LOSS_COEF
 
 KEY = "router_aux_loss_coef"
+MOST_ROWS = 1 << 40  # more than a router on the meta device ever sees
 
 
 def coefficient_of(skeleton: Skeleton, asked: Any, name: str = KEY) -> float:
@@ -55,6 +56,27 @@ def balancer_of(skeleton: Skeleton, coefficient: float, groups: int) -> Balancer
         return None
     check_groups(coefficient, groups)
     return Balancer(_routers_of(skeleton, KEY), coefficient)
+
+
+@contextmanager
+def balanced_on_meta(skeleton: Skeleton, coefficient: float) -> Iterator[None]:
+    """Layers that run inside, on the meta device, save and compute what balancing has them save and
+    compute in a graph; with a coefficient of 0 nothing."""
+    if not coefficient:
+        yield
+        return
+    balancer, meta = Balancer(_routers_of(skeleton, KEY), coefficient), torch.device("meta")
+    every = torch.zeros(MOST_ROWS, device=meta)
+
+    def see_all(module: nn.Module, args: Any, output: Any) -> None:
+        # a part of what is there already: micro-batches have their own, and layers share it
+        balancer.real = every[: len(tensors_of(output)[balancer.place.logits])]
+
+    with ExitStack() as resources, balancer.balancing():
+        for _, module in balancer.routers.modules:
+            resources.enter_context(module.register_forward_hook(see_all))
+        balancer.open((), meta, resources)
+        yield
 
 
 def _routers_of(skeleton: Skeleton, name: str) -> Routers:

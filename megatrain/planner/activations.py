@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
 SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
 INPUT_BYTES = 24  # per token: its id, its position among the targets and its label, int64 each
+BALANCED_BYTES = 4  # and where routers are balanced, whether it is no padding, fp32
 
 # Reserved by torch's caching allocator and not used: it grows with the working set, where tensors
 # of many sizes come and go. H200 with expandable segments, eager: 37 to 83 MiB for working sets of
@@ -180,10 +181,11 @@ class Activations:
         tokens = self.choices.micro_batch_tokens
         inputs = max(self.job.step(tokens).most, self.group_tokens)  # of the whole step
         calls = self.choices.micro_batches(self.job) * self.shape.calls.at(tokens)
+        each = INPUT_BYTES + (BALANCED_BYTES if self.job.balances_routers else 0)
         return {
             "boundary activations": self._checkpoints,
             "retained activations": self._retained,
-            "token ids and targets": INPUT_BYTES * inputs,
+            "token ids and targets": each * inputs,
             "rotary tables and masks": calls,
         }
 

@@ -91,12 +91,13 @@ def other_versions(run_dir: Path) -> list[str]:
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:
-    """Versions and hardware, as JSON-able values."""
+    """Versions, hardware, and the rates that the plan was made from, as JSON-able values."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(machine.hardware),
+        "rates": asdict(machine.profile),
     }
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import megatrain as mt
+from megatrain.engine.build import prepare
+from megatrain.engine.resolved import Weights
 from megatrain.engine.routing import coefficient_of
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
@@ -250,3 +252,25 @@ def test_another_weight_in_config_json_is_said(tmp_path, caplog):
     with caplog.at_level("INFO", "megatrain"):
         planned(tmp_path, "olmoe")
     assert "balancing loss weighs 0.001, not 0.01 as in config.json" in caplog.text
+
+
+def test_a_plan_counts_what_balanced_layers_keep(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
+
+    def shape_and_inputs(coefficient: float) -> tuple[Any, int]:
+        plan = prepare(
+            tiny_config("mixtral"),
+            precision="float32",
+            device="cpu",
+            router_aux_loss_coef=coefficient,
+            tokens_per_step=64,
+            seq_len=16,
+            weights=Weights(None),
+        ).plan
+        assert plan is not None
+        return plan.made_of.shape, plan.device["token ids and targets"]
+
+    (without, inputs), (balanced, more) = map(shape_and_inputs, (0.0, COEFFICIENT))
+    logits = 16 * 4 * 4 * without.layers  # of 4 experts, in float32
+    assert balanced.retained[-1].at(16) - without.retained[-1].at(16) == logits
+    assert more - inputs == 4 * 64

@@ -54,6 +54,7 @@ def test_json_holds_the_figures_and_where_they_come_from(megatrain):
     assert result["config"]["train"]["seq_len"] == 64
     assert result["environment"]["device"] == "cpu"
     assert {"torch", "transformers", "megatrain"} <= result["environment"]["packages"].keys()
+    assert len(result["environment"]["rates"]["update"][0]) == 2
 
 
 def test_of_a_mixture_both_counts_are_said(megatrain, project):

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine.routing import balanced_on_meta
 from megatrain.engine.verify import gradients_of
 from megatrain.models.meta import blank_call
 from megatrain.models.plain import plain_gradients
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.footprint import call_peak_bytes
-from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.activations import BALANCED_BYTES
+from megatrain.planner.cost.footprint import LiveBytes, call_peak_bytes
+from megatrain.planner.cost.shape import ModelShape, shape_of
+from megatrain.settings import Settings
 from tests.compare import apart
 from tests.plain import named_gradients
 from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
@@ -69,3 +72,46 @@ def test_rows_that_no_grouped_kernel_takes_are_planned_and_train():
         ours = gradients_of(engine)
     plain_gradients(plain, batches)
     assert apart(ours, named_gradients(plain), of_largest=1e-6) == []
+
+
+def balanced_shape(family: str, coefficient: float, tokens: int, **options: Any) -> ModelShape:
+    skeleton = Skeleton(tiny_config(family), dtype=options.pop("dtype", torch.float32))
+    with balanced_on_meta(skeleton, coefficient):
+        return shape_of(skeleton, TOKENS, [tokens], **options)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt-oss"])
+def test_retained_layers_keep_the_logits_of_balanced_routers_as_planned(family):
+    """The peak of a real step whose layers are all retained grows by what the dry run counts."""
+    tokens, batches = 8 * TOKENS, full_batches(1, [(8, TOKENS)] * 3)
+
+    def peak(coefficient: float) -> int:
+        settings, live = Settings(head_chunk_tokens=7, retained=9), LiveBytes()
+        config, balanced = tiny_config(family), dict[str, Any](router_aux_loss_coef=coefficient)
+        with engine_of(config, settings=settings, **balanced) as engine, live:
+            engine.forward_backward(batches)
+        return live.peak
+
+    shapes = [balanced_shape(family, coefficient, tokens) for coefficient in (0.0, 0.1)]
+    logits = 4 * 4 * tokens * shapes[0].layers  # of 4 experts, in float32
+    without, kept = (shape.retained[-1].at(tokens) for shape in shapes)
+    assert kept - without == logits
+    marks = BALANCED_BYTES * tokens  # whether a token is real
+    assert peak(0.1) - peak(0.0) == pytest.approx(len(batches) * (logits + marks), abs=16)
+
+
+def test_compiled_layers_keep_logits_for_other_gradients_anyway():
+    given = {"dtype": torch.bfloat16, "runs_on": "cuda", "compiled": True}
+    without, kept = (
+        balanced_shape("mixtral", coefficient, TOKENS, **given) for coefficient in (0.0, 0.1)
+    )
+    assert kept.retained[-1].at(TOKENS) - without.retained[-1].at(TOKENS) == 3 * 4 * 2 * TOKENS
+    assert kept.retained_compiled == without.retained_compiled
+
+
+def test_routers_are_as_they_were_when_a_plan_is_made():
+    skeleton = Skeleton(tiny_config("mixtral"), dtype=torch.float32)
+    before = shape_of(skeleton, TOKENS, [TOKENS]).retained
+    with balanced_on_meta(skeleton, 0.1):
+        assert shape_of(skeleton, TOKENS, [TOKENS]).retained != before
+    assert shape_of(skeleton, TOKENS, [TOKENS]).retained == before
