@@ -16,7 +16,7 @@ FOUND = {
 # One of every kind of layer, and of every state.
 SOME = (
     "llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba2",
-    "falcon", "qwen3_5", "llava", "zaya", "bert", "gemma3n_text", "dots3_note_text", "reformer",
+    "falcon", "qwen3_5_moe", "llava", "zaya", "bert", "gemma3n_text", "dots3_note_text", "reformer",
 )  # fmt: skip
 
 
