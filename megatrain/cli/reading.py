@@ -85,6 +85,7 @@ def verify(
         str, typer.Argument(metavar="MODEL", help="Model folder, hub id or named shape.")
     ],
     as_json: AsJson = False,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Compare a small model of the same family with plain PyTorch: loss, gradients, steps, folder.
 
@@ -93,7 +94,7 @@ def verify(
     find_shape(model)
     from megatrain.recipes.verify import verify as check
 
-    found = check(model)
+    found = check(model, trust_remote_code)
     show(found, as_json)
     if found.verdict.state != "passed":
         raise typer.Exit(VerificationError.exit_code)

@@ -31,7 +31,7 @@ from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.storage.export import save_pretrained
 
-FORMAT = 1  # of verdicts: they are made anew with another
+FORMAT = 2  # of verdicts: they are made anew with another
 STEPS, SHAPES = 3, ((2, 9), (1, 13))  # of micro-batches: rows, tokens
 MAX_NORM = 0.5
 # An eps far above rounding: a gradient that is zero but for rounding must not become a whole step.

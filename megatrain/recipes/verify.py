@@ -51,14 +51,16 @@ class Checked:
         )
 
 
-def verify(source: str) -> Checked:
+def verify(source: str, trust_remote_code: bool = False) -> Checked:
     """Check the family of a folder, hub id or named shape, and keep the verdict.
 
     Raises ModelError and ConfigError.
     """
     quiet_libraries()
-    skeleton, started = Skeleton(shape_config(bench_config(source))), time.perf_counter()
-    verdict = check(skeleton)
+    config = bench_config(source).with_values({"model.trust_remote_code": trust_remote_code})
+    started = time.perf_counter()
+    skeleton = Skeleton(shape_config(config), trust_remote_code=trust_remote_code)
+    verdict = check(skeleton, trust_remote_code)
     keep(skeleton, verdict)
     return Checked(source, skeleton.anatomy.family, verdict, time.perf_counter() - started)
 

@@ -65,6 +65,13 @@ def test_it_is_run_only_when_the_user_says_so(megatrain, trained, mark, line, na
     assert mark.exists()
 
 
+def test_the_self_check_runs_it_only_when_the_user_says_so(megatrain, mark):
+    assert "--trust-remote-code" in megatrain("verify own", code=2).err
+    assert not mark.exists()
+    assert '"passed"' in megatrain("verify own --json --trust-remote-code").out
+    assert mark.exists()
+
+
 def test_the_code_is_part_of_every_model_folder(megatrain, trained, project, mark):
     megatrain("export run out")
     code = CODE.format(mark=str(mark)).encode()
