@@ -31,9 +31,14 @@ def key_of(skeleton: Skeleton, *more: Any) -> str:
         for name, module in layer.named_modules()
         if chunks_of(module)
     ]
-    return repr(
-        (skeleton.model, skeleton.dtype, attention, skeleton.config.to_dict(), chunked, more)
-    )
+    hooked = [
+        name
+        for layer in skeleton.layers
+        for name, module in layer.named_modules()
+        if module._forward_hooks
+    ]
+    config = skeleton.config.to_dict()
+    return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, more))
 
 
 class Once:
