@@ -122,7 +122,7 @@ def resolve(
     device = machine.device.type
     packed = packs(skeleton, packing, seq_len, machine.device)
     lengths_vary = packing is not None and not packed
-    fused = compiles(skeleton, machine, compile, lengths_vary)
+    compiled = compiles(skeleton, machine, compile, lengths_vary)
     sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.layers))
     with balanced_on_meta(skeleton, router_aux_loss_coef):
         shape = shape_of(
@@ -132,7 +132,7 @@ def resolve(
             head_loss=next_token_on_meta,
             runs_on=device,
             padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
-            compiled=fused,
+            compiled=compiled,
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
         )
@@ -144,7 +144,7 @@ def resolve(
         max_grad_norm=max_grad_norm,
         router_aux_loss_coef=router_aux_loss_coef,
         seq_len=seq_len,
-        compile=fused,
+        compile=compiled,
         packed_to=seq_len if packed else None,
         lengths_vary=lengths_vary,
         weights=weights,

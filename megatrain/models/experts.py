@@ -52,13 +52,13 @@ def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     every = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
 
-    rows = _to_experts(hidden, order, inverse, each)
+    rows = _rows(hidden, order, inverse, each, True)
     matrix = "gate_up_proj" if experts.has_gate else "up_proj"
     rows = _product(rows, getattr(experts, matrix), ends, experts.is_transposed)
     if experts.has_bias:
         rows = rows + _biases(getattr(experts, f"{matrix}_bias"), of_row)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    weight_of_row = _to_experts(weights.reshape(-1, 1), order, inverse, 1)
+    weight_of_row = _rows(weights.reshape(-1, 1), order, inverse, 1, True)
     normed = getattr(experts, "has_post_expert_norm", False)
     if not normed:
         rows = (rows * weight_of_row).to(rows.dtype)
@@ -67,7 +67,7 @@ def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         if experts.has_bias:
             rows = rows + _biases(experts.down_proj_bias, of_row)
         rows = (experts.post_expert_norm(rows) * weight_of_row).to(rows.dtype)
-    out = _from_experts(rows, order, inverse, each)
+    out = _rows(rows, order, inverse, each, False)
     if experts.has_bias and not normed:
         shares = weights.new_zeros(tokens, experts.num_experts).scatter_add(1, chosen, weights)
         out = out + shares.to(out.dtype) @ experts.down_proj_bias
@@ -90,35 +90,29 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> 
     return cast(Tensor, torch.ops.transformers.grouped_mm_fallback(rows, matrices, offs=ends))
 
 
-def _gathered(hidden: Tensor, order: Tensor, each: int) -> Tensor:
-    """[tokens x each, hidden]: tokens in the order of their experts."""
-    return hidden.index_select(0, order // each)
-
-
-def _summed(rows: Tensor, inverse: Tensor, each: int) -> Tensor:
-    """[tokens, hidden]: the sum of each token's rows, added up in float32.
+def _moved(states: Tensor, order: Tensor, inverse: Tensor, each: int, there: bool) -> Tensor:
+    """[tokens x each, hidden] of [tokens, hidden], in the order of experts, if `there`; else back,
+    each token's rows added up in float32.
 
     Row by row, which the compiler makes one kernel of; none reads rows as a reduction does.
     """
+    if there:
+        return states.index_select(0, order // each)
     of_token = inverse.view(-1, each)
-    out = rows.index_select(0, of_token[:, 0]).float()
+    out = states.index_select(0, of_token[:, 0]).float()
     for nth in range(1, each):
-        out = out + rows.index_select(0, of_token[:, nth])
-    return out.to(rows.dtype)
+        out = out + states.index_select(0, of_token[:, nth])
+    return out.to(states.dtype)
 
 
-def _matrices_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+@torch.library.custom_op("megatrain::matrices_gradient", mutates_args=())
+def matrices_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """[experts, m, n]: left.T @ right of the rows of each expert, [rows, m] and [rows, n].
 
     An operator, so that the compiler keeps the layout of its inputs: kernels take columns only if
     every expert has a multiple of 8 rows.
     """
     return F.grouped_mm(left.T, right, offs=ends)
-
-
-matrices_gradient = torch.library.custom_op(
-    "megatrain::matrices_gradient", _matrices_gradient, mutates_args=()
-)
 
 
 @matrices_gradient.register_fake
@@ -149,30 +143,21 @@ class _Grouped(torch.autograd.Function):
         return to_rows, matrices_gradient(*pair, ends), None, None
 
 
-class _ToExperts(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Rows on their way to experts, and back: either is the other's gradient."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.each = each
-        return _gathered(hidden, order, each)
+    def forward(
+        ctx: Any, states: Tensor, order: Tensor, inverse: Tensor, each: int, there: bool
+    ) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.each, ctx.there = each, there
+        return _moved(states, order, inverse, each, there)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return _summed(grad, inverse, ctx.each), None, None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.each = each
-        return _summed(rows, inverse, each)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _gathered(grad, order, ctx.each), None, None, None
+        order, inverse = ctx.saved_tensors
+        return _moved(grad, order, inverse, ctx.each, not ctx.there), None, None, None, None
 
 
 class _Biases(torch.autograd.Function):
@@ -191,6 +176,5 @@ class _Biases(torch.autograd.Function):
 
 
 _grouped: Any = _Grouped.apply
-_to_experts: Any = _ToExperts.apply
-_from_experts: Any = _FromExperts.apply
+_rows: Any = _Moved.apply
 _biases: Any = _Biases.apply

@@ -24,7 +24,7 @@ ALIGNMENT = 8  # columns of a head: fused kernels take only multiples
 def use_fused_sinks(model: Any) -> None:
     """Have a model whose attention is eager because of sinks use `attend`, if it lets one choose.
 
-    Whether its sinks reach `attend` is not known here: models/verify tries it.
+    Whether its sinks reach `attend` is not known here: engine/verify.py tries it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

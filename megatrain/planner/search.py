@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # at 32k on an H200, and a 1.8B layer is fastest at 16k.
 AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 # A mixture's experts share a micro-batch, and each of its micro-batches has gradients of them all.
-# Qwen3-30B-A3B's layers on an H200: 66,585 tokens/s at 16k, 69,283 at 32k, 60,540 at 64k.
+# Qwen3-30B-A3B's layers on an H200: 66,585 tokens/s at 16k, 69,494 at 32k, 60,540 at 64k.
 MIXTURE_TIMES = 2
 SMALLEST_HEAD_CHUNK_TOKENS = 256
 # Parts of their range at which numbers of retained layers, and of layers that send saved

@@ -57,7 +57,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(tokens, rows_of):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_window_is_computed_in_blocks_and_without_it_nothing_changes():
+def test_a_window_is_computed_in_blocks():
     from torch.utils.flop_counter import FlopCounterMode
 
     _, model = models()
