@@ -23,7 +23,7 @@ from megatrain.engine.masters import write_master
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
-from megatrain.models.meta import torch_paths
+from megatrain.models.kernel_packages import torch_paths
 from megatrain.models.plain import plain_gradients, plain_model, small_scale
 from megatrain.models.shrink import shrink
 from megatrain.models.skeleton import Skeleton

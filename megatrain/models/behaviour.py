@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models.documents import boundaries_of, documents_known, documents_of, none_found
-from megatrain.models.meta import torch_paths
+from megatrain.models.kernel_packages import torch_paths
 from megatrain.models.plain import plain_model, small_scale
 from megatrain.models.shrink import shrink
 

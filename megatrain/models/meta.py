@@ -1,6 +1,7 @@
 """Running models on the meta device, where tensors have shapes and dtypes but no values.
 
-Only this file uses torch's private dispatch modes and the identity of storages (`_cdata`).
+Only this file and kernel_packages.py use torch's private dispatch modes, and only this one the
+identity of storages (`_cdata`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.models.recorder import LayerCall
+from megatrain.models.kernel_packages import kernels_left_out, torch_paths
+from megatrain.models.recorder import LayerCall, tensors_in
 
 LARGE = 1 << 24  # elements: far more than a table that layers compute with has
 
@@ -61,32 +63,6 @@ class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def torch_paths() -> Iterator[list[None]]:
-    """Have transformers compute in plain torch, though a package of kernels is installed (fla,
-    mamba-ssm, causal-conv1d): kernels want addresses on a GPU, which tensors without data lack.
-
-    It does so while it takes a model to be exported. Only its choice of kernels is told that: its
-    own torch code, which avoids some operators then, stays as it is.
-
-    Yields a list that grows whenever it asks, which it does only in place of such a kernel.
-    """
-    from transformers.integrations import hub_kernels
-
-    asks = hub_kernels.is_torchdynamo_exporting
-    replaced: list[None] = []
-
-    def exporting() -> bool:
-        replaced.append(None)
-        return True
-
-    hub_kernels.is_torchdynamo_exporting = exporting
-    try:
-        yield replaced
-    finally:
-        hub_kernels.is_torchdynamo_exporting = asks
-
-
-@contextmanager
 def on_meta() -> Iterator[list[None]]:
     """For a layer on the meta device, whose questions about values fail; as `torch_paths`."""
     with torch_paths() as replaced, MetaKernels():  # type: ignore[no-untyped-call]
@@ -94,10 +70,11 @@ def on_meta() -> Iterator[list[None]]:
 
 
 @contextmanager
-def without_data() -> Iterator[None]:
+def without_data(runs_on: str = "cpu") -> Iterator[None]:
     """For runs on the meta device: as `on_meta`, but under `AssumeYes`, and the random state stays
-    as it was."""
-    with torch.random.fork_rng(devices=[]), torch_paths(), AssumeYes():  # type: ignore[no-untyped-call]
+    as it was. runs_on: "cuda" for the kernels of packages that it has, else transformers' path."""
+    paths = kernels_left_out() if runs_on == "cuda" else torch_paths()
+    with torch.random.fork_rng(devices=[]), paths, AssumeYes():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -133,11 +110,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
         """`func`, an overload of a torch operator, has made `written` from `read`."""
         raise NotImplementedError
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a nested structure."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:

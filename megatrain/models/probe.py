@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 from megatrain.models.constants import kept_tensors, persistent_buffers, trains
-from megatrain.models.meta import is_open_container, on_meta, tensors_in, to_meta, zeros_outside
+from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.passengers import poison
 from megatrain.models.recorder import (
     LayerCall,
@@ -30,6 +30,7 @@ from megatrain.models.recorder import (
     form_output,
     kind_of,
     split_hidden,
+    tensors_in,
 )
 
 PROBE_TOKENS = 4

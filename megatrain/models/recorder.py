@@ -29,6 +29,11 @@ class LayerCall:
     end_to_end: bool = False
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class ReachedEnd(Exception):
     """Raised by the last recorder: all layers have been seen, and what follows is the head."""
 

@@ -32,11 +32,11 @@ from megatrain.models.family import (
     layers_in,
     refuse_what_is_not_built,
 )
-from megatrain.models.meta import tensors_in, to_meta, zeros_outside
+from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
 from megatrain.models.passengers import passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
-from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape
+from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from megatrain.models.meta import torch_paths
+from megatrain.models.kernel_packages import torch_paths
 from megatrain.models.recorder import LayerCall
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping

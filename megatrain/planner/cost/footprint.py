@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
-from megatrain.models.meta import Watch, blank_call, storage_of, tensors_in, without_data
-from megatrain.models.recorder import LayerCall
+from megatrain.models.meta import Watch, blank_call, storage_of, without_data
+from megatrain.models.recorder import LayerCall, tensors_in
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def call_peak_bytes(
     Args:
         inputs: leaf tensors that require gradients, made before the call.
         fused_attention: False for eager attention.
-        runs_on: "cpu" or "cuda", the device whose attention kernels count.
+        runs_on: "cpu" or "cuda", the device whose kernels count.
         what: names the computation in errors.
         output_stays: the output is still held while gradients are computed.
 
@@ -225,7 +225,7 @@ def call_peak_bytes(
     wanted = list(inputs)
     live = LiveBytes()
     try:
-        with without_data(), torch.enable_grad():
+        with without_data(runs_on), torch.enable_grad():
             with FusedAttention(runs_on) if fused_attention else nullcontext(), live:
                 out = forward()
             saved_bytes = live.live

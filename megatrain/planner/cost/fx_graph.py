@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 import megatrain.models.transforms.fp8_kernels  # noqa: F401  registers the kernels
-from megatrain.models.meta import tensors_in
+from megatrain.models.recorder import tensors_in
 from megatrain.planner.cost.work import MATMULS, Traffic
 
 aten = torch.ops.aten

@@ -117,7 +117,7 @@ def tally(
     fused: False for eager attention. runs_on: "cpu" or "cuda".
     """
     ahead, back, attention = Operations(parameters), Operations(()), AttentionCalls(runs_on)
-    with without_data(), torch.enable_grad():
+    with without_data(runs_on), torch.enable_grad():
         with FusedAttention(runs_on, attention) if fused else nullcontext(), ahead:
             out = forward()
         grad = torch.empty_like(out)
