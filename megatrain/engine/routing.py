@@ -66,7 +66,7 @@ def balanced_on_meta(skeleton: Skeleton, coefficient: float) -> Iterator[None]:
         yield
         return
     balancer, meta = Balancer(_routers_of(skeleton, KEY), coefficient), torch.device("meta")
-    every = torch.zeros(MOST_ROWS, device=meta)
+    every = torch.zeros(1, device=meta).expand(MOST_ROWS)  # one number in memory
 
     def see_all(module: nn.Module, args: Any, output: Any) -> None:
         # a part of what is there already: micro-batches have their own, and layers share it

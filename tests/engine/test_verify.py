@@ -47,7 +47,8 @@ def test_layers_that_hand_something_on_behind_the_model_s_back_fail(monkeypatch)
 
     def sideways(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if hidden.is_meta:  # only its shape is wanted
-            return plain(layer, hidden, *args, **kwargs)
+            shaped: Tensor = plain(layer, hidden, *args, **kwargs)
+            return shaped
         if layer.self_attn.layer_idx:
             hidden = hidden + 0.1 * handed_on[hidden.shape]
         output: Tensor = plain(layer, hidden, *args, **kwargs)

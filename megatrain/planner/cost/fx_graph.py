@@ -328,8 +328,8 @@ def _numel(node: fx.Node) -> int:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value; 0 for what is no tensor."""
-    return sum(tensor.nbytes for tensor in _values(node))
+    """Bytes in memory of a node's value; 0 for what is no tensor."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _values(node))
 
 
 def _total(nodes: Iterable[fx.Node], rows: int) -> tuple[int, int]:

@@ -109,6 +109,18 @@ def test_compiled_layers_keep_logits_for_other_gradients_anyway():
     assert kept.retained_compiled == without.retained_compiled
 
 
+def test_balancing_moves_no_more_memory_than_a_routers_logits():
+    """Compiled kernels read which tokens are real, and nothing of the same size for all models."""
+    given = {"dtype": torch.bfloat16, "runs_on": "cuda", "compiled": True}
+    without, balanced = (
+        balanced_shape("mixtral", coefficient, TOKENS, **given).cost.layers[0].backward
+        for coefficient in (0.0, 0.1)
+    )
+    probabilities = 4 * 4 * TOKENS  # of 4 experts, in float32
+    more = balanced.compiled_bytes - without.compiled_bytes
+    assert 0 < more < 20 * probabilities
+
+
 def test_routers_are_as_they_were_when_a_plan_is_made():
     skeleton = Skeleton(tiny_config("mixtral"), dtype=torch.float32)
     before = shape_of(skeleton, TOKENS, [TOKENS]).retained
