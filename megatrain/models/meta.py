@@ -121,7 +121,7 @@ def storage_of(tensor: Tensor) -> int:
 def is_open_container(value: Any) -> bool:
     """True if a layer could store something here: an empty list or dict, or a dict subclass."""
     return isinstance(value, MutableMapping | MutableSequence) and (
-        not len(value) or not isinstance(value, dict | list)
+        not isinstance(value, dict | list) or not len(value)
     )
 
 

@@ -23,6 +23,7 @@ from megatrain.models.constants import kept_tensors, persistent_buffers, trains
 from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.passengers import poison
 from megatrain.models.recorder import (
+    Discarding,
     LayerCall,
     StandIn,
     UnusedOutput,
@@ -230,7 +231,7 @@ class Probe:
                 raise self.refuse(
                     f"layer {index} receives a key-value cache ({name}) although none was asked for"
                 )
-            if is_open_container(value):
+            if is_open_container(value) and not isinstance(value, Discarding):
                 containers[name] = value
         return containers, unusable
 
@@ -247,6 +248,8 @@ class Probe:
         try:
             with on_meta() as replaced:
                 output = twin(hidden, *args, **kwargs)
+        except UnusedOutputUsed as error:
+            raise self.refuse(str(error)) from error
         except Exception as error:  # whatever a layer's code raises on tensors without data
             raise self.refuse(
                 f"its layer {family} cannot run without data ({type(error).__name__}: {error})"

@@ -7,6 +7,8 @@ replaced by a `Recorder` that notes what the layer would receive.
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +62,33 @@ class UnusedOutput:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
         return self.__torch_function__()
+
+
+class Discarding(UserDict[Any, Any]):
+    """Stands in for the empty dict `of` that a model hands to its layers, one after the other.
+
+    What a layer puts there is dropped: kept, it would outlive the layer's graph. A layer that asks
+    for anything would get nothing here, so that raises. The model may hand the dict out.
+    """
+
+    def __init__(self, of: MutableMapping[Any, Any]) -> None:
+        super().__init__()
+        self.of = of
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.of[key] = UnusedOutput()
+
+    def refuse(self, *_: Any) -> Any:
+        raise UnusedOutputUsed("its layers look for what earlier layers have put into a dict")
+
+    __getitem__ = __delitem__ = __contains__ = __iter__ = __len__ = refuse
+
+
+def discarding(value: Any) -> Any:
+    """`value`, or a stand-in for it if it is a dict, of whatever class, with nothing to be used."""
+    if not isinstance(value, MutableMapping):
+        return value
+    return value if any(type(v) is not UnusedOutput for v in value.values()) else Discarding(value)
 
 
 def form_output(hidden: torch.Tensor, extras: int | None) -> Any:
@@ -125,9 +154,9 @@ class Recorder(StandIn):
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, LayerCall]:
     """(hidden states, the other arguments) that a layer was called with."""
+    rest = {name: discarding(value) for name, value in kwargs.items()}
     if args:
-        return args[0], LayerCall(args[1:], kwargs)
-    rest = dict(kwargs)
+        return args[0], LayerCall(tuple(map(discarding, args[1:])), rest)
     return rest.pop("hidden_states"), LayerCall((), rest)
 
 

@@ -19,7 +19,7 @@ from megatrain.models.passengers import NOBODY
 from megatrain.models.plain import plain_model
 from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
-from tests.multimodal import VISION, multimodal_config
+from tests.multimodal import VISION, multimodal_config, skip_unless_it_reads_text
 from tests.support import SIZES, tiny_config
 
 
@@ -41,8 +41,9 @@ def skeleton_of(family: str, **changes: Any) -> Skeleton:
 def test_what_is_not_the_language_model_s_is_a_passenger(family, modules):
     config = multimodal_config(family, num_hidden_layers=2)
     config.dtype = torch.bfloat16
-    anatomy = Skeleton(config, dtype=torch.float32).anatomy
     model = plain_model(config)
+    skip_unless_it_reads_text(model)
+    anatomy = Skeleton(config, dtype=torch.float32).anatomy
     others = [p for name, p in model.named_parameters() if name.startswith(modules)]
     assert anatomy.passengers.modules == modules
     assert anatomy.passengers.multimodal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -123,10 +124,27 @@ class SidewaysLayer(Layer):
 
 
 class FillingLayer(Layer):
-    def forward(self, hidden_states: Tensor, box: dict[str, Tensor] | None = None, **_: Any) -> Any:
-        assert box is not None
-        box["keys"] = hidden_states
+    def forward(self, hidden_states: Tensor, box: Any = None, **_: Any) -> Any:
+        box.append(hidden_states)
         return self.linear(hidden_states)
+
+
+class KeepingLayer(Layer):
+    def forward(self, hidden_states: Tensor, box: Any = None, **_: Any) -> Any:
+        box["states"] = hidden_states
+        return self.linear(hidden_states)
+
+
+class LookingLayer(Layer):
+    def forward(self, hidden_states: Tensor, box: Any = None, **_: Any) -> Any:
+        before = box.get("states", 0)
+        box["states"] = hidden_states
+        return self.linear(hidden_states) + before
+
+
+class AskingLayer(Layer):
+    def forward(self, hidden_states: Tensor, box: Any = None, **_: Any) -> Any:
+        return self.linear(hidden_states) * (2 if box else 1)
 
 
 class ValueDependentLayer(Layer):
@@ -182,13 +200,16 @@ class PassesCache(Toy):
 
 
 class PassesBox(Toy):
-    """Hands a container to its layers, which put something into it."""
+    """Hands a list to its layers, which put something into it."""
 
     layer: type[Layer] = FillingLayer
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
-        self.box: dict[str, Tensor] = {}
+        self.box: Any = self.empty()
         return super().forward(input_ids, use_cache)
+
+    def empty(self) -> Any:
+        return []
 
     def extras(self, hidden: Tensor) -> dict[str, Any]:
         return {"box": self.box}
@@ -196,6 +217,34 @@ class PassesBox(Toy):
 
 class IgnoresItsBox(PassesBox):
     layer = Layer
+
+
+class PassesDict(PassesBox):
+    """What its layers put into a dict is looked at by none."""
+
+    layer: type[Layer] = KeepingLayer
+
+    def empty(self) -> Any:
+        return {}
+
+
+class PassesUserDict(PassesDict):
+    def empty(self) -> Any:
+        return UserDict[str, Tensor]()
+
+
+class LooksIntoItsDict(PassesDict):
+    layer = LookingLayer
+
+
+class AsksItsDict(PassesDict):
+    layer = AskingLayer
+
+
+class UsesItsDictAtTheEnd(PassesDict):
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        hidden: Tensor = super().forward(input_ids, use_cache) + self.box["states"]
+        return hidden
 
 
 class AddsItsInputAtTheEnd(Toy):
@@ -284,6 +333,9 @@ class LooksAtValues(Toy):
         (PassesGradient, r"layer 0 receives .*embedding.*, which needs a gradient"),
         (PassesCache, r"receives a key-value cache \(.*past.*\)"),
         (PassesBox, r"layer 0 puts something into \['box'\], where other layers could find it"),
+        (LooksIntoItsDict, "its layers look for what earlier layers have put into a dict"),
+        (AsksItsDict, "its layers look for what earlier layers have put into a dict"),
+        (UsesItsDictAtTheEnd, "it computes with what its layers return beside hidden states"),
         (AddsItsInputAtTheEnd, "what follows its last layer uses more than that layer's output"),
         (RunsTwice, "do not run once each in order"),
         (SkipsOne, "only 2 of its 3 layers ran"),
@@ -305,7 +357,14 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused(model,
 
 @pytest.mark.parametrize(
     ("model", "extras"),
-    [(Toy, None), (IgnoresItsBox, None), (DropsMore, 1), (HandsMoreOnUntouched, 1)],
+    [
+        (Toy, None),
+        (IgnoresItsBox, None),
+        (PassesDict, None),
+        (PassesUserDict, None),
+        (DropsMore, 1),
+        (HandsMoreOnUntouched, 1),
+    ],
 )
 def test_a_model_that_keeps_to_the_rules_is_accepted(model, extras):
     toy = model()
