@@ -143,6 +143,22 @@ def loss_sum(
     return total
 
 
+def target_logprobs(
+    project: Project, hidden: Tensor, targets: Targets, chunk: int, fused: bool = False
+) -> Tensor:
+    """Log-probabilities of a micro-batch's targets, fp32 [n], without gradients.
+
+    Args: as `loss_and_gradients`.
+    """
+    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    with torch.no_grad():
+        for part in targets.chunks(chunk):
+            logits = project(hidden.index_select(0, part.index))
+            found.append(token_logprobs(logits, part.labels, fused))
+            del logits  # or they would live until the next chunk's are there
+    return torch.cat(found)
+
+
 def loss_and_gradients(
     project: Project,
     hidden: Tensor,

@@ -15,7 +15,7 @@ class StepResult:
         skipped: no update was made, for a non-finite loss or gradient, or for lack of targets.
         stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
             wait_download, wait_nvme).
-        metrics: the loss's further metrics, summed over the step's targets.
+        metrics: the loss's further metrics, means over the step.
         aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
             balanced.
     """
@@ -32,7 +32,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss over all targets of an evaluation."""
+    """Mean loss of an evaluation, with the loss's further metrics."""
 
     loss: float
     target_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
