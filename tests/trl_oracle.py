@@ -17,7 +17,10 @@ from megatrain.losses import IGNORE
 from tests.support import plain_model, tiny_config
 
 ROWS = 6
-WORDS = "the of and to in is you that it he was for on are as with his they at be".split()
+WORDS = [
+    *("the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was"),
+    *("for", "on", "are", "as", "with", "his", "they", "at", "be"),
+]
 
 
 @dataclass(frozen=True)

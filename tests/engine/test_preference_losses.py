@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatrain.engine.verify import gradients_of
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, SequenceLoss
 from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES
-from megatrain.settings import Settings
 from tests.support import engine_of
 from tests.trl_oracle import Verdict, judge_by_trl, trainers
 
@@ -20,7 +18,7 @@ pytest.importorskip("trl")
 
 # (method, keys of TRL's configuration, our loss)
 Case = tuple[str, dict[str, Any], SequenceLoss]
-SMOOTHED = {"label_smoothing": 0.1}
+SMOOTHED: dict[str, Any] = {"label_smoothing": 0.1}
 CASES: dict[str, Case] = {
     **{
         f"dpo-{name}": ("dpo", SMOOTHED | {"loss_type": [name]}, Dpo(loss_type=name, **SMOOTHED))
