@@ -1,5 +1,7 @@
 """Losses over target positions, computed from log-probabilities: logits never exist whole."""
 
+from functools import partial
+
 from megatrain.losses.judged import Kto as Kto
 from megatrain.losses.pairs import Cpo as Cpo
 from megatrain.losses.pairs import Dpo as Dpo
@@ -15,3 +17,14 @@ from megatrain.losses.targets import find_targets as find_targets
 from megatrain.losses.tokens import Loss as Loss
 from megatrain.losses.tokens import NextToken as NextToken
 from megatrain.losses.tokens import next_token as next_token
+
+# The loss of each method (megatrain/methods.py), made from the keys of its section in the config.
+LOSSES = {
+    "sft": NextToken,
+    "pretrain": NextToken,
+    "dpo": Dpo,
+    "orpo": Orpo,
+    "simpo": partial(Cpo, cpo_alpha=0.0, loss_type="simpo"),
+    "cpo": Cpo,
+    "kto": Kto,
+}
