@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.fields import RowError
-from megatrain.data.formats import FORMATS, Chat, Document, convert_row
+from megatrain.data.formats import FORMATS, convert_row
 from megatrain.data.messages import Message
+from megatrain.data.samples import Chat, Document
 from megatrain.data.tokenize import Encoder, target_mask
 from megatrain.errors import DataError
 from tests.commands import CHATML
