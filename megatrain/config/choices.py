@@ -52,6 +52,7 @@ Format = Annotated[
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
+Truncation = Annotated[Literal["keep_start", "keep_end", "drop"], Choice()]
 Final = Annotated[Literal["model", "full", "none"], Choice()]
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
 OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]

@@ -102,6 +102,11 @@ class DataOptions(Options):
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
+    truncation_mode: c.Truncation = key(
+        "keep_start",
+        "Rows longer than seq_len: keep_start and keep_end cut them, drop leaves them out; texts "
+        "are split.",
+    )
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(
         None,

@@ -300,9 +300,9 @@ class Engine(Reading, Constructors):
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
             found = self.parts.passes.evaluate(micro_batches, objective)
-            mean = objective.mean_loss(found)
+            result = objective.result(found)
         self.parts.compute.take_stalls()
-        return EvalResult(mean, objective.target_tokens, objective.metrics(found))
+        return result
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU: constants as read, others as computed with.

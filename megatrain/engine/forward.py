@@ -52,11 +52,11 @@ class ForwardPasses:
 
     # -- whole sweeps -----------------------------------------------------------------------------
 
-    def evaluate(self, batches: Sequence[Batch], objective: Objective) -> Tally:
+    def evaluate(self, batches: Sequence[Batch], objective: Objective) -> Tally[torch.Tensor]:
         """The sums of an objective in evaluation mode, in one sweep over the layers."""
         self.skeleton.set_training(False)
         prepared = self._prepare(batches, objective.of_sequences)
-        total, logprobs = Tally(), []
+        total, logprobs = Tally[torch.Tensor](), []
         for mb, hidden in self._through_layers(prepared):
             if objective.of_sequences:
                 logprobs.append(self.target_logprobs(mb, hidden))
@@ -66,7 +66,7 @@ class ForwardPasses:
         if objective.of_sequences:
             for part in objective.parts(range(len(prepared))):
                 targets = [prepared[i].targets for i in part]
-                total.add(objective.judge([logprobs[i] for i in part], targets))
+                total.add(objective.judge([logprobs[i] for i in part], targets).detached())
         return total
 
     def logprobs(

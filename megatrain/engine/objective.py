@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatrain.engine.results import EvalResult
 from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
 from megatrain.losses.tally import TARGETS
 from megatrain.losses.targets import together
@@ -58,34 +59,52 @@ class Objective:
         """What the loss is computed from at a time: one micro-batch, or all."""
         return [micro_batches] if self.whole_step else [[one] for one in micro_batches]
 
-    def tally(self, total: Tensor, metrics: Mapping[str, Tensor]) -> Tally:
+    def tally(self, total: Tensor, metrics: Mapping[str, Tensor]) -> Tally[Tensor]:
         """The sums of a token-wise loss as a Tally."""
-        return Tally({TARGETS: total}, {name: (TARGETS, v) for name, v in metrics.items()})
+        found = {name: (TARGETS, value) for name, value in metrics.items()}
+        return Tally({TARGETS: total}, found).detached()
 
-    def judge(self, logprobs: Sequence[Tensor], targets: Sequence[Targets]) -> Tally:
+    def judge(self, logprobs: Sequence[Tensor], targets: Sequence[Targets]) -> Tally[Tensor]:
         """The sums of a loss over sequences, from the log-probabilities of each micro-batch."""
         assert self.of_sequences is not None
         return self.of_sequences(torch.cat(list(logprobs)), together(targets))
 
     def weigh(
         self, logprobs: Sequence[Tensor], targets: Sequence[Targets]
-    ) -> tuple[Tally, list[Tensor]]:
+    ) -> tuple[Tally[Tensor], list[Tensor]]:
         """`judge`, and the derivative of the step's loss at each log-probability."""
         leaves = [values.requires_grad_() for values in logprobs]
         with torch.enable_grad():
             found = self.judge(leaves, targets)
             shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
             weights = torch.autograd.grad(torch.stack(shares).sum(), leaves)
-        return found, list(weights)
+        return found.detached(), list(weights)
 
-    def mean_loss(self, found: Tally) -> float:
+    def mean_loss(self, found: Tally[Tensor] | Tally[float]) -> float:
         """The loss over all micro-batches. Waits for the device."""
         return found.mean_loss(self.counts)
 
-    def metrics(self, found: Tally) -> dict[str, float]:
+    def metrics(self, found: Tally[Tensor] | Tally[float]) -> dict[str, float]:
         """Its further metrics, as means."""
         means = found.means(self.counts)
         return self.of_sequences.finish(means) if self.of_sequences else means
+
+    def result(self, found: Tally[Tensor]) -> EvalResult:
+        """What an evaluation has found. Waits for the device."""
+        sums = found.numbers()
+        mean, metrics = self.mean_loss(sums), self.metrics(sums)
+        return EvalResult(mean, self.target_tokens, metrics, sums, self.counts)
+
+
+def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
+    """One result of several sweeps: as if it had been one, but for a loss of whole steps."""
+    sums, counts = Tally[float](), Counter[str]()
+    for result in results:
+        sums.add(result.sums)
+        counts.update(result.counts)
+    whole = Objective(loss, dict(counts), sum(result.target_tokens for result in results))
+    mean, metrics = whole.mean_loss(sums), whole.metrics(sums)
+    return EvalResult(mean, whole.target_tokens, metrics, sums, whole.counts)
 
 
 def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from megatrain.losses import Tally
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss of an evaluation, with the loss's further metrics."""
+    """An evaluation.
+
+    Attributes:
+        loss: mean over all targets, or over whatever the loss is averaged over.
+        metrics: the loss's further metrics, as means.
+        sums, counts: what these are means of.
+    """
 
     loss: float
     target_tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
+    sums: Tally[float] = field(default_factory=Tally)
+    counts: Mapping[str, float] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class Passes(ForwardPasses):
 
     def forward_backward(
         self, batches: Sequence[Batch], objective: Objective, *, check_loss: bool
-    ) -> Tally:
+    ) -> Tally[torch.Tensor]:
         """Gradients of the objective, whose sums are returned.
 
         The gradients' sink receives each block's as its download is queued. With two-pass clipping
@@ -83,7 +83,7 @@ class Passes(ForwardPasses):
             # ones, for which no memory was planned
             groups = max(groups, -(-len(wanted) // self.settings.group_size))
         grouped = cut(wanted, groups)
-        total = Tally()
+        total = Tally[torch.Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
         route = block_order(self.head + 1) * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
@@ -140,7 +140,7 @@ class Passes(ForwardPasses):
 
     def _turn(
         self, group: Sequence[MicroBatch], objective: Objective, visits: Iterator[int]
-    ) -> Tally:
+    ) -> Tally[torch.Tensor]:
         """The head, forward and backward at once; leaves each micro-batch's gradient at the last
         layer's output."""
         assert next(visits) == self.head
@@ -148,7 +148,8 @@ class Passes(ForwardPasses):
         # what backward needs first starts on its way back while the head computes
         self.boundaries.expect(mb.kept[i] for i in layers for mb in group if i in mb.kept)
         parameters, sums = self._of_head()
-        total, (loss, scale), (chunk, fused) = Tally(), objective.of_tokens, self._chunks
+        total = Tally[torch.Tensor]()
+        (loss, scale), (chunk, fused) = objective.of_tokens, self._chunks
         for part in objective.parts(group):
             if objective.of_sequences:
                 total.add(self._weigh(part, objective))
@@ -167,7 +168,7 @@ class Passes(ForwardPasses):
                     total.add(objective.tally(found.loss, found.metrics))
         return total
 
-    def _weigh(self, part: Sequence[MicroBatch], objective: Objective) -> Tally:
+    def _weigh(self, part: Sequence[MicroBatch], objective: Objective) -> Tally[torch.Tensor]:
         """Give targets the weights that make a token-wise loss of one over sequences."""
         logprobs = []
         for mb in part:

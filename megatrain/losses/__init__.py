@@ -1,5 +1,6 @@
 """Losses over target positions, computed from log-probabilities: logits never exist whole."""
 
+from collections.abc import Callable
 from functools import partial
 
 from megatrain.losses.judged import Kto as Kto
@@ -19,7 +20,7 @@ from megatrain.losses.tokens import NextToken as NextToken
 from megatrain.losses.tokens import next_token as next_token
 
 # The loss of each method (megatrain/methods.py), made from the keys of its section in the config.
-LOSSES = {
+LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "sft": NextToken,
     "pretrain": NextToken,
     "dpo": Dpo,

@@ -51,7 +51,7 @@ class Kto(SequenceLoss):
         rows = float(len(batch[WANTED]))
         return {"rows": rows, "chosen": wanted, "rejected": rows - wanted}
 
-    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally:
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sums = examples.sums(logprobs)
         ratios = sums - examples.given[REFERENCE].to(sums.dtype)
         mismatched, wanted = examples.given[MISMATCHED], examples.given[WANTED] > 0

@@ -75,7 +75,7 @@ class Dpo(SequenceLoss):
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         return pair_counts(batch)
 
-    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally:
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples)
         found = Tally(metrics=pair_metrics(sides, sides.over_reference, self.beta))
         weights = self.loss_weights or [1.0] * len(self.loss_types)
@@ -238,7 +238,7 @@ class Cpo(SequenceLoss):
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         return pair_counts(batch)
 
-    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally:
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples)
         if self.loss_type in ("ipo", "simpo"):
             sides = sides.means
@@ -273,7 +273,7 @@ class Orpo(SequenceLoss):
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         return pair_counts(batch)
 
-    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally:
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples).means
         log_odds = _delta(sides) - (log1mexp(sides.chosen) - log1mexp(sides.rejected))
         ratio, negative = logsigmoid(log_odds), -of_chosen(logprobs, examples)

@@ -44,7 +44,7 @@ class SequenceLoss(ABC):
         counts of the whole step."""
 
     @abstractmethod
-    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally:
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         """Sums from the log-probabilities [n] of the targets of these examples."""
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
