@@ -23,7 +23,19 @@ _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
 Method = Annotated[Literal["sft", "pretrain"], Choice(_OTHER_METHODS)]
 Init = Annotated[Literal["pretrained", "random"], Choice()]
 Format = Annotated[
-    Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"], Choice()
+    Literal[
+        "auto",
+        "messages",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "text",
+        "preference",
+        "ranking",
+        "alpaca_ranking",
+        "implicit_prompt",
+    ],
+    Choice(),
 ]
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
