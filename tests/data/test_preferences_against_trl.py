@@ -1,5 +1,5 @@
-"""Token ids, masks, cuts and dropped rows of pairs and of judged answers against what TRL's trainers
-make of the same rows, with the chat templates of real models. docs/rows.md lists what differs."""
+"""Token ids, masks, cuts and dropped rows of pairs and of judged answers against those of TRL's
+trainers, with the chat templates of real models. docs/rows.md lists what differs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ TEXTS = {
     "line": ("What?\n", "\nIt is four", "It is not"),
     "ended": ("What?", " four<|endoftext|>", " five"),
 }
-ROWS = {"system": ("phi3", "gemma3"), "tools": ()}
 Sides = list[tuple[list[int], list[bool]]]
 
 
@@ -120,3 +119,133 @@ def test_conversations_with_a_prompt_of_their_own_or_in_both(tokenizers, ours, n
     (of_both,) = ours([implicit], tokenizer, PAIRS)
     assert of_both == own
     assert pairs_of_trl([implicit], tokenizer) == [theirs]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "lfm2_v2"])
+def test_tools_and_an_answer_of_several_turns(tokenizers, ours, name):
+    """TRL also trains on results of tools and on headers of turns, which the model never writes."""
+    tokenizer, tools = tokenizers[name], [{"type": "function", "function": WEATHER}]
+    called = [says("", tool_calls=[CALL]), RESULT, says("It is sunny.")]
+    row = {"prompt": [user("Sunny?")], "chosen": called, "rejected": [says("No.")]}
+    (theirs,) = pairs_of_trl([{**row, "tools": json.dumps(tools)}], tokenizer)
+    (own,) = ours([{**row, "tools": tools}], tokenizer, PAIRS)
+    assert_same(own[1:], theirs[1:], tokenizer)
+    (ids, mask), (other_ids, other_mask) = own[0], theirs[0]
+    assert ids == other_ids
+    assert all(theirs for mine, theirs in zip(mask, other_mask, strict=True) if mine)
+    only_theirs = [ids[place] for place, mine in enumerate(mask) if other_mask[place] and not mine]
+    text = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
+    assert "sunny" in tokenizer.decode(only_theirs)
+    assert "get_weather" in text
+    assert text.rstrip().endswith("It is sunny.<|im_end|>")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts(make_tokenizer, ours, kind, template, bos):
+    tokenizer = make_tokenizer(template, trim_offsets=False, bos=bos)
+    prompt, chosen, rejected = TEXTS[kind]
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    (theirs,) = pairs_of_trl([row], tokenizer)
+    (own,) = ours([row], tokenizer, PAIRS)
+    assert [ids for ids, _ in own] == [ids for ids, _ in theirs]
+    assert [mask[1:] for _, mask in own] == [mask[1:] for _, mask in theirs]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("Q: a? A: yes", "Q: a? A: no"),
+        ("Q: a? A: forty", "Q: a? A: four"),
+        ("Q: a? A: four", "Q: a? A: four plus"),
+        ("Q: a? A: four plus", "Q: a? A: four"),
+        ("The sky is blue.", "The sky is green."),
+    ],
+)
+def test_the_prompt_in_two_texts(make_tokenizer, ours, chosen, rejected):
+    tokenizer, row = make_tokenizer(trim_offsets=False), {"chosen": chosen, "rejected": rejected}
+    (theirs,) = pairs_of_trl([row], tokenizer)
+    (own,) = ours([row], tokenizer, PAIRS)
+    assert [ids for ids, _ in own] == [ids for ids, _ in theirs]
+    assert [mask[1:] for _, mask in own] == [mask[1:] for _, mask in theirs]
+
+
+def length_of(number: int) -> list[dict[str, Any]]:
+    return [user("Why? " * number)]
+
+
+LONG: list[dict[str, Any]] = [
+    {
+        "prompt": length_of(number % 7 + 1),
+        "chosen": [says(f"Because {number}. " * (number % 5 + 1))],
+        "rejected": [says(f"Who knows {number}? " * (number % 3 + 1))],
+    }
+    for number in range(24)
+]
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3", "cohere2"])
+def test_cut_pairs_and_which_are_dropped(tokenizers, ours, name, mode):
+    tokenizer = tokenizers[name]
+    seq_len = seq_len_of(tokenizer)
+    theirs = pairs_of_trl(LONG, tokenizer, max_length=seq_len, truncation_mode=mode)
+    own = ours(LONG, tokenizer, PAIRS, seq_len=seq_len, truncation_mode=mode)
+    assert len(own) == len(theirs)
+    assert (len(theirs) < len(LONG)) == (mode == "keep_start")
+    for mine, other in zip(own, theirs, strict=True):
+        assert_same(mine, other, tokenizer)
+
+
+def seq_len_of(tokenizer: Any) -> int:
+    """As long as the prompts of half of the rows, to the token."""
+    lengths = [len(one["prompt_ids"]) for one in prepared(trl.DPOTrainer, LONG, tokenizer)]
+    return sorted(lengths)[len(LONG) // 2]
+
+
+def judged_rows() -> list[dict[str, Any]]:
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 3 > 0}
+        for number, row in enumerate(LONG)
+    ]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3", "cohere2"])
+def test_judged_rows_and_their_mismatches(tokenizers, ours, name, cut):
+    """TRL gives the first prompt of a batch the answer of its last row, here it is the second's."""
+    tokenizer = tokenizers[name]
+    seq_len = seq_len_of(tokenizer) if cut else None
+    theirs = judged_of_trl(judged_rows(), tokenizer, max_length=seq_len)
+    own = ours(judged_rows(), tokenizer, JUDGED, seq_len=seq_len)
+    assert len(own) == len(theirs)
+    assert (len(theirs) < len(LONG)) == cut
+    for mine, other in zip(own[1:], theirs[1:], strict=True):
+        assert_same(mine, other, tokenizer)
+    assert_same(own[0][:1], theirs[0][:1], tokenizer)
+    whole = ours(judged_rows(), tokenizer, JUDGED)
+    (asked, asked_mask), (other_ids, other_mask) = whole[0][0], whole[1][0]
+    begins, other_begins = asked_mask.index(True), other_mask.index(True)
+    assert whole[0][1][0] == asked[:begins] + other_ids[other_begins:]
+    assert whole[0][1][1] == [False] * begins + other_mask[other_begins:]
+
+
+def test_judged_texts(make_tokenizer, ours):
+    tokenizer = make_tokenizer(trim_offsets=False, bos=True)
+    texts = list(TEXTS.values())
+    rows = [{"prompt": one[0], "completion": one[1], "label": True} for one in texts]
+    theirs = judged_of_trl(rows, tokenizer)
+    for mine, other in zip(ours(rows, tokenizer, JUDGED)[1:], theirs[1:], strict=True):
+        assert [ids for ids, _ in mine] == [ids for ids, _ in other]
+        assert [mask[1:] for _, mask in mine] == [mask[1:] for _, mask in other]
+
+
+def test_rows_that_are_too_long_for_a_score_are_dropped_as_by_the_reward_trainer(tokenizers, ours):
+    tokenizer = tokenizers["llama3"]
+    seq_len = seq_len_of(tokenizer) + 20
+    left = prepared(trl.RewardTrainer, LONG, tokenizer, max_length=seq_len)
+    own = ours(LONG, tokenizer, PAIRS, seq_len=seq_len, truncation_mode="drop")
+    theirs = [[one["chosen_ids"], one["rejected_ids"]] for one in left]
+    assert [[ids for ids, _ in row] for row in own] == theirs
+    assert 0 < len(own) < len(LONG)
