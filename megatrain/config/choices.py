@@ -47,7 +47,19 @@ DpoLosses = Annotated[
 CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], Choice({"simpo": "a method of its own"})]
 Init = Annotated[Literal["pretrained", "random"], Choice()]
 Format = Annotated[
-    Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"], Choice()
+    Literal[
+        "auto",
+        "messages",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "text",
+        "preference",
+        "ranking",
+        "alpaca_ranking",
+        "implicit_prompt",
+    ],
+    Choice(),
 ]
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
