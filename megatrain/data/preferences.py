@@ -31,6 +31,7 @@ def from_preference(row: Row) -> Pair:
 
 def from_ranking(row: Row) -> Pair:
     """A conversation up to its last question, and two answers."""
+    filled_list(row, "conversations")
     return _of_prompt(row, "conversations")
 
 
