@@ -42,7 +42,7 @@ GOOD_PAIRS: dict[str, dict[str, Any]] = {
     "alpaca_ranking": {"instruction": "hi", "input": "", "chosen": "yo", "rejected": "no"},
     "implicit_prompt": {"chosen": [user("hi"), says("yo")], "rejected": [user("hi"), says("no")]},
 }
-OTHER_PAIRS = {
+OTHER_PAIRS: dict[str, dict[str, Any]] = {
     "lists": {"prompt": [user("hi")], "chosen": [says("yo")], "rejected": [says("no")]},
     "a text and lists": {"prompt": "hi", "chosen": [says("yo")], "rejected": [says("no")]},
     "turns": {"prompt": [user("hi")], "chosen": says("yo"), "rejected": says("no")},
@@ -107,10 +107,11 @@ def test_a_judged_row_is_a_conversation_with_a_label(name, column, label, wanted
 
 
 def test_two_texts_mean_themselves():
-    for row in (GOOD_PAIRS["preference"], {"chosen": "hi yo", "rejected": "hi no"}):
-        pair = read(row, PAIRS)
+    explicit = read(GOOD_PAIRS["preference"], PAIRS)
+    implicit = read({"chosen": "hi yo", "rejected": "hi no"}, PAIRS)
+    for pair in (explicit, implicit):
         assert pair.chosen.literal and pair.rejected.literal
-    assert pair.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
+    assert implicit.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
 
 
 def test_earlier_answers_are_context():

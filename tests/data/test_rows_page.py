@@ -12,7 +12,7 @@ from megatrain.data.conversations import ABOUT_ALPACA, ABOUT_CHATS
 from megatrain.data.cuts import TRUNCATION_MODES
 from megatrain.data.formats import FORMATS, convert_row, detect_format, formats_of
 from megatrain.data.preferences import LABELS, PROMPT_NAMES
-from megatrain.data.samples import JUDGED, KINDS, PAIRS
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, texts_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "rows.md"
 TEXT = PAGE.read_text()
@@ -37,7 +37,8 @@ def test_every_example_is_read_and_every_format_has_one(kind):
     for row in EXAMPLES[kind]:
         form = detect_format(row, kind)
         assert form is not None
-        assert convert_row(form, row, kind=kind)
+        sides = texts_of(convert_row(form, row, kind=kind))
+        assert len(sides) == KINDS[kind].trained
         forms.append(form)
     assert all(form in forms for form in formats_of(kind).values())
 
