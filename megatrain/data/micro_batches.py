@@ -243,7 +243,7 @@ def about_examples(
         row_of: of each token, the example's number; of padding, the last one's before it;
             int64 [sequences, tokens].
         row_value: `Rows.values` of each, float32 [examples].
-        row_reference: of `references`, if given, float32 [examples].
+        row_reference: of `references`, if given, float64 [examples].
         row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
         labels, token_answer: where `prompts_too`, labels of chosen answers have the prompt as well,
             and bool [sequences, tokens] tells the tokens of answers.
@@ -253,7 +253,7 @@ def about_examples(
     row, side = np.divmod(np.array(numbers), rows.sides)
     arrays: dict[str, npt.NDArray[Any]] = {"row_value": rows.values[row]}
     if references is not None:
-        arrays["row_reference"] = references[row, side].astype(np.float32)
+        arrays["row_reference"] = references[row, side]
     if rows.kind == JUDGED:
         arrays["row_mismatched"] = side == 1
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()

@@ -210,7 +210,8 @@ class StepCosts:
         chunk = min(self.choices.head_chunk_tokens, self.tokens)
         chunks, sizes, work = self.tokens / chunk, self.shape.block_numel, self.shape.cost.head
         adding = self._adding(sizes[-1] + (sizes[0] if self.shape.tied else 0))
-        each = sum(self._forward_and_backward(work, chunk, self._matmul_rate(chunk)))
+        forward, backward = self._forward_and_backward(work, chunk, self._matmul_rate(chunk))
+        each = forward + backward + (forward if self.job.head_twice else 0.0)
         return self._block(len(sizes) - 1, 0.0, chunks * each + (chunks - 1) * adding)
 
     def _forward_and_backward(
@@ -289,7 +290,7 @@ class StepCosts:
         all_far, grad, weight = sum(far.values()), far.get("grad", 0.0), far.get("weight", 0.0)
         return BlockTasks(
             forward=self.micro_batches * forward,
-            backward=self.micro_batches * (backward + self._adding(numel)),
+            backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
             # read the sum, write the gradient and measure it
             finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
             upload=streamed * self.weight / self.up,

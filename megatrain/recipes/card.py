@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
+from megatrain.methods import METHODS
 
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
-
-METHODS = {"sft": "Fine-tuned from", "pretrain": "Pre-trained from"}
 
 
 def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
@@ -37,7 +36,7 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
     rows |= settings_of(config, run.engine.precision)
     table = [f"| {name} | `{value}` |" for name, value in rows.items()]
     head = [f"{name}: {json.dumps(value)}" for name, value in metadata.items()]
-    words = f"{METHODS.get(config.method, f'Trained ({config.method}) from')} {start}, with every"
+    words = f"{METHODS[config.method].words.format(config.method)} {start}, with every"
     title = f"# {printable(config.output.resolve().name)}"
     text = [title, "", f"{words} parameter trained by MegaTrain.", "", "| | |", "|---|---|", *table]
     return "\n".join(["---", *head, "---", "", *text, ""])

@@ -15,11 +15,12 @@ from megatrain.data.loader import held_out_batches
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
+from megatrain.losses import next_token
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.day import day_of
-from megatrain.recipes.loop import mean_loss
+from megatrain.recipes.loop import evaluated
 from megatrain.recipes.model import Model, check_weights, describe_model, read_model
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
@@ -90,14 +91,13 @@ def evaluate(
         batches = held_out_batches(
             rows, size, model.pad_id, limit, regimes=regimes_of(model.config)
         )
-        mean = mean_loss(engine, batches, SWEEP_MICRO_BATCHES * size, StopRequest())
-    assert mean is not None, "nobody asked it to stop"
-    loss, targets = mean
+        found = evaluated(engine, batches, next_token, SWEEP_MICRO_BATCHES * size, StopRequest())
+    assert found is not None, "nobody asked it to stop"
     return {
         "checkpoint": str(checkpoint),
-        "eval_loss": loss,
-        "perplexity": perplexity(loss),
-        "eval_target_tokens": targets,
+        "eval_loss": found.loss,
+        "perplexity": perplexity(found.loss),
+        "eval_target_tokens": found.target_tokens,
     }
 
 

@@ -12,19 +12,20 @@ from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
-from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.heartbeat import may_end_here
+from megatrain.methods import METHODS
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
 # of the config's data section: options of the rows, too
-SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
-# What the rows of a method are; of all others they are plain.
-KINDS = {**dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "reward"), PAIRS), "kto": JUDGED}
+SAME_KEYS = (
+    *("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts"),
+    "truncation_mode",
+)
 
 logger = logging.getLogger("megatrain")
 
@@ -43,8 +44,8 @@ def read_rows(
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include=set(SAME_KEYS))
     day = day or day_of(config)
-    kind = KINDS.get(config.method, PLAIN)
-    options = DataOptions(seq_len, kind=kind, vocab_size=model.vocab_size, day=day, **same)
+    method = METHODS[config.method]
+    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, kind=method.kind, **same)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
         train,
@@ -52,7 +53,7 @@ def read_rows(
         model.tokenizer,
         options,
         seed=config.train.seed,
-        pack_to=seq_len if config.method == "pretrain" else None,
+        pack_to=seq_len if method.whole_documents else None,
         on_progress=rows_logger(),
         expected=expected,
     )
