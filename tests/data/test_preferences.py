@@ -234,7 +234,7 @@ BAD_JUDGED: list[tuple[Any, str]] = [
     ({**JUDGED_ROW, "label": {"a": 1}}, "field 'label': expected true or false, found an object"),
     ({**JUDGED_ROW, "kto_tag": True}, "field 'kto_tag': 'label' says the same; keep one"),
     ({**JUDGED_ROW, "messages": [user("hi")]}, "the last turn is not the assistant's, so there"),
-    ({**JUDGED_ROW, "chosen": "a"}, "'chosen': two answers, .* method: dpo, orpo, simpo, cpo or"),
+    ({**JUDGED_ROW, "chosen": "a"}, "'chosen': two answers, .* method: dpo, orpo, simpo"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen': two answers, .* method: dpo"),
     ({"prompt": "a", "completion": " ", "label": True}, "field 'completion' is empty"),
     ({"prompt": [[]], "completion": "a", "label": True}, r"prompt\[0\]: expected an object"),
@@ -252,7 +252,7 @@ def test_bad_judged_rows_are_named(row, message):
 @pytest.mark.parametrize("row", [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()])
 def test_a_rejected_answer_is_never_trained_on_in_silence(row):
     for missing in ({}, {"chosen": None}):  # what is left is a row of sft, but for `rejected`
-        with pytest.raises(RowError, match="method: dpo, orpo, simpo, cpo or reward"):
+        with pytest.raises(RowError, match="method: dpo, orpo, simpo"):
             read({**row, **missing, "completion": "yo", "output": "yo"}, PLAIN)
 
 
