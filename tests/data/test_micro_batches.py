@@ -80,7 +80,7 @@ def examples(batch: MicroBatch) -> list[Example]:
     assert row_of.dtype == torch.int64
     assert row_of.shape == batch["input_ids"].shape
     count = len(batch["row_value"])
-    for name, dtype in (("row_reference", torch.float32), ("row_mismatched", torch.bool)):
+    for name, dtype in (("row_reference", torch.float64), ("row_mismatched", torch.bool)):
         assert name not in batch or (batch[name].dtype, batch[name].shape) == (dtype, (count,))
     for sequence, of in zip(real, row_of, strict=True):  # padding belongs to the example before it
         assert bool((of.diff() >= 0).all())
@@ -137,7 +137,7 @@ def test_an_epoch_has_both_sequences_of_every_row_once(kind, pack_to):
         assert one.targets == [place >= max(1, length // 2) for place in range(length)]
         assert one.answer is None
         assert one.value == row
-        assert one.reference == np.float32(REFERENCES[row, side])
+        assert one.reference == REFERENCES[row, side]
         assert one.mismatched == (side == 1 if kind == JUDGED else None)
 
 
