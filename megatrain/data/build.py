@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 CACHE_VERSION = 6  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
-CACHED_BY += ("kind", "truncation_mode")
+CACHED_BY = (
+    *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
+    *("kind", "truncation_mode"),
+)
 ON_BAD_ROW = ("refuse", "skip")
 Wanted = Callable[[TokenRows], bool]
 

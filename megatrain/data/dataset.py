@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -151,14 +151,17 @@ class PlainRows:
     kind = PLAIN
     sides = 1
     values = None
-    lengths: IndexArray
+
+    if TYPE_CHECKING:  # which they have themselves; a property would be the default of a field
+
+        @property
+        def lengths(self) -> IndexArray: ...
+
+        def row(self, index: int) -> tuple[IdArray, MaskArray]: ...
 
     @property
     def side_lengths(self) -> IndexArray:
         return self.lengths[:, None]
-
-    def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        raise NotImplementedError
 
     def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
         return self.row(index)

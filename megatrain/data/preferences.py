@@ -14,7 +14,7 @@ ANSWERS = ("chosen", "rejected")
 LABELS = ("label", "kto_tag")
 # 1 and 0 are equal to the first two
 WANTED: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
-LARGEST_MARGIN = 3e38  # of float32
+LARGEST = 3e38  # margin, of float32
 # Columns that hold a prompt under another name, where none is under ours.
 PROMPT_NAMES = ("question", "query", "input", "instruction")
 
@@ -136,11 +136,10 @@ def _pair(row: Row, chosen: Chat, rejected: Chat) -> Pair:
     margin = row.get("margin")
     if margin is None:
         return Pair(chosen, rejected)
-    # so written that not a number is refused, too
-    if not (type(margin) in (int, float) and abs(margin) <= LARGEST_MARGIN):  # type: ignore[arg-type]
-        found = repr(margin) if isinstance(margin, float) else kind_of(margin)
-        raise RowError(f"field 'margin': expected a finite number, found {found}")
-    return Pair(chosen, rejected, float(margin))  # type: ignore[arg-type]
+    if type(margin) is not bool and isinstance(margin, int | float) and abs(margin) <= LARGEST:
+        return Pair(chosen, rejected, float(margin))
+    found = repr(margin) if isinstance(margin, float) else kind_of(margin)
+    raise RowError(f"field 'margin': expected a finite number, found {found}")
 
 
 def _refuse_equal(chosen: object, rejected: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatrain.data.messages import Message
 from megatrain.data.tools import Tool
+from megatrain.methods import METHODS
 
 PLAIN, PAIRS, JUDGED = "plain", "pairs", "judged"
 
@@ -30,10 +31,19 @@ class Kind:
     what: str
 
 
+def _methods(kind: str) -> str:
+    names = [
+        name
+        for name, method in METHODS.items()
+        if method.kind == kind and not method.whole_documents
+    ]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 KINDS = {
-    PLAIN: Kind(1, 1, "sft", "rows of one answer"),
-    PAIRS: Kind(2, 2, "dpo, orpo, simpo, cpo or reward", "two answers, of which one is better,"),
-    JUDGED: Kind(2, 1, "kto", "answers that are marked as wanted or unwanted"),
+    PLAIN: Kind(1, 1, _methods(PLAIN), "rows of one answer"),
+    PAIRS: Kind(2, 2, _methods(PAIRS), "two answers, of which one is better,"),
+    JUDGED: Kind(2, 1, _methods(JUDGED), "answers that are marked as wanted or unwanted"),
 }
 
 

@@ -42,7 +42,7 @@ GOOD_PAIRS: dict[str, dict[str, Any]] = {
     "alpaca_ranking": {"instruction": "hi", "input": "", "chosen": "yo", "rejected": "no"},
     "implicit_prompt": {"chosen": [user("hi"), says("yo")], "rejected": [user("hi"), says("no")]},
 }
-OTHER_PAIRS = {
+OTHER_PAIRS: dict[str, dict[str, Any]] = {
     "lists": {"prompt": [user("hi")], "chosen": [says("yo")], "rejected": [says("no")]},
     "a text and lists": {"prompt": "hi", "chosen": [says("yo")], "rejected": [says("no")]},
     "turns": {"prompt": [user("hi")], "chosen": says("yo"), "rejected": says("no")},
@@ -107,10 +107,11 @@ def test_a_judged_row_is_a_conversation_with_a_label(name, column, label, wanted
 
 
 def test_two_texts_mean_themselves():
-    for row in (GOOD_PAIRS["preference"], {"chosen": "hi yo", "rejected": "hi no"}):
-        pair = read(row, PAIRS)
+    explicit = read(GOOD_PAIRS["preference"], PAIRS)
+    implicit = read({"chosen": "hi yo", "rejected": "hi no"}, PAIRS)
+    for pair in (explicit, implicit):
         assert pair.chosen.literal and pair.rejected.literal
-    assert pair.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
+    assert implicit.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
 
 
 def test_earlier_answers_are_context():
@@ -233,7 +234,7 @@ BAD_JUDGED: list[tuple[Any, str]] = [
     ({**JUDGED_ROW, "label": {"a": 1}}, "field 'label': expected true or false, found an object"),
     ({**JUDGED_ROW, "kto_tag": True}, "field 'kto_tag': 'label' says the same; keep one"),
     ({**JUDGED_ROW, "messages": [user("hi")]}, "the last turn is not the assistant's, so there"),
-    ({**JUDGED_ROW, "chosen": "a"}, "'chosen': two answers, .* method: dpo, orpo, simpo, cpo or"),
+    ({**JUDGED_ROW, "chosen": "a"}, "'chosen': two answers, .* method: dpo, orpo, simpo"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen': two answers, .* method: dpo"),
     ({"prompt": "a", "completion": " ", "label": True}, "field 'completion' is empty"),
     ({"prompt": [[]], "completion": "a", "label": True}, r"prompt\[0\]: expected an object"),
@@ -251,7 +252,7 @@ def test_bad_judged_rows_are_named(row, message):
 @pytest.mark.parametrize("row", [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()])
 def test_a_rejected_answer_is_never_trained_on_in_silence(row):
     for missing in ({}, {"chosen": None}):  # what is left is a row of sft, but for `rejected`
-        with pytest.raises(RowError, match="method: dpo, orpo, simpo, cpo or reward"):
+        with pytest.raises(RowError, match="method: dpo, orpo, simpo"):
             read({**row, **missing, "completion": "yo", "output": "yo"}, PLAIN)
 
 
