@@ -25,7 +25,7 @@ LOSSES: dict[str, SequenceLoss] = {
 PAIRS = 5
 # (tokens of the answer to each example, of its prompt)
 SIZES = [(3, 4), (5, 4), (7, 2), (2, 2), (4, 6), (6, 6), (3, 3), (3, 3), (8, 2), (1, 2)]
-CHUNK = {"head_chunk_tokens": 7}
+CHUNK: dict[str, Any] = {"head_chunk_tokens": 7}
 HOW = {
     "cut": (1, Settings(**CHUNK)),
     "in two": (2, Settings(**CHUNK)),
@@ -52,7 +52,7 @@ CASES = [
 def examples(loss: SequenceLoss, seed: int) -> list[Batch]:
     """Rows of one example each, in order; of KTO each has its mismatch after it."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    rows: list[Batch] = []
     for number, (answer, prompt) in enumerate(SIZES):
         size = answer + prompt
         ids = torch.randint(3, VOCABULARY, (1, size), generator=generator)
@@ -138,8 +138,8 @@ def test_a_step_is_the_same_however_it_is_computed(name, how, device):
         assert other.target_tokens == one.target_tokens
         for metric, value in one.metrics.items():
             assert other.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
-    for tensor, value in weights.items():
-        assert float((found[tensor] - value).norm() / value.norm()) < 1e-4, tensor
+    for tensor, expected in weights.items():
+        assert float((found[tensor] - expected).norm() / expected.norm()) < 1e-4, tensor
 
 
 @pytest.mark.parametrize("name", LOSSES)
