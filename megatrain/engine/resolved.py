@@ -185,6 +185,7 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         seq_len=resolved.seq_len,
         least_tokens=resolved.least_tokens,
         head_twice=isinstance(resolved.loss, SequenceLoss),
+        refers=isinstance(resolved.loss, SequenceLoss) and resolved.loss.reference,
         whole_step=isinstance(resolved.loss, SequenceLoss) and resolved.loss.whole_step,
         clipping=resolved.max_grad_norm is not None,
         balances_routers=resolved.router_aux_loss_coef > 0,

@@ -84,6 +84,7 @@ class Job(Asked):
         balances_routers: their loss is over a whole step, which is therefore one group.
         whole_step: so is the loss itself.
         head_twice: the loss needs the log-probabilities of whole answers before any gradient.
+        refers: the loss needs the rows' log-probabilities under the model as it begins.
         trained_share: of a step's tokens with their padding, those that have gradients.
         least_tokens: of a micro-batch; 0: one row.
         state_bytes: the optimizer's arrays, but for those of `whole_update`.
@@ -110,6 +111,7 @@ class Job(Asked):
     balances_routers: bool = False
     whole_step: bool = False
     head_twice: bool = False
+    refers: bool = False
     trained_share: float = 1.0
     least_tokens: int = 0
     state_bytes: State = (("exp_avg", 4), ("exp_avg_sq", 4))

@@ -156,8 +156,8 @@ def test_packed_examples_are_those_of_padded_ones(name, device):
     assert found.loss == pytest.approx(padded.loss, rel=1e-5)
     for metric, value in padded.metrics.items():
         assert found.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
-    for tensor, value in expected.items():
-        assert float((gradients[tensor] - value).norm() / value.norm()) < 1e-4, tensor
+    for tensor, gradient in expected.items():
+        assert float((gradients[tensor] - gradient).norm() / gradient.norm()) < 1e-4, tensor
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -181,3 +181,20 @@ def test_the_rate_is_that_of_the_method_unless_it_is_set(megatrain, project, of_
     (project / "cfg.yaml").write_text(text)
     megatrain("train cfg.yaml", "method=dpo", "train.max_steps=1")
     assert load_config(project / "run/config.resolved.yaml").train.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_eval_says_of_a_run_what_its_last_evaluation_said(megatrain, project, of_method, method):
+    megatrain("train cfg.yaml", *of_method(method), "train.max_steps=4", "precision=float32")
+    last = evaluations_of(project / "run")[-1]
+    found = megatrain("eval run --json").json
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    for name in FURTHER[method]:
+        assert found[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-4, abs=1e-5)
+    assert "perplexity" not in found
+
+
+def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):
+    said = megatrain("plan cfg.yaml", *of_method("dpo")).out
+    assert "before the first step: log-probabilities of all rows under the model" in said
+    assert "log-probabilities" not in megatrain("plan cfg.yaml", *of_method("orpo")).out
