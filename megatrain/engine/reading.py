@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.engine.batches import Batch, objective_of
 from megatrain.engine.context import computing
 from megatrain.engine.parts import EngineParts
+from megatrain.errors import ConfigError
 from megatrain.losses import next_token
 from megatrain.models.anatomy import Anatomy
 from megatrain.settings import Settings
@@ -69,7 +70,8 @@ class Reading(ABC):
         return (values, likeliest) if greedy else values
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
-        """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.
+        """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
+        the device, whole: for checks, not for training.
 
         Returns when they are computed.
         """
@@ -91,8 +93,13 @@ class Reading(ABC):
     ) -> list[int]:
         """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
 
-        Every token streams the whole model once: for a look, not for serving.
+        Every token streams the whole model once: for a look, not for serving. Raises ConfigError for
+        a reward model.
         """
+        if self.anatomy.labels is not None:
+            raise ConfigError(
+                "generate: a reward model gives scores and writes no text; take a language model"
+            )
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)

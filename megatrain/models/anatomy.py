@@ -46,11 +46,17 @@ class Anatomy:
     max_positions: int | None
     published: Published
     passengers: Passengers = NOBODY
+    labels: int | None = None  # of a classifier, which has a score for each instead of logits
 
     @property
     def parameters(self) -> int:
         """Number of trained parameters; a tied tensor counts once."""
         return sum(block.layout.parameters for block in self.blocks)
+
+    @property
+    def outputs(self) -> int:
+        """What the head makes of a token: logits of the vocabulary, or scores."""
+        return self.labels or self.vocab_size
 
     @property
     def layers(self) -> int:

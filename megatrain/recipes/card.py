@@ -21,9 +21,9 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
 
     Of local files only the names are told: a card is published.
     """
-    config, anatomy = run.config, run.engine.anatomy
+    config, anatomy, method = run.config, run.engine.anatomy, METHODS[run.config.method]
     base = public_name(config.model.source)
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": method.task}
     if config.model.init == "pretrained" and not is_local(config.model.source):
         metadata["base_model"] = base
     metadata["tags"] = ["megatrain", config.method]
@@ -36,7 +36,7 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
     rows |= settings_of(config, run.engine.precision)
     table = [f"| {name} | `{value}` |" for name, value in rows.items()]
     head = [f"{name}: {json.dumps(value)}" for name, value in metadata.items()]
-    words = f"{METHODS[config.method].words.format(config.method)} {start}, with every"
+    words = f"{method.words.format(config.method)} {start}, with every"
     title = f"# {printable(config.output.resolve().name)}"
     text = [title, "", f"{words} parameter trained by MegaTrain.", "", "| | |", "|---|---|", *table]
     return "\n".join(["---", *head, "---", "", *text, ""])

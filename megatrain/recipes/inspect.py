@@ -18,8 +18,9 @@ from megatrain.data.show import show_rows, summary
 from megatrain.engine.build import choose_device
 from megatrain.engine.engine import Engine
 from megatrain.engine.resolved import least_tokens
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.losses import SequenceLoss
+from megatrain.models.classifiers import is_classifier
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
@@ -83,6 +84,7 @@ def evaluate(
         day = day_of(load_config(run_dir / RESOLVED_FILE))
     else:
         whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+        whole |= {"method": "reward"} if is_classifier(model.config) else {}
         config = load_config(whole, rows_of)
         day = day_of(config)
     trained, held_out = read_rows(config, model, day)
@@ -173,11 +175,18 @@ def generate(
         named, trust_remote_code: as for `evaluate`.
         sampling: fields of `Sampling`; by default greedy.
         show: gets the text as it grows.
+
+    Raises ModelError for a reward model.
     """
     drawn = Sampling(**(sampling or {}))
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    if is_classifier(model.config):
+        raise ModelError(
+            f"{named}: is a reward model, which gives scores and writes no text; name a language "
+            "model"
+        )
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 

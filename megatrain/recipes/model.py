@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.data.named_templates import find_template
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.methods import METHODS
+from megatrain.models.classifiers import as_classifier, is_classifier
 from megatrain.models.pretrained import (
     code_of,
     digests_of,
@@ -49,7 +51,8 @@ class Model:
     @property
     def pad_id(self) -> int:
         """The token that fills rows; any will do: no real token sees it, and it has no target."""
-        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        known = self.tokenizer  # a shape has none
+        ids = (known.pad_token_id, known.eos_token_id) if known is not None else ()
         return next((token for token in ids if token is not None), 0)
 
     @property
@@ -65,6 +68,22 @@ def read_model(config: Config) -> Model:
         return describe_model(model.source, model.revision, model.trust_remote_code, template)
     except DataError as error:
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
+
+
+def suited(model: Model, config: Config) -> Model:
+    """The model with the head that the config's method trains.
+
+    Raises ModelError where there is none, and for a reward model under another method.
+    """
+    if METHODS[config.method].scores:
+        return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
+    if is_classifier(model.config):
+        raise ModelError(
+            f"{config.model.source}: is a {model.config.architectures[0]}, which gives scores and "
+            f"writes no text, so method: {config.method} cannot train it; set method: reward, or "
+            "name a language model"
+        )
+    return model
 
 
 def describe_model(

@@ -18,11 +18,12 @@ from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
+from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import split_master
-from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of
+from megatrain.storage.carried import CONFIG, NOTHING, Carried, about_carried, carried_of
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
@@ -59,13 +60,19 @@ class Candidate:
 
 
 def load_weights(
-    anatomy: Anatomy, store: Store, source: ModelSource, constants: Constants
+    anatomy: Anatomy,
+    store: Store,
+    source: ModelSource,
+    constants: Constants,
+    head: NewHead | None = None,
 ) -> tuple[Tensors, Carried]:
     """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
     fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
     understood, and those that transformers renames on loading.
+
+    head: of a classifier, where the source is its language model.
 
     Returns:
         The tensors of a model folder, under the names that the source has for them, and what is
@@ -77,13 +84,14 @@ def load_weights(
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        copy_in(anatomy, store, _read_gguf(source), str(source.file), constants)
+        found_there = with_head(_read_gguf(source), head, source)
+        copy_in(anatomy, store, found_there, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        candidates = _open_folder(anatomy, store, source)
+        candidates = with_head(_open_folder(anatomy, store, source), head, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
@@ -91,10 +99,33 @@ def load_weights(
             check_model_files(source.path, manifest, names)
         raise
     kept = carried_of(source.path, _unchanged(candidates, carried))
+    if head is not None:  # its config.json describes another model
+        kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in carried.items() if place is None]
     if said := about_carried(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
     return anatomy.published.named_as(found), kept
+
+
+def with_head(
+    candidates: Mapping[str, Candidate], head: NewHead | None, source: ModelSource
+) -> dict[str, Candidate]:
+    """The tensors of a language model's folder, and those that its classifier has besides, without
+    those that this has no use for. What that comes to is said."""
+    if head is None:
+        return dict(candidates)
+    found = {name: c for name, c in candidates.items() if name not in head.unused}
+    drawn = {name: values for name, values in head.drawn.items() if name not in found}
+    for name, values in drawn.items():
+        whole = partial(_whole, values)
+        found[name] = Candidate(name, values.dtype, tuple(values.shape), whole)
+    if drawn:
+        logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
+    if unused := sorted(candidates.keys() & head.unused):
+        logger.info(
+            f"{source.file}: {_listed(unused)} is not used: a reward model has another head"
+        )
+    return found
 
 
 def _unchanged(
