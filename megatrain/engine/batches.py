@@ -95,8 +95,8 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
         if anatomy.labels is not None:
             gives, wants = "scores", "log-probabilities of tokens, which a language model gives"
         raise ConfigError(
-            f"loss: {type(loss).__name__} needs {wants}, and this model gives {gives}; take another "
-            "loss or another model"
+            f"loss: {type(loss).__name__} needs {wants}, and this model gives {gives}; take "
+            "another loss or another model"
         )
     return counted(loss, batches)
 
@@ -146,10 +146,10 @@ def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
     if rows is not None and rows.numel() and int(rows.min()) < 0:
         raise DataError(f"row_of of micro-batch {number} holds {int(rows.min())}; count from 0")
     count = shape[0] if rows is None else int(rows.max()) + 1
-    if rows is not None and loss.of_scores and len(rows.unique()) < count:
+    if rows is not None and loss.of_scores and not rows.reshape(-1).bincount().all():
         raise DataError(
-            f"row_of of micro-batch {number} leaves out numbers below {count - 1}; each example has "
-            "a token"
+            f"row_of of micro-batch {number} leaves out a number below {count - 1}; each example "
+            "has a token"
         )
     for name in loss.needs:
         if name not in batch:

@@ -89,8 +89,7 @@ class ForwardPasses:
         return found
 
     def target_values(self, mb: MicroBatch, hidden: torch.Tensor, values: Values) -> torch.Tensor:
-        """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n], without
-        gradients."""
+        """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n]."""
         given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self._chunks
         return target_values(*given, values)[0]
 

@@ -1,5 +1,5 @@
-"""The end of the model, a chunk of targets at a time: final norm, head, log-probabilities or scores,
-loss, and back.
+"""The end of the model, a chunk of targets at a time: final norm, head, log-probabilities (or
+scores), loss, and back.
 
 Logits never exist whole, and a chunk's only once: their gradient is written over them. The softmax
 runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a time.

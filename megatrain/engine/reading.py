@@ -93,8 +93,9 @@ class Reading(ABC):
     ) -> list[int]:
         """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
 
-        Every token streams the whole model once: for a look, not for serving. Raises ConfigError for
-        a reward model.
+        Every token streams the whole model once: for a look, not for serving.
+
+        Raises ConfigError for a reward model.
         """
         if self.anatomy.labels is not None:
             raise ConfigError(

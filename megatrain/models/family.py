@@ -92,8 +92,7 @@ def build_model(
 def causal_lm(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Any:
-    """transformers' causal LM of `config`, or the classifier that this names; it notes the attention
-    in it.
+    """transformers' causal LM of `config`, in which it notes the attention, or its classifier.
 
     attention: as `choose_attention`; "auto" falls back to eager.
 

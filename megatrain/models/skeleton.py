@@ -272,7 +272,8 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab], or a classifier's scores [n, labels], of n positions from the last layer's output [n, hidden].
+        """Logits [n, vocab] of n positions from the last layer's output [n, hidden]; or a
+        classifier's scores [n, labels].
 
         Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
         """

@@ -51,8 +51,7 @@ class Model:
     @property
     def pad_id(self) -> int:
         """The token that fills rows; any will do: no real token sees it, and it has no target."""
-        known = self.tokenizer  # a shape has none
-        ids = (known.pad_token_id, known.eos_token_id) if known is not None else ()
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in ids if token is not None), 0)
 
     @property
@@ -79,9 +78,8 @@ def suited(model: Model, config: Config) -> Model:
         return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
     if is_classifier(model.config):
         raise ModelError(
-            f"{config.model.source}: is a {model.config.architectures[0]}, which gives scores and "
-            f"writes no text, so method: {config.method} cannot train it; set method: reward, or "
-            "name a language model"
+            f"{config.model.source}: is a reward model, which gives scores and writes no text, so "
+            f"method: {config.method} cannot train it; set method: reward, or name a language model"
         )
     return model
 
