@@ -66,10 +66,8 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def measured(records: dict[str, Any]) -> dict[str, Sequence[str]]:
-    about = (
-        f"Measured on {records['date']} with TRL {records['trl']}, torch {records['torch']} and "
-    )
-    about += f"transformers {records['transformers']}."
+    versions = " and ".join(f"{name} {records[name]}" for name in ("torch", "transformers"))
+    about = f"Measured on {records['date']} with TRL {records['trl']}, {versions}."
     return {"methods": [about, "", *table(records["cases"])]}
 
 
