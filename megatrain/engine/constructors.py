@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -60,6 +60,7 @@ class Constructors(ABC):
         seq_len: int | None = None,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         trust_remote_code: bool = False,
     ) -> Self:
         """An engine with the weights of a local folder, a GGUF file or a hub id.
@@ -78,6 +79,7 @@ class Constructors(ABC):
                 then says what was planned, such as `plan.choices.micro_batch_tokens`); without
                 them everything is streamed. An mt.Settings is taken at its word.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
+            freeze: tensors that are not trained, by their names in the source, with wildcards.
 
         Raises:
             ConfigError: an argument is out of range or cannot be had here.
@@ -101,6 +103,7 @@ class Constructors(ABC):
             seq_len=seq_len,
             settings=settings,
             memory=memory,
+            freeze=freeze,
             weights=Weights(str(source), revision, trust_remote_code),
         )
         return cls._open(prepared, found, trust_remote_code)
@@ -121,6 +124,7 @@ class Constructors(ABC):
         seq_len: int | None = None,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         trust_remote_code: bool = False,
     ) -> Self:
         """An engine with random weights, drawn by the family's own rule.
@@ -142,6 +146,7 @@ class Constructors(ABC):
             seq_len=seq_len,
             settings=settings,
             memory=memory,
+            freeze=freeze,
             weights=Weights(None, trust_remote_code=trust_remote_code),
         )
         return cls._open(prepared, None, trust_remote_code)

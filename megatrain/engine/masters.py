@@ -9,9 +9,13 @@ from megatrain.optim.split import CHUNK, split_master
 
 
 def write_master(store: Store, block: int, master: torch.Tensor) -> None:
-    """Set a block's weights from flat fp32 values [numel] on any device."""
+    """Set a block's weights from flat fp32 values [numel] on any device. Frozen ones are rounded to
+    the weights' dtype, as PyTorch rounds."""
     names = [name for name in ("weight", "remainder") if name in store.arrays]
     with store.lease(block, names, changes=True) as arrays:
+        trainable = store.layouts[block].trainable
+        arrays["weight"][trainable:].copy_(master[trainable:])
+        arrays["weight"], master = arrays["weight"][:trainable], master[:trainable]
         if "remainder" not in arrays:
             arrays["weight"].copy_(master)
             return

@@ -40,6 +40,8 @@ class Passes:
 
     Attributes:
         step: counts steps, for dropout seeds.
+        first: the first block that is trained, where backward ends.
+        parameters, names: of every block, those that are trained.
         waiting: for the second pass of two-pass clipping: micro-batches, loss and scale of the
             first. None: there is none to come.
     """
@@ -59,10 +61,14 @@ class Passes:
         self.balancer = balancer
         self.device, self.step = streamer.compute.device, 0
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
-        self.graphs_of = graphs_of_layers(layers, settings.retained, settings.retained_on_host)
+        self.first = skeleton.anatomy.first_trained
+        self.graphs_of = graphs_of_layers(
+            layers, settings.retained, settings.retained_on_host, self.first
+        )
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
-        self.names = [[t.name for t in block.layout.tensors] for block in blocks]
+        self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
+        self.trains = [block.trains for block in blocks]
         self.waiting: tuple[Sequence[MicroBatch], Loss, float] | None = None
         self._repeats = False  # this backward runs twice, from the same activation checkpoints
 
@@ -94,7 +100,7 @@ class Passes:
         grouped = cut(wanted, groups)
         total = LossSum.zero(self.device)
         # one sweep over all groups: the next one's first uploads run beside this one's backward
-        route = block_order(self.head + 1) * len(grouped)
+        route = block_order(self.head + 1, self.first) * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
@@ -113,7 +119,7 @@ class Passes:
                 # not later: a gradient that is complete may be applied at once
                 if last and check_loss and not math.isfinite(float(total.loss)):
                     raise NotFiniteLoss
-                self.gradients.close(self.head, last_group=last)
+                self._close(self.head, last)
                 self._backward(group, visits, last)
         if self._repeats and wanted:
             self.waiting = wanted, loss, scale
@@ -131,14 +137,14 @@ class Passes:
         self.skeleton.set_training(True)
         self._repeats = False
         self.gradients.begin_step()
-        route = block_order(self.head + 1)[self.head :]
+        route = block_order(self.head + 1, self.first)[self.head :]
         if self.skeleton.anatomy.embed_feeds_head:
             route = (self.embed, *route)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             if self.skeleton.anatomy.embed_feeds_head:
                 assert next(visits) == self.embed
             self._turn(group, loss, scale, visits)
-            self.gradients.close(self.head, last_group=True)
+            self._close(self.head, True)
             self._backward(group, visits, True)
 
     def evaluate(self, batches: Sequence[Batch], loss: Loss) -> LossSum:
@@ -201,11 +207,12 @@ class Passes:
             for mb in group:
                 assert mb.hidden is not None
                 self._begin_layer(block, mb)
-                if keep and self.graphs_of[index] != "nowhere":
+                where = self.graphs_of[index] if keep else "unneeded"
+                if where in ("device", "host"):
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
                 output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
-                if keep:
+                if where == "nowhere":
                     mb.kept[index] = self.boundaries.park(mb.hidden)
                 mb.hidden = output
             if keep and self.balancer:
@@ -266,6 +273,8 @@ class Passes:
         tied = {owner for _, owner in self.skeleton.anatomy.tied}
         parameters, sums = [], []
         for block in (self.head, self.embed) if tied else (self.head,):
+            if not self.trains[block]:
+                continue
             self.gradients.open(block)
             open_sums = self.gradients.sums(block)
             for name, parameter in zip(self.names[block], self.parameters[block], strict=True):
@@ -275,16 +284,30 @@ class Passes:
         return parameters, sums
 
     def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool) -> None:
-        """Sweep the layers in reverse, then embed.
+        """Sweep the layers in reverse to the first that is trained, then embed if that is.
 
         A layer whose activations were not saved is recomputed from its activation checkpoint.
         """
-        for index in reversed(range(len(self.skeleton.layers))):
+        for expected in reversed(range(max(self.first, self.embed + 1), self.head)):
             block = next(visits)
-            self.gradients.open(block)
+            assert block == expected
+            if self.trains[block]:
+                self.gradients.open(block)
             for mb in group:
-                self._backward_layer(index, block, mb)
+                self._backward_layer(block - 1, block, mb)
+            self._close(block, last)
+        if self.trains[self.embed]:
+            self._backward_embed(group, visits, last)
+
+    def _close(self, block: int, last: bool) -> None:
+        """A block's backward of this group is complete. `last`: of the step."""
+        if self.trains[block]:
             self.gradients.close(block, last_group=last)
+
+    def _backward_embed(
+        self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool
+    ) -> None:
+        """The embedding once more, and its gradients: nothing of it was saved."""
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
         sums = self.gradients.sums(self.embed)
@@ -316,9 +339,11 @@ class Passes:
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        grads = graph.gradients(self.parameters[block], mb.grad)
-        mb.grad = grads[0]
-        self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
+        mb.grad, *grads = graph.gradients(
+            self.parameters[block], mb.grad, ends_here=block == self.first
+        )
+        if grads:
+            self.gradients.add(block, dict(zip(self.names[block], grads, strict=True)))
 
     # -- what layers draw and count ---------------------------------------------------------------
 
