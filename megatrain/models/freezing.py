@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -17,8 +17,7 @@ from megatrain.memory.layout import TensorSpec
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.names import Place
 
-# A weight is multiplied with a token forward, for its input's gradient, and for its own.
-PRODUCTS = 3
+PRODUCTS = 3  # of a trained weight in a step
 
 
 def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> Anatomy:
@@ -69,20 +68,43 @@ def with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
     return replace(anatomy, blocks=blocks, published=published)
 
 
-def products(anatomy: Anatomy, tensor: TensorSpec, block: int) -> int:
-    """How often a step multiplies a weight of this tensor with a token's values, up to PRODUCTS."""
-    used_in = anatomy.head.index if tensor.name in {own for _, own in anatomy.tied} else block
-    return 1 + (used_in >= anatomy.first_trained) + (not tensor.frozen)
+# -- what is computed with them --------------------------------------------------------------------
 
 
-def idle_share_trained(anatomy: Anatomy) -> float:
-    """Of the parameters of all experts, the share that is trained; 1 for a dense model."""
-    experts = [t for block in anatomy.blocks for t in block.layout.tensors if _of_experts(t)]
+def counted_parameters(
+    anatomy: Anatomy, idle: int, wanted: Callable[[TensorSpec, int], bool] = lambda *_: True
+) -> int:
+    """The number of trained parameters whose matmuls take as long as a step's with frozen ones.
+
+    A weight is multiplied with a token forward, for its input's gradient from the first trained
+    block on, and for its own gradient if it is trained: a trained one three times.
+
+    Args:
+        idle: parameters of experts that are not a token's own.
+        wanted: which tensors count, by (tensor, block); by default all.
+    """
+    owners = {own for _, own in anatomy.tied}
+    weights = experts = products = 0
+    for block in anatomy.blocks:
+        for tensor in (t for t in block.layout.tensors if wanted(t, block.index)):
+            used_in = anatomy.head.index if tensor.name in owners else block.index
+            times = 1 + (used_in >= anatomy.first_trained) + (not tensor.frozen)
+            weights += times * tensor.numel
+            if is_of_experts(tensor):
+                experts, products = experts + tensor.numel, products + times * tensor.numel
+    of_experts = idle * products // experts if experts else PRODUCTS * idle
+    return (weights - of_experts) // PRODUCTS
+
+
+def share_of_experts_trained(anatomy: Anatomy) -> float:
+    """Of the parameters in experts' matrices; 1 for a model that has none."""
+    experts = [t for block in anatomy.blocks for t in block.layout.tensors if is_of_experts(t)]
     every = sum(tensor.numel for tensor in experts)
     return sum(t.numel for t in experts if not t.frozen) / every if every else 1.0
 
 
-def _of_experts(tensor: TensorSpec) -> bool:
+def is_of_experts(tensor: TensorSpec) -> bool:
+    """True for the matrices of a layer's experts."""
     return tensor.hidden and len(tensor.shape) == 3
 
 
