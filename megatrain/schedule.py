@@ -136,9 +136,7 @@ def layers_back(layers: int, first: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def graphs_of_layers(
-    layers: int, retained: int, on_host: int, first: int = 0
-) -> tuple[Where, ...]:
+def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -> tuple[Where, ...]:
     """Where each layer's saved activations are: the last `retained` layers' on the device, those of
     `on_host` others, spread evenly so that they leave while layers between compute, in host RAM.
 

@@ -1,4 +1,5 @@
-"""Frozen tensors: which of a model's the user's patterns take, and its blocks without training them.
+"""Frozen tensors: which of a model's the user's patterns take, and its blocks when they do not
+train.
 
 A frozen tensor is streamed and computed with as any other, and keeps its weight alone: it is the
 tail of its block's weight array, which is longer than the block's other arrays.
@@ -46,7 +47,7 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
 def with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
     """The anatomy with these tensors, by the model's own names, at the ends of their blocks."""
     blocks = tuple(replace(b, layout=b.layout.freeze(frozen)) for b in anatomy.blocks)
-    moved = {}  # from the old first element of a tensor to the new one
+    moved: dict[str, int] = {}  # from the old first element of a tensor to the new one
     for old, new in zip(anatomy.blocks, blocks, strict=True):
         offsets = {spec.name: spec.offset for spec in new.layout.tensors}
         moved |= {spec.name: offsets[spec.name] - spec.offset for spec in old.layout.tensors}
@@ -115,9 +116,13 @@ def _owners(anatomy: Anatomy, patterns: Sequence[str], name: str) -> set[str]:
     """The model's own tensors of which some pattern takes at least a part."""
     known, found = anatomy.published.known, set()
     for pattern in patterns:
-        taken = [place.own for known_as, place in known.items() if _takes(anatomy, pattern, known_as)]
+        taken = [
+            place.own for known_as, place in known.items() if _takes(anatomy, pattern, known_as)
+        ]
         if not taken:
-            raise ConfigError(f"{name}: {pattern!r} is the name of no tensor{_nearest(anatomy, pattern)}")
+            raise ConfigError(
+                f"{name}: {pattern!r} is the name of no tensor{_nearest(anatomy, pattern)}"
+            )
         found.update(taken)
     return found
 
@@ -127,9 +132,7 @@ def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.removeprefix(prefix), pattern)
 
 
-def _refuse_parts(
-    anatomy: Anatomy, patterns: Sequence[str], owners: set[str], name: str
-) -> None:
+def _refuse_parts(anatomy: Anatomy, patterns: Sequence[str], owners: set[str], name: str) -> None:
     """Raise ConfigError if of a tensor that is published in parts some are not taken."""
 
     def taken(known_as: str) -> bool:

@@ -60,7 +60,7 @@ class ModelFlops:
         owners = {owner for _, owner in anatomy.tied}
 
         def multiplied(tensor: TensorSpec, block: int) -> bool:
-            """An embedding is only looked up, unless the head is tied; experts' biases are added."""
+            """An embedding is looked up, unless the head is tied; experts' biases are added."""
             looked_up = block == anatomy.embed.index and tensor.name not in owners
             return len(tensor.shape) > 1 and not tensor.name.endswith("bias") and not looked_up
 
