@@ -107,6 +107,22 @@ def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: 
     return f"{where}: {'; '.join(said)}" if said else ""
 
 
+def about_frozen(
+    where: Path, frozen: Mapping[str, Sequence[StoredTensor]], dtype: torch.dtype
+) -> str:
+    """The sentence that says what frozen tensors are that are computed with in another dtype; empty
+    where there are none."""
+    parts = [tensor for of_own in frozen.values() for tensor in of_own]
+    if not parts:
+        return ""
+    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parts})
+    nbytes = sum(tensor.nbytes for tensor in parts)
+    return (
+        f"{where}: frozen tensors are {listed(names)}; they are computed with in "
+        f"{str(dtype).removeprefix('torch.')} and saved as they came, once: {nbytes / 1e9:.3g} GB"
+    )
+
+
 def check_carried(carried: Carried, who: Passengers) -> None:
     """Raise ModelError for an engine that was given no weights of its model's passengers."""
     if who.names and not carried.tensors:

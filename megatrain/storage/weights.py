@@ -22,7 +22,14 @@ from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import split_master
-from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of, frozen_of
+from megatrain.storage.carried import (
+    NOTHING,
+    Carried,
+    about_carried,
+    about_frozen,
+    carried_of,
+    frozen_of,
+)
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
@@ -94,8 +101,12 @@ def load_weights(
     held = {place: candidates[name].stored for place, name in found.items()}
     frozen = frozen_of(held, store.layouts, store.arrays["weight"].dtype)
     dropped = [name for name, place in carried.items() if place is None]
-    if said := about_carried(source.file, kept, dropped, anatomy.passengers):
-        logger.info(said)
+    for said in (
+        about_carried(source.file, kept, dropped, anatomy.passengers),
+        about_frozen(source.file, frozen, store.arrays["weight"].dtype),
+    ):
+        if said:
+            logger.info(said)
     return anatomy.published.named_as(found), replace(kept, frozen=frozen)
 
 
