@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.store import Store
 from megatrain.models.names import Place
 from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, without_source
 from megatrain.models.quantised import KEY
@@ -75,17 +75,29 @@ def carried_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> Carried:
     return Carried(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
 
 
-def frozen_of(
-    found: Mapping[Place, StoredTensor | None], layouts: Sequence[FlatLayout], dtype: torch.dtype
-) -> dict[str, tuple[StoredTensor, ...]]:
-    """`Carried.frozen` of a folder's tensors by place, for weights of `dtype`."""
+def with_frozen(
+    carried: Carried, found: Mapping[Place, StoredTensor | None], store: Store, where: Path | None
+) -> Carried:
+    """The same, and the frozen tensors of a folder, by place, that the store has in other dtypes.
+
+    where: the folder, to say their bytes of.
+    """
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
+    held = store.arrays["weight"].dtype
     for place, stored in found.items():
-        if place.constant or stored is None or stored.dtype == dtype:
+        if place.constant or stored is None or stored.dtype == held:
             continue
-        if place.tensor.offset >= layouts[place.block].trainable:
+        if place.tensor.offset >= store.layouts[place.block].trainable:
             frozen[place.own] += (stored,)
-    return dict(frozen)
+    if frozen and where:
+        parts = [tensor for of_own in frozen.values() for tensor in of_own]
+        names = listed(sorted({str(part.dtype)[len("torch.") :] for part in parts}))
+        nbytes = sum(part.nbytes for part in parts)
+        logger.info(
+            f"{where}: frozen tensors are {names}; they are computed with in "
+            f"{str(held)[len('torch.') :]} and saved as they came, once: {nbytes / 1e9:.3g} GB"
+        )
+    return replace(carried, frozen=dict(frozen))
 
 
 def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: Passengers) -> str:
@@ -105,22 +117,6 @@ def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: 
             "not trained"
         )
     return f"{where}: {'; '.join(said)}" if said else ""
-
-
-def about_frozen(
-    where: Path, frozen: Mapping[str, Sequence[StoredTensor]], dtype: torch.dtype
-) -> str:
-    """The sentence that says what frozen tensors are that are computed with in another dtype; empty
-    where there are none."""
-    parts = [tensor for of_own in frozen.values() for tensor in of_own]
-    if not parts:
-        return ""
-    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parts})
-    nbytes = sum(tensor.nbytes for tensor in parts)
-    return (
-        f"{where}: frozen tensors are {listed(names)}; they are computed with in "
-        f"{str(dtype).removeprefix('torch.')} and saved as they came, once: {nbytes / 1e9:.3g} GB"
-    )
 
 
 def check_carried(carried: Carried, who: Passengers) -> None:

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -25,7 +25,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS
 from megatrain.models.names import Place, Tensors, in_blocks
-from megatrain.storage.carried import carried_of, frozen_of
+from megatrain.storage.carried import carried_of, with_frozen
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
@@ -183,8 +183,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     engine.published = engine.anatomy.published.named_as(places)
     carried = carried_of(path, {name: weights[name] for name in found.carried})
     held = {place: weights[name] for place, name in places.items()}
-    frozen = frozen_of(held, engine.store.layouts, engine.store.arrays["weight"].dtype)
-    engine.carried = replace(carried, frozen=frozen)
+    engine.carried = with_frozen(carried, held, engine.store, None)
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state

@@ -22,14 +22,7 @@ from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import split_master
-from megatrain.storage.carried import (
-    NOTHING,
-    Carried,
-    about_carried,
-    about_frozen,
-    carried_of,
-    frozen_of,
-)
+from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of, with_frozen
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
@@ -98,16 +91,11 @@ def load_weights(
             check_model_files(source.path, manifest, names)
         raise
     kept = carried_of(source.path, _unchanged(candidates, carried))
-    held = {place: candidates[name].stored for place, name in found.items()}
-    frozen = frozen_of(held, store.layouts, store.arrays["weight"].dtype)
     dropped = [name for name, place in carried.items() if place is None]
-    for said in (
-        about_carried(source.file, kept, dropped, anatomy.passengers),
-        about_frozen(source.file, frozen, store.arrays["weight"].dtype),
-    ):
-        if said:
-            logger.info(said)
-    return anatomy.published.named_as(found), replace(kept, frozen=frozen)
+    if said := about_carried(source.file, kept, dropped, anatomy.passengers):
+        logger.info(said)
+    held = {place: candidates[name].stored for place, name in found.items()}
+    return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
 
 
 def _unchanged(

@@ -232,7 +232,8 @@ def test_random_delays_change_no_bit():
 
 
 def folder_of(family: str, dtype: torch.dtype, folder: Path) -> Path:
-    plain_model(tiny_config(family)).to(dtype).save_pretrained(folder)
+    model: Any = plain_model(tiny_config(family), dtype=dtype)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -139,7 +139,7 @@ def test_a_block_whose_tensors_are_all_frozen_has_arrays_of_no_element():
     frozen = FlatLayout.pack(TENSORS, layer=True).freeze({name for name, *_ in TENSORS})
     for per in ("element", "group", "unhidden"):
         assert frozen.of(ArraySpec("m", torch.float32, per=per)).numel == 0
-    assert frozen.trained.segments() == frozen.trained.gaps() == []
+    assert (frozen.trained.segments(), frozen.trained.gaps()) == ([], [])
     assert frozen.trained.views(torch.empty(0)) == {}
 
 

@@ -17,7 +17,7 @@ from megatrain.planner.simulation import (
     serial,
 )
 
-NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})
+NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
 OF_FROZEN = ("forward", "backward", "upload", "boundary_down", "boundary_up", "nvme_weight")
 LAYERS = 6
 ONE_GROUP = StepOptions(
@@ -37,7 +37,8 @@ COMPUTING = model(
 
 def with_tasks(**seconds: float) -> list[BlockTasks]:
     """The computing model, with these tasks beside every block."""
-    return [replace(block, **seconds) for block in COMPUTING]
+    changes: dict[str, Any] = seconds
+    return [replace(block, **changes) for block in COMPUTING]
 
 
 def waits(timeline: StepTimeline) -> dict[str, float]:

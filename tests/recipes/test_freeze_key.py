@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,11 +92,14 @@ def test_the_plan_says_what_is_frozen_and_what_that_saves(megatrain, project):
 def test_steps_count_the_work_that_is_left(megatrain, project, monkeypatch):
     from megatrain.reporting.mfu import ModelFlops
 
-    seen: list[Any] = []
+    seen: list[ModelFlops] = []
     tflops = ModelFlops.tflops
-    monkeypatch.setattr(
-        ModelFlops, "tflops", lambda self, *given: seen.append(self) or tflops(self, *given)
-    )
+
+    def noted(work: ModelFlops, tokens: int, seconds: float) -> float:
+        seen.append(work)
+        return tflops(work, tokens, seconds)
+
+    monkeypatch.setattr(ModelFlops, "tflops", noted)
     for number, key in enumerate(("train.freeze=[]", KEY)):
         megatrain("train cfg.yaml", key, "train.max_steps=1", f"output=run-{number}")
     whole, frozen = seen[0], seen[-1]
