@@ -68,7 +68,6 @@ class Passes:
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
-        self.trains = [block.trains for block in blocks]
         self.waiting: tuple[Sequence[MicroBatch], Loss, float] | None = None
         self._repeats = False  # this backward runs twice, from the same activation checkpoints
 
@@ -119,7 +118,7 @@ class Passes:
                 # not later: a gradient that is complete may be applied at once
                 if last and check_loss and not math.isfinite(float(total.loss)):
                     raise NotFiniteLoss
-                self._close(self.head, last)
+                self.gradients.close(self.head, last_group=last)
                 self._backward(group, visits, last)
         if self._repeats and wanted:
             self.waiting = wanted, loss, scale
@@ -144,7 +143,7 @@ class Passes:
             if self.skeleton.anatomy.embed_feeds_head:
                 assert next(visits) == self.embed
             self._turn(group, loss, scale, visits)
-            self._close(self.head, True)
+            self.gradients.close(self.head, last_group=True)
             self._backward(group, visits, True)
 
     def evaluate(self, batches: Sequence[Batch], loss: Loss) -> LossSum:
@@ -273,8 +272,6 @@ class Passes:
         tied = {owner for _, owner in self.skeleton.anatomy.tied}
         parameters, sums = [], []
         for block in (self.head, self.embed) if tied else (self.head,):
-            if not self.trains[block]:
-                continue
             self.gradients.open(block)
             open_sums = self.gradients.sums(block)
             for name, parameter in zip(self.names[block], self.parameters[block], strict=True):
@@ -288,26 +285,14 @@ class Passes:
 
         A layer whose activations were not saved is recomputed from its activation checkpoint.
         """
-        for expected in reversed(range(max(self.first, self.embed + 1), self.head)):
+        for index in reversed(range(max(self.first - 1, 0), len(self.skeleton.layers))):
             block = next(visits)
-            assert block == expected
-            if self.trains[block]:
-                self.gradients.open(block)
+            self.gradients.open(block)
             for mb in group:
-                self._backward_layer(block - 1, block, mb)
-            self._close(block, last)
-        if self.trains[self.embed]:
-            self._backward_embed(group, visits, last)
-
-    def _close(self, block: int, last: bool) -> None:
-        """A block's backward of this group is complete. `last`: of the step."""
-        if self.trains[block]:
+                self._backward_layer(index, block, mb)
             self.gradients.close(block, last_group=last)
-
-    def _backward_embed(
-        self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool
-    ) -> None:
-        """The embedding once more, and its gradients: nothing of it was saved."""
+        if self.first > self.embed:
+            return
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
         sums = self.gradients.sums(self.embed)
@@ -339,11 +324,10 @@ class Passes:
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        mb.grad, *grads = graph.gradients(
-            self.parameters[block], mb.grad, ends_here=block == self.first
-        )
-        if grads:
-            self.gradients.add(block, dict(zip(self.names[block], grads, strict=True)))
+        ends = block == self.first
+        grads = graph.gradients(self.parameters[block], mb.grad, ends_here=ends)
+        mb.grad = grads[0]
+        self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 
     # -- what layers draw and count ---------------------------------------------------------------
 

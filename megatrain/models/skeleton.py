@@ -35,7 +35,7 @@ from megatrain.models.family import (
 from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.passengers import passengers_of, poison
+from megatrain.models.passengers import dtype_of, passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -71,6 +71,7 @@ class Skeleton:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
+        self.source_dtype = dtype_of(config)  # that of a folder with this configuration
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))

@@ -246,6 +246,14 @@ def state_bytes_per_parameter(job: Job) -> float:
     return kept + sum(size for _, size in job.state_bytes) + of_tensors
 
 
+def frozen_bytes(job: Job, shape: ModelShape) -> int:
+    """Of frozen tensors in a run's folder: as its source has them, or as they were drawn."""
+    if shape.frozen is None:
+        return 0
+    drawn = shape.frozen.parameters * WEIGHT_BYTES[job.precision]
+    return drawn if job.draws_weights else shape.frozen.saved_bytes
+
+
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     """Checkpoints at the peak: those kept, an older `best`, and the one being written."""
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
@@ -254,7 +262,7 @@ def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     tensors = int(shape.parameters * state_bytes_per_parameter(job)) + shape.constant_bytes
     once = {
         "weights carried along": shape.carried_bytes,
-        "frozen weights": shape.frozen.saved_bytes if shape.frozen else 0,
+        "frozen weights": frozen_bytes(job, shape),
     }
     return (
         {f"checkpoint {i + 1}": tensors for i in range(copies)}

@@ -111,6 +111,7 @@ def choices_in_words(plan: Plan) -> str:
         f"activations kept as {codec}": codec != UNCHANGED,
         "gradients computed twice": choices.second_backward,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
+        f"{plan.frozen_parameters:,} more parameters frozen": plan.frozen_parameters,
         f"routers balanced with {(weight := plan.made_of.router_aux_loss_coef):g}": weight,
     }
     words = (

@@ -264,7 +264,8 @@ def open_run(
     if resuming is None:
         describe_run(parts, plan)
     may_end_here()
-    weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
+    read = config.model.init == "pretrained" and resuming is None
+    weights = plan.parameters + plan.frozen_parameters if read else None
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
     state, source = dict(BEGINNING), None

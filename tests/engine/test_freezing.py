@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import megatrain as mt
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import gradients_of, tensors_of, weights_of
 from megatrain.errors import ConfigError
@@ -371,3 +372,19 @@ def test_evaluation_and_logits_know_no_difference():
         assert torch.equal(
             engine.logits(batches[0]["input_ids"]), frozen.logits(batches[0]["input_ids"])
         )
+
+
+def test_a_plan_of_a_frozen_model_opens_its_engine(tmp_path):
+    source = folder_of("llama", torch.float32, tmp_path / "model")
+    options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu"}
+    plan = mt.plan(
+        str(source), tokens_per_step=64, seq_len=16, train={"freeze": [EMBEDDING]}, **options
+    )
+    planned = Engine.from_pretrained(
+        source, tokens_per_step=64, seq_len=16, freeze=[EMBEDDING], **options
+    )
+    with planned, Engine.from_plan(plan) as engine:
+        assert planned.plan is not None
+        frozen = engine.anatomy.frozen_parameters
+        assert planned.plan.frozen_parameters == plan.frozen_parameters == frozen > 0
+        assert engine.anatomy.frozen == planned.anatomy.frozen == ("model.embed_tokens.weight",)

@@ -11,7 +11,6 @@ from itertools import accumulate
 from torch import Tensor
 
 from megatrain.models.freezing import counted_parameters, share_of_experts_trained
-from megatrain.models.passengers import dtype_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.dry_run import DryRun, MicroBatchBytes, cross_entropy
 from megatrain.planner.cost.footprint import LayerBytes
@@ -303,7 +302,7 @@ def _frozen(skeleton: Skeleton, cost: ModelCost) -> Frozen:
         head = not owners & set(anatomy.frozen)
     return Frozen(
         parameters=anatomy.frozen_parameters,
-        saved_bytes=anatomy.frozen_parameters * dtype_of(skeleton.config).itemsize,
+        saved_bytes=anatomy.frozen_parameters * skeleton.source_dtype.itemsize,
         trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),
         first_trained=anatomy.first_trained,
         counted_parameters=counted_parameters(anatomy, idle),
