@@ -156,10 +156,11 @@ def row_lengths(case: Case, number: int) -> list[int]:
 
 def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     """What a run learns from the lengths of its rows, here of the first STEPS_LOOKED_AT steps."""
-    from megatrain.data.loader import counted
+    from megatrain.data.micro_batches import Run, counted
     from megatrain.planner.job import StepTokens
 
-    steps = [[row_lengths(case, number)] for number in range(STEPS_LOOKED_AT)]
+    numbers = range(STEPS_LOOKED_AT)
+    steps = [[Run(row_lengths(case, number), [])] for number in numbers]
     return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
 
 
@@ -168,7 +169,7 @@ def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, 
     the longest of theirs."""
     import torch
 
-    from megatrain.data.loader import cuts
+    from megatrain.data.micro_batches import cuts
 
     draws = torch.Generator().manual_seed(number)
     if not case.varied:

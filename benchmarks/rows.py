@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows
 from megatrain.data.loader import Loader
 from megatrain.losses import next_token
 from megatrain.machine.hardware import GIB
@@ -46,7 +46,7 @@ SHORTEST, MEDIAN, SPREAD = 16, 150, 0.8  # tokens; standard deviation of the log
 
 
 @dataclass(frozen=True)
-class RandomRows:
+class RandomRows(PlainRows):
     """Rows of random tokens, the second half of each its targets; the same tokens whenever a row is
     read."""
 

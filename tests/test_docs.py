@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command_reference, config_reference, families, what_fits, write_page
+from benchmarks import (
+    command_reference,
+    config_reference,
+    families,
+    methods,
+    what_fits,
+    write_page,
+)
 from megatrain.config import config_schema, load_config
+from tests.engine.test_preference_losses import CASES
 from tests.test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +122,14 @@ def test_lines_are_short():
     table_or_picture = ("|", "![")
     text = [(page, line) for page, line in lines if not line.startswith(table_or_picture)]
     assert [(page, line) for page, line in text if len(line) > WIDTH] == []
+
+
+def test_the_page_of_methods_has_every_loss_that_is_compared_with_trl():
+    found = json.loads(methods.FILE.read_text())
+    assert [case["case"] for case in found["cases"]] == [*CASES], "run python -m benchmarks.methods"
+    assert all(case["loss"] < 1e-6 and case["gradient"] < 1e-5 for case in found["cases"])
+    page = methods.PAGE.read_text()
+    assert page == write_page.filled(page, methods.measured(found))
 
 
 def test_what_is_broken_is_found(tmp_path):

@@ -28,7 +28,8 @@ FUNCTION_LINES = 60
 # A room is a module or a package directly under megatrain, or planner/cost. It imports itself and
 # rooms of lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "cuda", "durable", "heartbeat", "losses", "schedule"),
+    ("errors", "cuda", "durable", "heartbeat", "methods", "schedule"),
+    ("losses",),
     ("settings", "data", "machine", "memory"),
     ("config", "models", "optim"),
     ("planner/cost", "reporting", "storage"),

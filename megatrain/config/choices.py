@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from megatrain.config.names import INSTEAD_OF_ADAFACTOR
 from megatrain.config.values import Choice, as_texts, wanted
@@ -10,7 +10,7 @@ from megatrain.config.values import Choice, as_texts, wanted
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
 _NO_FP8 = "no longer offered: use int8, which takes the same bytes at half the gradient error"
-_METHODS = ("dpo", "kto", "orpo", "simpo", "cpo", "ppo", "grpo", "rloo", "reward", "distill", "gkd")
+_METHODS = ("ppo", "grpo", "rloo", "reward", "distill", "gkd")
 _OPTIMIZERS = ("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia")
 _OTHER_METHODS = dict.fromkeys(_METHODS, _NOT_BUILT)
 _OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT) | {
@@ -20,14 +20,51 @@ _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
     "float8": "called fp8 here"
 }
 
-Method = Annotated[Literal["sft", "pretrain"], Choice(_OTHER_METHODS)]
+Method = Annotated[
+    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto"], Choice(_OTHER_METHODS)
+]
+_DpoLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+DpoLosses = Annotated[
+    tuple[_DpoLoss, ...],
+    wanted(f"one of {', '.join(get_args(_DpoLoss))}, or a list of them", as_texts),
+]
+CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], Choice({"simpo": "a method of its own"})]
 Init = Annotated[Literal["pretrained", "random"], Choice()]
 Format = Annotated[
-    Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"], Choice()
+    Literal[
+        "auto",
+        "messages",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "text",
+        "preference",
+        "ranking",
+        "alpaca_ranking",
+        "implicit_prompt",
+    ],
+    Choice(),
 ]
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
+Truncation = Annotated[Literal["keep_start", "keep_end", "drop"], Choice()]
 Final = Annotated[Literal["model", "full", "none"], Choice()]
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
 OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]

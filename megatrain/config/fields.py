@@ -13,17 +13,22 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
+from megatrain.config.preference import (
+    CpoOptions,
+    DpoOptions,
+    KtoOptions,
+    OrpoOptions,
+    SimpoOptions,
+    fault_of_sections,
+)
+from megatrain.config.resources import EconomyOptions, MemoryOptions
 from megatrain.config.sources import HeldOut, Sources
-from megatrain.config.values import Options, key, refuse
-from megatrain.settings import OPTION, OPTIONS, contradiction
+from megatrain.config.values import Options, key, option, refuse
+from megatrain.methods import METHODS, RATE
+from megatrain.settings import OPTIONS, contradiction
 
 DEFAULT_TOKENS_PER_STEP = 65536
 DEFAULT_DECAY_SHARE = 0.2  # of all steps, the last stretch of `wsd`
-
-
-def option(field: str) -> Any:
-    """A key that leaves an option to the planner unless it is set."""
-    return key("auto", OPTION[field].words)
 
 
 def _or_text(schema: dict[str, Any]) -> None:
@@ -97,6 +102,11 @@ class DataOptions(Options):
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
+    truncation_mode: c.Truncation = key(
+        "keep_start",
+        "Rows longer than seq_len: keep_start and keep_end cut them, drop leaves them out; texts "
+        "are split.",
+    )
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(
         None,
@@ -136,7 +146,9 @@ class TrainOptions(Options):
     )
     epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
     max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
-    learning_rate: v.Positive = key(1e-5, "Peak learning rate.")
+    learning_rate: v.Positive = key(
+        RATE, "Peak learning rate; methods of preferences have 1e-6 unless it is set."
+    )
     schedule: c.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
     warmup: v.NotNegative = key(0.03, "Below 1 a share of all steps, else steps.")
     min_lr_ratio: v.Fraction = key(0.0, "Final learning rate divided by the peak.")
@@ -246,51 +258,6 @@ class OptimizerOptions(Options):
     )
 
 
-class MemoryOptions(Options):
-    """Budgets of the memory tiers, and what is placed on which."""
-
-    gpu: v.SizeOrAuto = key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
-    host: v.SizeOrAuto = key(
-        "auto", "Host RAM to use, such as 120GiB; auto: what the machine or its container has."
-    )
-    resident: v.NumberOrAuto = option("resident")
-    offload_activations: v.FlagOrAuto = option("offload_activations")
-    retained_on_host: v.NumberOrAuto = option("retained_on_host")
-    second_backward: v.FlagOrAuto = option("second_backward")
-    activations: c.Activations = key(
-        "none",
-        "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "
-        "39%, int4 28%. The loss stays exact, gradients are near; with none they are exact.",
-    )
-    nvme: v.FoldersOrNull = key(
-        None,
-        "Folder on NVMe, or folders on several drives, for what host RAM lacks room for; or null.",
-    )
-    nvme_size: v.SizeOrAuto = key(
-        "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
-    )
-    nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
-    nvme_arrays: c.NvmeArrays = option("nvme_arrays")
-
-
-class EconomyOptions(Options):
-    """Prices and power, for the costs that a plan and a run show. No price is assumed."""
-
-    price_per_hour: v.PositiveOrNull = key(
-        None, "Price of the whole machine for an hour; null shows no cost."
-    )
-    price_per_kwh: v.PositiveOrNull = key(None, "Price of electricity, if paid on top of that.")
-    currency: v.Text = key("USD", "Currency of the prices; only shown.")
-    gpu_power_w: v.PositiveOrNull = key(
-        None,
-        "Watts that the GPU draws; null: measured in a run, a share of the data sheet's in a plan.",
-    )
-    host_power_w: v.PositiveOrNull = key(
-        None,
-        "Watts of everything but the GPU; null: what the processors' counters show, if readable.",
-    )
-
-
 @dataclass(frozen=True)
 class Places:
     """Place of each dotted key, as `cfg.yaml:7: train.seq_len`; all are equal to each other."""
@@ -304,13 +271,22 @@ class Config(Options):
     model: ModelOptions = Field(
         description="Hub id or local folder; or {config: folder, init: random} for pre-training."
     )
-    method: c.Method = key("sft", "Instruction tuning, or next-token pre-training.")
+    method: c.Method = key(
+        "sft",
+        "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
+        "answers that are wanted or not.",
+    )
     data: DataOptions
     train: TrainOptions = TrainOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     memory: MemoryOptions = MemoryOptions()
     economy: EconomyOptions = EconomyOptions()
+    dpo: DpoOptions = DpoOptions()
+    orpo: OrpoOptions = OrpoOptions()
+    simpo: SimpoOptions = SimpoOptions()
+    cpo: CpoOptions = CpoOptions()
+    kto: KtoOptions = KtoOptions()
     precision: c.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
@@ -343,11 +319,17 @@ class Config(Options):
     @model_validator(mode="before")
     @classmethod
     def _settle(cls, given: object) -> object:
-        """Pre-training has no turns: its loss is on every token unless `data` says otherwise."""
-        data = given.get("data") if isinstance(given, dict) else None
-        if isinstance(given, dict) and isinstance(data, dict) and given.get("method") == "pretrain":
-            return {**given, "data": {"train_on": "all", **data}}
-        return given
+        """Pre-training has no turns: its loss is on every token unless `data` says otherwise. And
+        each method has a learning rate of its own."""
+        if not isinstance(given, dict):
+            return given
+        name, settled = given.get("method", "sft"), dict(given)
+        data, train = given.get("data"), given.get("train", {})
+        if isinstance(data, dict) and name == "pretrain":
+            settled["data"] = {"train_on": "all", **data}
+        if isinstance(name, str) and name in METHODS and isinstance(train, dict):
+            settled["train"] = {"learning_rate": METHODS[name].learning_rate, **train}
+        return settled
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -362,10 +344,18 @@ class Config(Options):
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
         if self.checkpoint.patience is not None and self.data.eval is None:
             refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
+        if fault := fault_of_sections(self):
+            refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"
             refuse("data.train_on", reason)
         return self
+
+    @property
+    def of_method(self) -> dict[str, Any]:
+        """The keys of the method's own section: the arguments of its loss."""
+        section = getattr(self, self.method, None)
+        return {} if section is None else dict(section)
 
     def asked(self) -> dict[str, Any]:
         """Options by field as `planner.job.Asked` has them: None for auto, 0 for whole layers."""

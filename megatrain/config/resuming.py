@@ -11,6 +11,7 @@ from typing import Any
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
+from megatrain.config.preference import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
 
@@ -54,6 +55,7 @@ FLAGGED = {
     "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
     "train.deterministic": NEW_KERNELS,
     "memory.activations": "gradients round otherwise from here on",
+    **dict.fromkeys(SECTIONS, "the loss is another from here on"),
     "attention": NEW_KERNELS,
     "compile": NEW_KERNELS,
     **KEPT_OPTIONS,

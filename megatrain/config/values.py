@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from megatrain.machine.sizes import parse_size
+from megatrain.settings import OPTION
 
 Auto = Literal["auto"]
 
@@ -40,6 +41,11 @@ class Options(BaseModel):
 def key(default: object, words: str) -> Any:
     """A key with its default and its meaning, as the schema gives it."""
     return Field(default=default, description=words)
+
+
+def option(field: str) -> Any:
+    """A key that leaves an option to the planner unless it is set."""
+    return key("auto", OPTION[field].words)
 
 
 def wrong(reason: str, key: str = "") -> PydanticCustomError:

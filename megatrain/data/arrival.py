@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from megatrain.data.fields import RowError
-from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
+from megatrain.data.samples import Chat
 from megatrain.data.template import WORDS, Span, Template
 from megatrain.data.tools import texts_of
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from megatrain.data import cuts, dataset, formats, show
-from megatrain.data.chat import Marked
-from megatrain.data.dataset import Counts, Rows, RowWriter, TokenRows, check_digest
-from megatrain.data.fields import RowError
+from megatrain.data import cuts, dataset, show
+from megatrain.data.dataset import Counts, Rows, TokenRows, check_digest
 from megatrain.data.files import resolve
-from megatrain.data.formats import FORMATS, Document, RowFormat, Sample
+from megatrain.data.formats import FORMATS
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
-from megatrain.data.readers import RawRow
+from megatrain.data.samples import KINDS, PLAIN
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.data.tokenize import Encoder
+from megatrain.data.writing import write_rows
 from megatrain.errors import DataError, StorageError
 
 if TYPE_CHECKING:
@@ -36,9 +31,11 @@ if TYPE_CHECKING:
 
     from megatrain.data.sources import Given
 
-BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
-CACHE_VERSION = 5  # raise it when the same input gives other tokens
-CACHED_BY = ("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts")
+CACHE_VERSION = 6  # raise it when the same input gives other tokens
+CACHED_BY = (
+    *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
+    *("kind", "truncation_mode"),
+)
 ON_BAD_ROW = ("refuse", "skip")
 Wanted = Callable[[TokenRows], bool]
 
@@ -52,6 +49,8 @@ class DataOptions:
         text_field: the column of plain text; None finds it.
         columns: columns that go by another name, ours first.
         prompts: as in `Encoder`.
+        kind: of rows, as the method trains them: one of KINDS. Rows of another kind are bad.
+        truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
         vocab_size: token ids from here on are refused; None allows all.
         day: told to chat templates that ask for the time; None: today's.
     """
@@ -63,15 +62,27 @@ class DataOptions:
     text_field: str | None = None
     columns: Mapping[str, str] | None = None
     prompts: str = "text"
+    kind: str = PLAIN
+    truncation_mode: str = cuts.KEEP_START
     split: str | None = None
     vocab_size: int | None = None
     day: date | None = None
 
     def __post_init__(self) -> None:
-        for key, known in {"format": ("auto", *FORMATS), "on_bad_row": ON_BAD_ROW}.items():
+        known = {
+            "format": ("auto", *FORMATS),
+            "on_bad_row": ON_BAD_ROW,
+            "truncation_mode": cuts.TRUNCATION_MODES,
+        }
+        for key, values in known.items():
             value = getattr(self, key)
-            if value not in known:
-                raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(known)}")
+            if value not in values:
+                raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(values)}")
+        if self.kind != PLAIN and self.train_on == "all":
+            raise DataError(
+                "data.train_on: all trains prompts, too, but "
+                f"method: {KINDS[self.kind].methods} compares answers; leave it at assistant"
+            )
 
 
 @dataclass(frozen=True)
@@ -189,8 +200,8 @@ def encode_source(
     key = _key(asked, source)
     rows = dataset.cached_set(folder, key)
     if rows is None:
-        with dataset.new_cached_set(folder, key) as writer:
-            counts = _write(source, encoder, options, writer, on_progress or (lambda _: None))
+        with dataset.new_cached_set(folder, key, options.kind) as writer:
+            counts = write_rows(source, encoder, options, writer, on_progress or (lambda _: None))
             _refuse(source, counts, options, written=len(writer))
             writer.finish(counts, asked)
         rows = dataset.load_cached_set(folder, key, check=False)
@@ -210,84 +221,8 @@ def _ready(
 ) -> TokenRows:
     """Rows from the cache with what is to be said of them. Raises DataError."""
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    warned = cuts.warnings(rows.counts, options.seq_len)
+    warned = cuts.warnings(rows.counts, options.seq_len, options.truncation_mode)
     return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
-
-
-def _write(
-    source: Source,
-    encoder: Encoder,
-    options: DataOptions,
-    writer: RowWriter,
-    on_progress: Callable[[int], None],
-) -> Counts:
-    counts, lengths = Counts(parts=[0] * max(1, len(source.parts))), array("q")
-    marked = _marked(source, encoder, options, counts)
-    while batch := list(itertools.islice(marked, BATCH_ROWS)):
-        on_progress(counts.read)
-        if counts.bad and options.on_bad_row == "refuse":
-            continue  # only count on: nothing of this will be used
-        encoded = encoder.encode([text for _, _, text in batch])
-        for (ids, mask), (raw, is_text, text) in zip(encoded, batch, strict=True):
-            if len(ids) and int(ids.max()) > counts.max_token_id:
-                counts.max_token_id, counts.max_token_where = int(ids.max()), raw.where
-            lengths.append(len(ids))
-            counts.rewritten_turns += text.rewritten
-            counts.add_notes(text.notes)
-            if text.wrapping:
-                counts.wrapped[text.wrapping] = counts.wrapped.get(text.wrapping, 0) + 1
-            fit = cuts.split if is_text else cuts.cut
-            for row in fit(ids, mask, options.seq_len, counts):
-                if row[1].any():
-                    writer.add(*row, joined=not raw.ends)
-                    counts.parts[raw.part] += 1
-                else:
-                    counts.without_target += 1
-    cuts.measure(counts, np.asarray(lengths))
-    return counts
-
-
-def _marked(
-    source: Source, encoder: Encoder, options: DataOptions, counts: Counts
-) -> Iterator[tuple[RawRow, bool, Marked]]:
-    """(row, whether it is plain text, marked text) of every good row; bad ones are counted."""
-    forms: dict[tuple[int, str], RowFormat] = {}  # by source and file
-    for raw in source.read():
-        counts.read += 1
-        try:
-            sample = _sample(raw, forms, options, counts)
-            yield raw, isinstance(sample, Document), encoder.mark(sample)
-        except RowError as error:
-            counts.add_bad(f"{raw.where}: {error}")
-
-
-def _sample(
-    raw: RawRow, forms: dict[tuple[int, str], RowFormat], options: DataOptions, counts: Counts
-) -> Sample:
-    """The row as a conversation or text. Raises RowError.
-
-    A file keeps the format of its first row that has one: a later row is told what it lacks.
-    """
-    if raw.problem is not None:
-        raise RowError(raw.problem)
-    value, file = formats.renamed(raw.value, options.columns or {}), (raw.part, raw.file)
-    column = options.text_field if raw.format in ("auto", "text") else None
-    name = "text" if column else options.format if raw.format == "auto" else raw.format
-    form = FORMATS.get(name) or forms.get(file) or formats.detect_format(value)
-    if form is None:
-        raise formats.unknown_format(value)
-    forms[file] = form
-    counts.add_unread(formats.unread_columns(value, (column,) if column else form.reads))
-    if column and isinstance(value, Mapping):
-        if column not in value:
-            raise RowError(f"field {column!r} is missing")
-        value = {"text": value[column]}
-    sample = formats.convert_row(form, value, pretrain=options.seq_len is None)
-    if isinstance(sample, Document):
-        around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
-        return replace(sample, **around)
-    counts.add_unread(sample.unread)
-    return sample
 
 
 def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) -> None:
@@ -300,6 +235,16 @@ def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) 
         raise DataError(
             f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
             "skip)"
+        )
+    if not written and counts.kept:
+        raise DataError(
+            f"{source.name}: holds one row; method: {KINDS[options.kind].methods} also takes each "
+            "prompt with another row's answer, so give it two rows or more"
+        )
+    if not written and counts.too_long:
+        raise DataError(
+            f"{source.name}: {counts.too_long} of {counts.read} rows are longer than train.seq_len "
+            f"{options.seq_len} and no other has an answer; set a larger one"
         )
     if not written:
         cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.data.arrival import check_arrival
 from megatrain.data.fields import RowError
-from megatrain.data.formats import Chat
+from megatrain.data.samples import Chat
 from megatrain.data.template import (
     ANSWERED,
     CALLING,

@@ -1,9 +1,9 @@
-"""Rows that are longer than `seq_len`: texts are split, anything else loses its end, and that is
-counted."""
+"""Rows that are longer than `seq_len`: texts are split, anything else is cut or dropped, and that
+is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
 
 CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
 ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
+KEEP_START, KEEP_END, DROP = TRUNCATION_MODES = ("keep_start", "keep_end", "drop")
 Row = tuple[IdArray, MaskArray]
 
 
@@ -30,13 +31,36 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
         yield ids[start : start + seq_len], flags
 
 
-def cut(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Row]:
-    """The first `seq_len` tokens of a row."""
-    if seq_len is not None and len(ids) > seq_len:
-        counts.truncated += 1
-        counts.truncated_tokens += len(ids) - seq_len
-        counts.cut_answers += bool(mask[seq_len:].any())
-    yield ids[:seq_len], mask[:seq_len]
+def cut(
+    sides: Sequence[Row], seq_len: int | None, counts: Counts, mode: str = KEEP_START
+) -> tuple[Row, ...] | None:
+    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
+
+    mode: one of TRUNCATION_MODES.
+    """
+    over = 0 if seq_len is None else sum(max(0, len(ids) - seq_len) for ids, _ in sides)
+    if not over:
+        return tuple(sides)
+    if mode == DROP:
+        counts.too_long += 1
+        return None
+    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in sides)
+    counts.truncated += 1
+    counts.truncated_tokens += over
+    lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
+    counts.cut_answers += lost > 0
+    return kept
+
+
+def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Row:
+    """The first `seq_len` tokens, or the last of them, whose first is no target."""
+    if seq_len is None or len(ids) <= seq_len:
+        return ids, mask
+    if mode != KEEP_END:
+        return ids[:seq_len], mask[:seq_len]
+    kept = mask[-seq_len:].copy()
+    kept[0] = False
+    return ids[-seq_len:], kept
 
 
 def measure(counts: Counts, lengths: IndexArray) -> None:
@@ -58,16 +82,16 @@ def measure(counts: Counts, lengths: IndexArray) -> None:
     counts.enough = int(ascending[place]) - too_much
 
 
-def warnings(counts: Counts, seq_len: int | None) -> list[str]:
-    """A warning where the cuts take more than CUT_SHARE of the tokens, or the end of an answer."""
+def warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
+    """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
     share = counts.truncated_tokens / max(1, counts.tokens)
     if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):
         return []
-    advice = f"{counts.longest:,} keeps all"
+    advice, part = f"{counts.longest:,} keeps all", "beginning" if mode == KEEP_END else "end"
     if counts.enough > seq_len:
         advice = f"{counts.enough:,} keeps {ENOUGH:.0%} of the tokens, {advice}"
     return [
         f"{counts.truncated:,} rows are longer than train.seq_len {seq_len:,}: {share:.1%} of all "
-        f"tokens are cut off, and the end of an answer in {counts.cut_answers:,} rows; a seq_len "
-        f"of {advice}"
+        f"tokens are cut off, and the {part} of an answer in {counts.cut_answers:,} rows; a "
+        f"seq_len of {advice}"
     ]

@@ -8,19 +8,20 @@ import logging
 import os
 import shutil
 import uuid
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.row_writer import ABOUT, INDEX, OF_SIDES, RowWriter, hash_of
+from megatrain.data.samples import JUDGED, KINDS, PLAIN
 from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, DataError, StorageError
 
@@ -28,9 +29,8 @@ IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
 IndexArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
+ValueArray = npt.NDArray[np.float32]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
-INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
-ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
 # what is left of a damaged file may be anything
 UNREADABLE = (
     OSError,
@@ -57,7 +57,8 @@ class Counts:
     first_bad: list[str] = field(default_factory=list)
     truncated: int = 0
     truncated_tokens: int = 0  # cut off, not trained on
-    without_target: int = 0  # dropped: all of it is context, or the answer was cut off
+    too_long: int = 0  # dropped rather than cut
+    without_target: int = 0  # dropped: all of it is context, or an answer was cut off
     rewritten_turns: int = 0  # answers that the chat template rewrites once others follow
     max_token_id: int = -1
     max_token_where: str = ""
@@ -72,6 +73,11 @@ class Counts:
     longest: int = 0  # before it was cut
     enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
     warned: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        """Rows that were not refused or dropped, before long texts are split."""
+        return self.read - self.bad - self.without_target - self.too_long
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Count what happened to a row."""
@@ -91,7 +97,11 @@ class Counts:
 
 
 class Rows(Protocol):
-    """A data set as loader, packing and display see it."""
+    """A data set as loader, packing and display see it.
+
+    A row is one sequence, or two: the answers of a pair, the chosen one first, or a judged answer
+    and its mismatch, which is the same prompt with the answer of another row.
+    """
 
     @property
     def counts(self) -> Counts:
@@ -100,19 +110,61 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     @property
+    def kind(self) -> str:
+        """One of KINDS."""
+
+    @property
+    def sides(self) -> int:
+        """Sequences of each row."""
+
+    @property
     def lengths(self) -> IndexArray:
-        """Tokens of each row, int64 [rows]."""
+        """Tokens of each row that are trained on, prompts included, int64 [rows]."""
+
+    @property
+    def side_lengths(self) -> IndexArray:
+        """Tokens of each sequence, int64 [rows, sides]."""
 
     @property
     def target_counts(self) -> IndexArray:
         """Target tokens of each row, int64 [rows]."""
 
     @property
+    def values(self) -> ValueArray | None:
+        """float32 [rows], of judged rows 1 where the answer is wanted, else 0; of pairs the margin,
+        nan where there is none. None: of plain rows."""
+
+    @property
     def digest(self) -> str:
         """A short hash of the rows and their order: the same digest, the same data."""
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        """Ids int32 [tokens] and target mask bool [tokens]."""
+        """Ids int32 [tokens] and target mask bool [tokens] of a row's first sequence."""
+
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        """The same of any of its sequences."""
+
+
+class PlainRows:
+    """What rows of one sequence have in common."""
+
+    kind = PLAIN
+    sides = 1
+    values = None
+
+    if TYPE_CHECKING:  # which they have themselves; a property would be the default of a field
+
+        @property
+        def lengths(self) -> IndexArray: ...
+
+        def row(self, index: int) -> tuple[IdArray, MaskArray]: ...
+
+    @property
+    def side_lengths(self) -> IndexArray:
+        return self.lengths[:, None]
+
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        return self.row(index)
 
 
 def check_digest(rows: Rows, expected: object) -> None:
@@ -126,35 +178,63 @@ def check_digest(rows: Rows, expected: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows `chosen` of flat arrays, in which row i is [offsets[i], offsets[i + 1])."""
+    """Rows `chosen` of flat arrays, in which sequence i is [offsets[i], offsets[i + 1]).
+
+    Sequences i * sides and on are those of row i.
+    """
 
     ids: IdArray
     mask: MaskArray
     offsets: IndexArray
     targets: IndexArray
-    hashes: HashArray  # of each row's ids and mask; equal rows have equal ones
+    hashes: HashArray  # of what of each row is trained on, ids and mask; equal rows have equal ones
     joined: MaskArray  # rows that are pieces of a text which the next row goes on with
     contexts: HashArray  # of what precedes each row's first target; the row's where nothing does
     chosen: IndexArray
     counts: Counts
+    kind: str = PLAIN
+    of_rows: ValueArray | None = None  # see `Rows.values`
+    mismatches: HashArray | None = None  # of the mismatches of judged rows
 
     def __len__(self) -> int:
         return len(self.chosen)
 
+    @property
+    def sides(self) -> int:
+        return KINDS[self.kind].sides
+
+    @cached_property
+    def side_lengths(self) -> IndexArray:
+        lengths: IndexArray = np.diff(self.offsets).reshape(-1, self.sides)
+        return lengths[self.chosen]
+
     @cached_property
     def lengths(self) -> IndexArray:
-        return np.diff(self.offsets)[self.chosen]
+        if self.sides == 1:
+            return self.side_lengths[:, 0]
+        lengths: IndexArray = self.side_lengths[:, : KINDS[self.kind].trained].sum(1)
+        return lengths
 
     @cached_property
     def target_counts(self) -> IndexArray:
         return self.targets[self.chosen]
 
     @cached_property
+    def values(self) -> ValueArray | None:
+        return None if self.of_rows is None else self.of_rows[self.chosen]
+
+    @cached_property
     def digest(self) -> str:
-        return hashlib.blake2b(self.hashes[self.chosen].tobytes(), digest_size=8).hexdigest()
+        found = self.hashes[self.chosen].tobytes()
+        if self.mismatches is not None:
+            found += self.mismatches[self.chosen].tobytes()
+        return hashlib.blake2b(found, digest_size=8).hexdigest()
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        place = int(self.chosen[index])
+        return self.side(index, 0)
+
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        place = int(self.chosen[index]) * self.sides + side
         start, stop = int(self.offsets[place]), int(self.offsets[place + 1])
         return self.ids[start:stop], self.mask[start:stop]
 
@@ -179,85 +259,10 @@ def default_cache() -> Path:
     return folder / "megatrain" / "tokens"
 
 
-class RowWriter:
-    """Appends rows to the files of one cached set, which only their owner may read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ids, self._mask = (HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
-        # 8 bytes a row each, where a list of ints takes 40
-        self._lengths, self._targets = array("q"), array("q")
-        self._hashes, self._contexts, self._joined = array("Q"), array("Q"), array("b")
-
-    def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
-        """Append a row: ids int32 [tokens], mask bool [tokens].
-
-        joined: the next row goes on with its text.
-        """
-        data, flags = ids.tobytes(), mask.tobytes()
-        self._ids.write(data)
-        self._mask.write(flags)
-        self._joined.append(joined)
-        self._lengths.append(len(ids))
-        self._targets.append(int(mask.sum()))
-        self._hashes.append(_hash64(data + flags))
-        first = int(mask.argmax())  # a row's first token is never a target
-        self._contexts.append(_hash64(ids[:first].tobytes()) if first > 1 else self._hashes[-1])
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def finish(self, counts: Counts, asked: str = "") -> None:
-        """Write the index and, last, the counts and every file's hash: theirs is the last file.
-
-        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
-        """
-        offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        of_rows = (self._targets, self._hashes, self._contexts, self._joined)
-        index = (offsets, *map(np.asarray, of_rows))
-        files = {"ids.bin": self._ids, "mask.bin": self._mask}
-        for name, values in zip(INDEX, index, strict=True):
-            files[name] = HashedFile(self._folder / name)
-            with closing(files[name]) as file:
-                np.save(file, values)
-        self.close()
-        about = {
-            "asked": asked,
-            "counts": asdict(counts),
-            "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
-        }
-        with closing(HashedFile(self._folder / ABOUT)) as file:
-            file.write(json.dumps({**about, "own": _hash_of(about)}).encode())
-        sync_folder(self._folder)
-
-    def close(self) -> None:
-        """Close the files; what was written stays."""
-        self._ids.close()
-        self._mask.close()
-
-
-class HashedFile:
-    """A new file for its owner alone, hashed while it is written and on the disk once closed."""
-
-    def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(fd, "wb")
-        self.hash = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: bytes) -> int:
-        self.hash.update(data)
-        return self._file.write(data)
-
-    def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-
 @contextmanager
-def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
-    """Write a set under `cache/key`, where it appears whole, or not at all if the block raises.
+def new_cached_set(cache: Path, key: str, kind: str = PLAIN) -> Iterator[RowWriter]:
+    """Write a set of a kind of rows under `cache/key`, where it appears whole, or not at all if the
+    block raises.
 
     Raises StorageError on a full disk.
     """
@@ -265,7 +270,7 @@ def new_cached_set(cache: Path, key: str) -> Iterator[RowWriter]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
-        with closing(RowWriter(folder)) as writer:
+        with closing(RowWriter(folder, kind)) as writer:
             yield writer
         # else another process was quicker, and wrote the same
         if load_cached_set(cache, key) is None:
@@ -311,26 +316,22 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         about = json.loads((folder / ABOUT).read_bytes())
         own = about.pop("own")
         written = about["blake2b"]
-        if own != _hash_of(about) or (check and written != _hashes_of(folder, written)):
+        if own != hash_of(about) or (check and written != _hashes_of(folder, written)):
             return None
         offsets, targets, hashes, contexts, joined = (np.load(folder / name) for name in INDEX)
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
-        counts = Counts(**about["counts"])
+        counts, kind = Counts(**about["counts"]), about["kind"]
+        values = mismatches = None
+        if kind != PLAIN:
+            values, mismatches = (np.load(folder / name) for name in OF_SIDES)
     except UNREADABLE:
         return None
     chosen = np.arange(len(targets))
-    joined = joined.astype(np.bool_)
-    return TokenRows(ids, mask, offsets, targets, hashes, joined, contexts, chosen, counts)
-
-
-def _hash64(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _hash_of(about: Mapping[str, object]) -> str:
-    text = json.dumps(about, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return TokenRows(
+        *(ids, mask, offsets, targets, hashes, joined.astype(np.bool_), contexts, chosen, counts),
+        *(kind, values, mismatches if kind == JUDGED else None),
+    )
 
 
 def _hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -1,37 +1,48 @@
-"""Row formats: how a row of a data file becomes a conversation or a text.
+"""Row formats: how a row of a data file becomes a sample.
 
-A format is one function and one row of FORMATS, with every column that it reads. A row with a
-column of MATTERS that its format does not read is refused; other such columns are named once.
+A format is one function and one row of FORMATS, with every column that it reads and the kinds of
+rows that it is for. A row with a column of MATTERS that its format does not read is refused; other
+such columns are named once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
-from megatrain.data.fields import NO_IMAGES, Row, RowError, filled_list, is_given, kind_of, text_of
-from megatrain.data.messages import Message, Turns, openai_turns, sharegpt_turns
-from megatrain.data.tools import Tool, tools_of
-
-# Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
-ALPACA = (
-    "Below is an instruction that describes a task{paired}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n{input}### Response:\n"
+from megatrain.data.conversations import (
+    ABOUT_ALPACA,
+    ABOUT_CHATS,
+    from_alpaca,
+    from_messages,
+    from_prompt_completion,
+    from_sharegpt,
 )
-ALPACA_PAIRED = ", paired with an input that provides further context"
+from megatrain.data.fields import NO_IMAGES, Row, RowError, is_given, kind_of, text_of
+from megatrain.data.preferences import (
+    ANSWERS,
+    LABELS,
+    from_alpaca_ranking,
+    from_implicit,
+    from_preference,
+    from_ranking,
+    judged,
+)
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Document, Sample
 
-_PAIRS = "two answers, of which one is better, are for method: dpo"
-_JUDGED = "answers that are marked as wanted or unwanted are for method: kto"
-_GRADED = "graded answers are for method: reward"
+_PAIRS, _JUDGED = (
+    f"{KINDS[kind].what} are for method: {KINDS[kind].methods}" for kind in (PAIRS, JUDGED)
+)
+_GRADED = "grades of single answers are not read; make pairs of these, for method: reward"
+_MARGIN = "margins between two answers are for method: reward"
 _NOT_TEXT = "only text can be trained on"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.
 MATTERS = {
-    **dict.fromkeys(("chosen", "rejected"), _PAIRS),
-    **dict.fromkeys(("label", "kto_tag"), _JUDGED),
-    **dict.fromkeys(("score", "margin"), _GRADED),
+    **dict.fromkeys(ANSWERS, _PAIRS),
+    **dict.fromkeys(LABELS, _JUDGED),
+    "score": _GRADED,
+    "margin": _MARGIN,
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
     **dict.fromkeys(("images", "image"), NO_IMAGES),
     **dict.fromkeys(("videos", "video", "audios", "audio"), _NOT_TEXT),
@@ -40,76 +51,77 @@ MATTERS = {
 }
 # What they say of a document is no instruction for pre-training on it.
 ABOUT_DOCUMENTS = ("label", "score", "weight")
-SYSTEM = ("system", "system_prompt")
-ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs", "tools", "functions")
-# Variables of a template that are not a row's to set.
-OURS = (
-    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
-    *("return_assistant_tokens_mask", "continue_final_message"),
-)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation.
-
-    Attributes:
-        plain: (prompt, completion) for tokenizers without a chat template.
-        literal: the row has two texts, which mean themselves rather than two turns.
-        variables: what the row sets of its chat template, such as enable_thinking.
-        tools: that the model may call.
-        unread: fields of turns that nobody reads.
-    """
-
-    messages: tuple[Message, ...]
-    plain: tuple[str, str] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[Tool, ...] = ()
-    unread: frozenset[str] = frozenset()
-    literal: bool = False
-
-
-@dataclass(frozen=True)
-class Document:
-    """Plain text. `begins` and `ends` are False where it is a piece of a longer document, of which
-    the characters `before` and `after` it are given."""
-
-    text: str
-    begins: bool = True
-    ends: bool = True
-    before: str = ""
-    after: str = ""
-
-
-Sample = Chat | Document
+# Columns that all formats of a kind read.
+OF_KIND = {PLAIN: (), PAIRS: (*ANSWERS, "margin"), JUDGED: LABELS}
 
 
 @dataclass(frozen=True)
 class RowFormat:
     """A row format: found by its `columns`, read by `convert`, which raises RowError.
 
-    also: further columns that it reads.
+    Attributes:
+        also: further columns that it reads.
+        kinds: of rows that it makes.
+        several: what it trains on may be several turns, where only an answer may be.
     """
 
     columns: tuple[str, ...]
     convert: Callable[[Row], Sample]
     also: tuple[str, ...] = ABOUT_CHATS
+    kinds: tuple[str, ...] = (PLAIN, JUDGED)
+    several: bool = False
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.columns + self.also
+    def reads(self, kind: str = PLAIN) -> tuple[str, ...]:
+        """All columns that it reads for a kind of rows."""
+        return self.columns + self.also + OF_KIND[kind]
 
 
-def detect_format(row: object) -> RowFormat | None:
+FORMATS = {
+    "messages": RowFormat(("messages",), from_messages),
+    "sharegpt": RowFormat(("conversations",), from_sharegpt),
+    "prompt_completion": RowFormat(("prompt", "completion"), from_prompt_completion, several=True),
+    "alpaca": RowFormat(("instruction", "output"), from_alpaca, ABOUT_ALPACA),
+    "text": RowFormat(
+        ("text",), lambda row: Document(text_of(row, "text")), also=(), kinds=(PLAIN,)
+    ),
+    "preference": RowFormat(("prompt", *ANSWERS), from_preference, kinds=(PAIRS,)),
+    "ranking": RowFormat(("conversations", *ANSWERS), from_ranking, kinds=(PAIRS,)),
+    "alpaca_ranking": RowFormat(
+        ("instruction", *ANSWERS), from_alpaca_ranking, ABOUT_ALPACA, kinds=(PAIRS,)
+    ),
+    "implicit_prompt": RowFormat(ANSWERS, from_implicit, kinds=(PAIRS,)),
+}
+
+
+def formats_of(kind: str) -> dict[str, RowFormat]:
+    """The formats of a kind of rows by name."""
+    return {name: form for name, form in FORMATS.items() if kind in form.kinds}
+
+
+def named_format(name: str, kind: str) -> RowFormat:
+    """The format of this name. Raises RowError where it makes rows of another kind."""
+    known = formats_of(kind)
+    if name not in known:
+        raise RowError(
+            f"format {name!r} is not for method: {KINDS[kind].methods}; use one of "
+            f"{', '.join(known)}"
+        )
+    return known[name]
+
+
+def detect_format(row: object, kind: str = PLAIN) -> RowFormat | None:
     """The first format whose columns the row has (a null counts as absent), or None."""
     if not isinstance(row, Mapping):
         return None
     present = {key for key, value in row.items() if value is not None}
-    return next((form for form in FORMATS.values() if present.issuperset(form.columns)), None)
+    forms = formats_of(kind).values()
+    return next((form for form in forms if present.issuperset(form.columns)), None)
 
 
-def convert_row(form: RowFormat, row: object, *, pretrain: bool = False) -> Sample:
-    """A checked conversation or text.
+def convert_row(
+    form: RowFormat, row: object, *, kind: str = PLAIN, pretrain: bool = False
+) -> Sample:
+    """A checked sample.
 
     pretrain: documents are trained on whatever their labels and scores.
 
@@ -119,8 +131,12 @@ def convert_row(form: RowFormat, row: object, *, pretrain: bool = False) -> Samp
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {kind_of(row)}")
     about = ABOUT_DOCUMENTS if pretrain and form is FORMATS["text"] else ()
-    _refuse_unread(row, (*form.reads, *about))
-    return form.convert(row)
+    _refuse_unread(row, (*form.reads(kind), *about))
+    sample = form.convert(row)
+    if kind == JUDGED:
+        assert isinstance(sample, Chat), "no format of judged rows makes anything else"
+        return judged(row, sample, form.several)
+    return sample
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:
@@ -147,15 +163,23 @@ def unread_columns(row: object, read: Sequence[str]) -> list[str]:
     return [str(key) for key in row if key not in read and is_given(row[key])]
 
 
-def unknown_format(row: object) -> RowError:
-    """The error of a row that no format fits."""
+def unknown_format(row: object, kind: str = PLAIN) -> RowError:
+    """The error of a row that no format of a kind fits."""
     if not isinstance(row, Mapping):
         return RowError(f"expected an object, found {kind_of(row)}")
     try:
-        _refuse_unread(row, ABOUT_CHATS)
+        _refuse_unread(row, (*ABOUT_CHATS, *OF_KIND[kind]))
     except RowError as error:
         return error
-    wanted = "; ".join(f"{name}: {' + '.join(form.columns)}" for name, form in FORMATS.items())
+    absent = [name for name in ANSWERS if row.get(name) is None]
+    if kind == PAIRS and (len(absent) == 1 or detect_format(row) is not None):
+        return RowError(
+            f"field {absent[0]!r} is missing: a row needs two answers, 'chosen' and 'rejected'; "
+            f"{KINDS[PLAIN].what} are for method: {KINDS[PLAIN].methods}"
+        )
+    label = (LABELS[0],) if kind == JUDGED else ()
+    forms = {name: " + ".join(form.columns + label) for name, form in formats_of(kind).items()}
+    wanted = "; ".join(f"{name}: {columns}" for name, columns in forms.items())
     names = [str(key) for key in list(row)[:12]] or ["none"]
     found = ", ".join(names)
     other = f"columns of other names are given as data.columns: {{prompt: {names[0]}}}"
@@ -167,89 +191,3 @@ def _refuse_unread(row: Row, read: Sequence[str]) -> None:
     for name, reason in MATTERS.items():
         if name not in read and is_given(row.get(name)):
             raise RowError(f"field {name!r}: {reason}")
-
-
-def _chat(row: Row, turns: Turns, plain: tuple[str, str] | None = None) -> Chat:
-    """The conversation with what the row's columns say about it."""
-    prompts = [name for name in SYSTEM if is_given(row.get(name))]
-    system = tuple(Message("system", text_of(row, name)) for name in prompts)
-    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
-    if len(said := [*prompts, *of_turns]) > 1 and prompts:
-        raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
-    variables = row.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        found = kind_of(variables)
-        raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
-    given = {str(name): value for name, value in variables.items() if value is not None}
-    for name in (name for name in OURS if name in given):
-        raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
-    messages = (*system, *turns.messages)
-    tools = tools_of(row, bare="conversations" in row)
-    plain = None if system or given or tools else plain
-    return Chat(messages, plain, given, tools, turns.unread)
-
-
-def _from_messages(row: Row) -> Sample:
-    return _chat(row, openai_turns(filled_list(row, "messages"), "messages"))
-
-
-def _from_prompt_completion(row: Row) -> Sample:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    plain = None
-    if isinstance(prompt, str) and isinstance(completion, str):
-        plain = (text_of(row, "prompt"), text_of(row, "completion"))
-    asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
-    context = [replace(turn, trained=False) for turn in asked.messages]
-    turns = Turns((*context, *answer.messages), asked.unread | answer.unread)
-    return replace(_chat(row, turns, plain), literal=plain is not None)
-
-
-def _from_alpaca(row: Row) -> Sample:
-    instruction, output = text_of(row, "instruction"), text_of(row, "output")
-    given = text_of(row, "input") if row.get("input") else ""
-    parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
-    prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
-    asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
-    earlier = _history(row)
-    turns = Turns((*earlier, asked, Message("assistant", output)))
-    return _chat(row, turns, None if earlier else (prompt, output))
-
-
-def _history(row: Row) -> list[Message]:
-    """The turns before an instruction: a list of (instruction, output)."""
-    pairs = filled_list(row, "history") if is_given(row.get("history")) else []
-    turns = []
-    for number, pair in enumerate(pairs):
-        place = f"history[{number}]"
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RowError(f"{place}: expected a list of two texts, question and answer")
-        sides = {"0": pair[0], "1": pair[1]}
-        turns.append(Message("user", text_of(sides, "0", place)))
-        turns.append(Message("assistant", text_of(sides, "1", place)))
-    return turns
-
-
-def _from_sharegpt(row: Row) -> Sample:
-    turns = filled_list(row, "conversations")
-    # many sets name the column so and still use role and content
-    openai = isinstance(turns[0], Mapping) and "role" in turns[0]
-    return _chat(row, (openai_turns if openai else sharegpt_turns)(turns, "conversations"))
-
-
-FORMATS = {
-    "messages": RowFormat(("messages",), _from_messages),
-    "sharegpt": RowFormat(("conversations",), _from_sharegpt),
-    "prompt_completion": RowFormat(("prompt", "completion"), _from_prompt_completion),
-    "alpaca": RowFormat(
-        ("instruction", "output"),
-        _from_alpaca,
-        also=("input", "history", *SYSTEM, "chat_template_kwargs"),
-    ),
-    "text": RowFormat(("text",), lambda row: Document(text_of(row, "text")), also=()),
-}
-
-
-def _side(row: Row, name: str, role: str) -> Turns:
-    if isinstance(row.get(name), list):
-        return openai_turns(filled_list(row, name), name)
-    return Turns((Message(role, text_of(row, name)),))

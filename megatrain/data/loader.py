@@ -8,25 +8,29 @@ packed (`pack_to`). Either way a step has the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from statistics import fmean
 
 import numpy as np
-import torch
 
 from megatrain.data.dataset import IndexArray, Rows, check_digest
 from megatrain.data.hashing import permutation
-from megatrain.data.packing import best_fit
-from megatrain.data.regimes import Regimes, alike
+from megatrain.data.micro_batches import MicroBatch as MicroBatch
+from megatrain.data.micro_batches import (
+    ReferenceArray,
+    Run,
+    check_longest,
+    counted,
+    micro_batches,
+    runs_of,
+)
+from megatrain.data.regimes import Regimes
 from megatrain.errors import DataError
-from megatrain.losses import IGNORE
 
 STEPS_LOOKED_AT = 256  # to see how full sequences get
-MicroBatch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,13 @@ class StepBatch:
     """The rows of one optimizer step. `epoch` is where the data stands after the step."""
 
     micro_batches: list[MicroBatch]
-    lengths: tuple[int, ...]  # real tokens of each row
+    lengths: tuple[int, ...]  # real tokens of each row that are trained on
     epoch: float
     after: Position
 
     @property
     def tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Real tokens that are trained on, without padding."""
         return sum(self.lengths)
 
 
@@ -63,7 +67,12 @@ class Loader:
     epoch's last step is as small as what is left; no step mixes epochs. `epochs` may be a fraction;
     None repeats until `max_steps`. Within a step rows are sorted by length, longest first, and cut
     into right-padded micro-batches of rows x longest <= `micro_batch_tokens`, or packed into
-    sequences of `pack_to` tokens. Rows that are not alike by `regimes` are never together.
+    sequences of `pack_to` tokens. Rows that are not alike by `regimes` are never together. Pairs
+    count as two sequences, which are always together, and go by the longer one.
+
+    Of rows that are not plain, micro-batches say more: see `about_examples`. `references` are
+    log-probabilities of each sequence, float64 [rows, sides]; `prompts_too` makes the prompts of
+    chosen answers targets as well.
 
     `position()` is a JSON-able dict of where the run stands after the last batch handed out;
     `restore` continues from it bit-identically and reads no row that was consumed.
@@ -82,12 +91,14 @@ class Loader:
     epochs: float | None = 1
     max_steps: int | None = None
     regimes: Regimes = ()
+    references: ReferenceArray | None = None
+    prompts_too: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.tokens_per_step, self.rows_per_step)
         assert sizes.count(None) == 1, "a step is sized in tokens or in rows"
         assert self.epochs is not None or self.max_steps is not None, "a run needs an end"
-        check_longest(self.rows, self.micro_batch_tokens)
+        check_longest(self.rows, self.micro_batch_tokens, self.pack_to)
         self._position = Position()
         self._order = lru_cache(maxsize=1)(self._order_of)
 
@@ -138,21 +149,19 @@ class Loader:
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
         """`counted` for micro-batches of every size, over the run's first STEPS_LOOKED_AT steps."""
         steps, full = self._first_steps()
-        runs = [[lengths[run] for run in alike(lengths, self.regimes)] for lengths in steps]
-        if (width := self.pack_to) is not None:
-            runs = [[[width] * len(best_fit(run, width)) for run in step] for step in runs]
-        return [counted(runs, full, size) for size in sizes]
+        return [counted(steps, full, size) for size in sizes]
 
-    def _first_steps(self) -> tuple[list[list[int]], list[bool]]:
-        """Lengths of the rows of each, longest first, and whether it is full, not an epoch's last.
+    def _first_steps(self) -> tuple[list[list[Run]], list[bool]]:
+        """The rows of each, and whether it is full, not an epoch's last.
 
         They begin with the run, whatever the position.
         """
-        steps, full, epoch = list[list[int]](), list[bool](), 0
+        steps, full, epoch = list[list[Run]](), list[bool](), 0
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
             order, stops = self._order(epoch)[0], self._step_ends(Position(epoch=epoch))
             for start, stop in pairwise([0, *islice(stops, STEPS_LOOKED_AT - len(steps))]):
-                steps.append(np.sort(self.rows.lengths[order[start:stop]])[::-1].tolist())
+                lengths = self.rows.side_lengths[order[start:stop]]
+                steps.append(runs_of(lengths, self.rows.kind, self.pack_to, self.regimes))
                 full.append(stop < self._epoch_rows(epoch))
             epoch += 1
         return steps, full
@@ -164,7 +173,8 @@ class Loader:
         stop = next(self._step_ends(position))
         chosen = self._order(position.epoch)[0][position.index : stop]
         parts = micro_batches(
-            self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes
+            *(self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes),
+            *(self.references, self.prompts_too),
         )
         return StepBatch(
             micro_batches=list(parts),
@@ -215,112 +225,19 @@ def held_out_batches(
     limit: int | None = None,
     pack_to: int | None = None,
     regimes: Regimes = (),
+    *,
+    references: ReferenceArray | None = None,
+    prompts_too: bool = False,
 ) -> Iterator[MicroBatch]:
     """Micro-batches over all rows once, or over the first `limit`, always in the same order.
 
+    references, prompts_too: as in `Loader`.
+
     Raises DataError for a row that fits none.
     """
-    check_longest(rows, micro_batch_tokens)
+    check_longest(rows, micro_batch_tokens, pack_to)
     chosen = np.arange(len(rows) if limit is None else min(limit, len(rows)))
-    return micro_batches(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes)
-
-
-def check_longest(rows: Rows, micro_batch_tokens: int) -> None:
-    """Raises DataError if the longest row is longer than a micro-batch."""
-    longest = int(rows.lengths.max())
-    if longest > micro_batch_tokens:
-        raise DataError(
-            f"a row of {longest} tokens does not fit a micro-batch of {micro_batch_tokens}; "
-            f"set train.micro_batch_tokens to {longest} or more, or a smaller train.seq_len"
-        )
-
-
-def micro_batches(
-    rows: Rows,
-    chosen: IndexArray,
-    micro_batch_tokens: int,
-    pad_id: int,
-    pack_to: int | None = None,
-    regimes: Regimes = (),
-) -> Iterator[MicroBatch]:
-    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`."""
-    by_length = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
-    shortest_limit = min((regime.limit for regime in regimes), default=None)
-    for run in alike(rows.lengths[by_length].tolist(), regimes):
-        members = by_length[run]
-        lengths, sequences = rows.lengths[members].tolist(), members[:, None].tolist()
-        if pack_to is not None:
-            sequences = [members[packed].tolist() for packed in best_fit(lengths, pack_to)]
-            lengths = [pack_to] * len(sequences)
-        for start, stop in cuts(lengths, micro_batch_tokens):
-            yield collate(rows, sequences[start:stop], pad_id, pack_to, shortest_limit)
-
-
-def cuts(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) of the micro-batches into which sequences, longest first, are cut."""
-    start = 0
-    while start < len(lengths):
-        stop = min(start + max(1, micro_batch_tokens // lengths[start]), len(lengths))
-        yield start, stop
-        start = stop
-
-
-def counted(
-    steps: Iterable[Sequence[Sequence[int]]], full: Iterable[bool], micro_batch_tokens: int
-) -> tuple[int, int, float, int, float]:
-    """Padded tokens and micro-batches of steps whose sequences have these lengths, longest first,
-    in runs that never share a micro-batch.
-
-    Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
-    and its number of micro-batches, at most and on average.
-    """
-    found = []
-    for step in steps:
-        parts = [
-            (stop - start) * lengths[start]
-            for lengths in step
-            for start, stop in cuts(lengths, micro_batch_tokens)
-        ]
-        found.append((sum(parts), len(parts)))
-    whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
-    tokens, parts_most = map(max, zip(*found, strict=True))
-    mean_tokens, mean_parts = map(fmean, zip(*whole, strict=True))
-    return micro_batch_tokens, tokens, mean_tokens, parts_most, mean_parts
-
-
-def collate(
-    rows: Rows,
-    sequences: Sequence[Sequence[int]],
-    pad_id: int,
-    pack_to: int | None = None,
-    limit: int | None = None,
-) -> MicroBatch:
-    """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
-
-    Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
-    are position_ids, which begin anew with every row, with the padding behind the last one, and in
-    it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
-    sequence is one row, whose tokens models count themselves, and there is an attention_mask where
-    there is padding.
-    """
-    filled = np.array([sum(int(rows.lengths[row]) for row in members) for members in sequences])
-    width = pack_to or int(filled.max())
-    shape = (len(sequences), width)
-    input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
-    positions = np.zeros(shape, np.int64)
-    for number, members in enumerate(sequences):
-        start = 0
-        for ids, mask in map(rows.row, members):
-            stop = start + len(ids)
-            input_ids[number, start:stop] = ids
-            labels[number, start:stop] = np.where(mask, ids, IGNORE)
-            labels[number, start] = IGNORE  # the row before would predict it
-            positions[number, start:stop] = np.arange(len(ids))
-            start = stop
-        positions[number, start:] = np.arange(width - start) % (limit or width)
-    arrays = {"input_ids": input_ids, "labels": labels}
-    if pack_to is not None:
-        arrays["position_ids"] = positions
-    elif int(filled.min()) < width:
-        arrays["attention_mask"] = (np.arange(width) < filled[:, None]).astype(np.int64)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return micro_batches(
+        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes),
+        *(references, prompts_too),
+    )

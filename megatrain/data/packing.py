@@ -10,12 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, TokenRows
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows, TokenRows
 from megatrain.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows:
+class PackedRows(PlainRows):
     """Blocks of `seq_len` tokens over concatenated documents.
 
     The last block holds the rest, if that is two tokens or more. Every token but a block's first is

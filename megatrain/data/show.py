@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import numpy as np
 
 from megatrain.data.dataset import IdArray, MaskArray, Rows
 from megatrain.data.packing import PackedRows
+from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import printable
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows"}
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
 # Of a row, unless it is shown in full: a screen of 80 x 24.
@@ -31,9 +35,12 @@ def summary(rows: Rows) -> dict[str, Any]:
     lengths, counts = rows.lengths, rows.counts
     return {
         "rows": len(rows),
+        "kind": rows.kind,
+        "wanted_rows": _wanted(rows),
         "tokens": int(lengths.sum()),
         "target_tokens": int(rows.target_counts.sum()),
         "longest": int(lengths.max()),
+        "longest_sequence": int(rows.side_lengths.max()),
         "median": int(np.median(lengths)),
         "packed": isinstance(rows, PackedRows),
         "remainder_tokens": rows.remainder if isinstance(rows, PackedRows) else 0,
@@ -42,6 +49,7 @@ def summary(rows: Rows) -> dict[str, Any]:
         "first_bad_rows": list(counts.first_bad),
         "truncated_rows": counts.truncated,
         "truncated_tokens": counts.truncated_tokens,
+        "rows_too_long": counts.too_long,
         "rows_without_target": counts.without_target,
         "rewritten_turns": counts.rewritten_turns,
         "split_texts": counts.split_texts,
@@ -54,22 +62,35 @@ def summary(rows: Rows) -> dict[str, Any]:
     }
 
 
+def _wanted(rows: Rows) -> int | None:
+    return None if rows.kind != JUDGED or rows.values is None else int(rows.values.sum())
+
+
 def describe(rows: Rows) -> list[str]:
     """The summary as plain lines; a line about what was lost only where something was."""
     found, counts = summary(rows), rows.counts
     tokens, targets = found["tokens"], found["target_tokens"]
-    kind = "blocks of packed documents" if found["packed"] else "rows"
+    kind = WHAT[rows.kind]
+    if found["packed"]:
+        kind = "blocks of packed documents"
+    if found["wanted_rows"] is not None:
+        kind += f", {found['wanted_rows']:,} of them wanted"
     sizes = f"{tokens:,} tokens, {targets:,} of them targets ({targets / tokens:.1%})"
+    which = "one of their answers" if rows.kind == PAIRS else "them"
     first, cut = next(iter(counts.first_bad), ""), counts.truncated_tokens
     lost = (
         (found["remainder_tokens"], "tokens remain, which the last block holds"),
         (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
         (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
         (counts.split_texts, "texts fill several rows each; method: pretrain packs texts"),
-        (counts.without_target, "rows dropped, because no token to train on is left in them"),
+        (counts.too_long, "rows dropped, because they are longer than seq_len"),
+        (counts.without_target, f"rows dropped, because no token to train on is left in {which}"),
         (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
     )
-    length = f"length: median {found['median']:,}, longest {found['longest']:,}  {histogram(rows)}"
+    longest = f"longest {found['longest']:,}"
+    if rows.kind == PAIRS:
+        longest += f" (of one answer and its prompt {found['longest_sequence']:,})"
+    length = f"length: median {found['median']:,}, {longest}  {histogram(rows)}"
     more = [f"{count:,} {what}" for count, what in lost if count]
     ways = [f"{count:,} {way}" for way, count in counts.wrapped.items()]
     if ways:
@@ -109,16 +130,36 @@ def show_rows(
     """
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
-        ids, mask = rows.row(index)
-        title = f"row {index}: {len(ids)} tokens, {int(mask.sum())} targets"
-        console.rule(title, style=CONTEXT_STYLE)
-        text = painted(ids, mask, tokenizer, colour)
-        console.print(text if full else on_a_screen(text), soft_wrap=True)
+        for title, ids, mask in pieces(rows, index):
+            console.rule(title, style=CONTEXT_STYLE)
+            text = painted(ids, mask, tokenizer, colour)
+            console.print(text if full else on_a_screen(text), soft_wrap=True)
     console.rule(style=CONTEXT_STYLE)
     for line in describe(rows):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for line in warnings(rows, held_out):
         console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:
+    """(title, ids, mask) of what is shown of a row: of a pair the prompt, then both answers."""
+    ids, mask = rows.row(index)
+    value = math.nan if rows.values is None else float(rows.values[index])
+    if rows.kind != PAIRS:
+        judgement = ("wanted, " if value else "unwanted, ") if rows.kind == JUDGED else ""
+        title = f"row {index}: {judgement}{len(ids)} tokens, {int(mask.sum())} targets"
+        yield title, ids, mask
+        return
+    other, flags = rows.side(index, 1)
+    margin = "" if math.isnan(value) else f", margin {value:g}"
+    begin = min(int(mask.argmax()), int(flags.argmax()))
+    if not np.array_equal(ids[:begin], other[:begin]):
+        begin = 0  # two ends of prompts, as truncation_mode keep_end leaves them
+    else:
+        yield f"row {index}: prompt, {begin} tokens", ids[:begin], mask[:begin]
+    for name, tokens, of_answer in (("chosen", ids, mask), ("rejected", other, flags)):
+        sizes = f"{len(tokens) - begin} tokens, {int(of_answer.sum())} targets"
+        yield f"row {index}, {name}: {sizes}{margin}", tokens[begin:], of_answer[begin:]
 
 
 def on_a_screen(text: Text) -> Text:

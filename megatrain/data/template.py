@@ -17,8 +17,8 @@ from megatrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatrain.data.formats import Chat
     from megatrain.data.messages import Message
+    from megatrain.data.samples import Chat
     from megatrain.data.tools import Tool
 
 Span = tuple[int, int]  # characters [start, stop)

@@ -11,7 +11,7 @@ import numpy as np
 from megatrain.data.chat import ChatTemplate, Marked
 from megatrain.data.dataset import IdArray, MaskArray
 from megatrain.data.fields import RowError
-from megatrain.data.formats import Chat, Document, Sample
+from megatrain.data.samples import Chat, Document, Sample, Text, texts_of
 from megatrain.data.template import Span
 from megatrain.errors import DataError
 
@@ -59,8 +59,12 @@ class Encoder:
         self.bos = tokenizer.bos_token
         self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
-    def mark(self, sample: Sample) -> Marked:
-        """Text and target characters of a sample. Raises RowError if it cannot be rendered."""
+    def marks(self, sample: Sample) -> tuple[Marked, ...]:
+        """The texts of a sample: both answers of a pair. Raises RowError, as `mark`."""
+        return tuple(map(self.mark, texts_of(sample)))
+
+    def mark(self, sample: Text) -> Marked:
+        """A text and its target characters. Raises RowError if it cannot be rendered."""
         if isinstance(sample, Document):
             start = len(sample.before)
             return Marked(

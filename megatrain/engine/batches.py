@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +11,16 @@ import torch
 
 from megatrain.engine.activations.offload import Kept
 from megatrain.engine.graphs import Graph
+from megatrain.engine.objective import Objective, counted
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Targets, find_targets
+from megatrain.losses import (
+    FOR_LOSS,
+    IGNORE,
+    SequenceLoss,
+    Targets,
+    find_examples,
+    find_targets,
+)
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.documents import boundaries_of
 from megatrain.models.passengers import NO_IMAGES, OF_TEXT
@@ -31,6 +39,7 @@ class MicroBatch:
         kept: by layer: its activation checkpoint, or what its graph saved and is offloaded.
         graphs: by layer: the graph of a retained one.
         grad: gradient of the loss at the layer output that backward has reached.
+        trains: False: only its log-probabilities are wanted.
         real: float32 [batch, tokens], 1 where a token is none that attention_mask hides, else 0,
             and the number of such tokens; only where somebody asked for it.
     """
@@ -43,6 +52,7 @@ class MicroBatch:
     kept: dict[int, Kept] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
     grad: torch.Tensor | None = None
+    trains: bool = True
     real: torch.Tensor | None = None
     real_tokens: int = 0
 
@@ -51,12 +61,13 @@ class MicroBatch:
         return self.inputs["input_ids"].numel()
 
 
-def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> float:
-    """The loss's denominator over all micro-batches, which are checked first.
+def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objective:
+    """What a step over these micro-batches minimises; they are checked first.
 
     Raises:
         DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
-        ConfigError: `loss` is no `losses.Loss`, but a plain function, say.
+        ConfigError: `loss` is neither a `losses.Loss` nor a `losses.SequenceLoss`, but a plain
+            function, say.
     """
     if not isinstance(batches, (list, tuple)):
         raise DataError(
@@ -64,6 +75,8 @@ def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> floa
         )
     for number, batch in enumerate(batches):
         _check(batch, number, anatomy)
+        if isinstance(loss, SequenceLoss):
+            _check_examples(batch, number, loss)
         length, longest = batch["input_ids"].shape[1], anatomy.max_positions
         if "position_ids" in batch and batch["position_ids"].numel():
             length = int(batch["position_ids"].max()) + 1
@@ -72,11 +85,11 @@ def count_targets(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> floa
                 f"micro-batch {number} has a sequence of {length} tokens, but the model reads "
                 f"{longest}; cut it"
             )
-    if not callable(loss) or not hasattr(loss, "denominator"):
+    if not isinstance(loss, SequenceLoss) and not (callable(loss) and hasattr(loss, "denominator")):
         raise ConfigError(
             f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like them"
         )
-    return float(sum(loss.denominator(batch) for batch in batches))
+    return counted(loss, batches)
 
 
 def _check(batch: object, number: int, anatomy: Anatomy) -> None:
@@ -89,7 +102,7 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
         if not isinstance(values, torch.Tensor):
             found = type(values).__name__
             raise DataError(f"{name} of micro-batch {number} are {found}; give a tensor")
-        if anatomy.passengers.multimodal and name not in OF_TEXT:
+        if anatomy.passengers.multimodal and name not in OF_TEXT and not for_loss(name):
             raise DataError(f"micro-batch {number} has {name}: {NO_IMAGES}; leave it out")
     for name in ("input_ids", "labels"):
         if name not in batch:
@@ -110,6 +123,44 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
             )
 
 
+def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
+    """Whether a micro-batch says of its examples what the loss needs. Raises DataError."""
+    shape = batch["labels"].shape
+    for name in (name for name in ("row_of", "token_answer") if name in batch):
+        if batch[name].shape != shape:
+            found = list(batch[name].shape)
+            raise DataError(
+                f"{name} of micro-batch {number} has the shape {found}; it must have that of "
+                f"input_ids, {list(shape)}"
+            )
+    rows = batch.get("row_of")
+    if rows is not None and rows.numel() and int(rows.min()) < 0:
+        raise DataError(f"row_of of micro-batch {number} holds {int(rows.min())}; count from 0")
+    count = shape[0] if rows is None else int(rows.max()) + 1
+    for name in loss.needs:
+        if name not in batch:
+            raise DataError(
+                f"micro-batch {number} has no {name}, which {type(loss).__name__} needs: a tensor "
+                f"with one value for each of its {count} examples"
+            )
+    for name, values in batch.items():
+        if name.startswith("row_") and name != "row_of" and list(values.shape) != [count]:
+            raise DataError(
+                f"{name} of micro-batch {number} has the shape {list(values.shape)}; it must have "
+                f"one value for each of its {count} examples"
+            )
+    if loss.of_pairs and count % 2:
+        raise DataError(
+            f"micro-batch {number} has {count} examples; {type(loss).__name__} needs pairs: "
+            "chosen, rejected, chosen, rejected ..."
+        )
+
+
+def for_loss(name: str) -> bool:
+    """True for a tensor of a micro-batch that its loss reads and the model does not."""
+    return name == "labels" or name.startswith(FOR_LOSS)
+
+
 def only_trailing_padding(mask: torch.Tensor) -> bool:
     """True if a [batch, tokens] mask hides nothing but the ends of rows.
 
@@ -124,6 +175,7 @@ def prepare(
     number: int,
     device: torch.device,
     *,
+    loss: SequenceLoss | None = None,
     marks_real: bool = False,
     tells_documents: bool = False,
 ) -> MicroBatch:
@@ -133,10 +185,11 @@ def prepare(
     transformers takes a jump in them for the start of another document.
 
     Args:
+        loss: of whole sequences, for which examples are found.
         marks_real: say which tokens are no padding, too.
         tells_documents: say where documents begin, as the positions show it, too.
     """
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if not for_loss(name)}
     mask = inputs.get("attention_mask")
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
         del inputs["attention_mask"]
@@ -144,11 +197,16 @@ def prepare(
         inputs |= boundaries_of(inputs["position_ids"])
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     # found on the CPU: the host would have to wait for a GPU to learn how many there are
-    prepared = MicroBatch(number, moved, find_targets(batch["labels"]).to(device))
+    targets, trains = find_targets(batch["labels"]), True
+    if loss is not None:
+        targets = replace(targets, examples=find_examples(batch, targets))
+        trains = loss.trains(batch)
+    prepared = MicroBatch(number, moved, targets.to(device), trains=trains)
     if marks_real:
         ids = batch["input_ids"]
         plain = mask is not None and mask.shape == ids.shape  # models take others, too
         real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
+        real *= trains  # else its choices of experts do not count
         prepared.real_tokens = int(real.sum())
         prepared.real = real.to(device, non_blocking=True)
     return prepared

@@ -15,18 +15,20 @@ from typing import TypeVar
 
 import torch
 
-from megatrain.engine.batches import Batch, count_targets
+from megatrain.engine.batches import Batch, objective_of
 from megatrain.engine.build import check_settings
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.objective import AnyLoss
 from megatrain.engine.parts import open_parts
+from megatrain.engine.reading import Reading
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss
 from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.losses import Loss, next_token
+from megatrain.losses import next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
@@ -35,7 +37,7 @@ from megatrain.settings import Settings
 T = TypeVar("T")
 
 
-class Engine(Constructors):
+class Engine(Reading, Constructors):
     """Trains a skeleton whose weights stream from a store. Close it, or use it in a `with`.
 
     Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until
@@ -109,7 +111,7 @@ class Engine(Constructors):
     # -- training ---------------------------------------------------------------------------------
 
     def forward_backward(
-        self, micro_batches: Sequence[Batch], loss: Loss = next_token
+        self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token
     ) -> StepResult:
         """Gradients of the mean loss over all targets of all micro-batches. Follow it with `step`.
 
@@ -133,28 +135,32 @@ class Engine(Constructors):
         return self._forward_backward(micro_batches, loss)
 
     def _forward_backward(
-        self, micro_batches: Sequence[Batch], loss: Loss, *, check_loss: bool = False
+        self, micro_batches: Sequence[Batch], loss: AnyLoss, *, check_loss: bool = False
     ) -> StepResult:
         self._check_usable()
         parts = self.parts
         if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
-        denominator = count_targets(micro_batches, loss, self.anatomy)
+        objective = objective_of(micro_batches, loss, self.anatomy)
+        if objective.whole_step and self.settings.groups > 1:
+            raise ConfigError(
+                f"groups: {type(loss).__name__} is computed over a whole step, so set 1, not "
+                f"{self.settings.groups}"
+            )
         parts.sink.begin_step()
-        self._targets = round(denominator)
-        if denominator == 0:
+        self._targets = objective.target_tokens
+        if objective.is_empty:
             self._computed = True
             return StepResult(0.0, 0)
         parts.passes.step = self.updates + self.skipped  # a skipped step's dropout is not repeated
         with self._computing("a step's activations"):
-            scale = 1.0 / denominator
-            total = parts.passes.forward_backward(micro_batches, loss, scale, check_loss=check_loss)
+            found = parts.passes.forward_backward(micro_batches, objective, check_loss=check_loss)
         result = StepResult(
-            float(total.loss) / denominator,  # first: waits for the GPU, as `take_stalls` needs
+            objective.mean_loss(found),  # first: waits for the GPU, as `take_stalls` needs
             self._targets,
             stalls_s=parts.compute.take_stalls(),
-            metrics={name: float(value) for name, value in total.metrics.items()},
+            metrics=objective.metrics(found),
             **(vars(parts.balancer.read()) if parts.balancer else {}),
         )
         self._computed = True  # last: an interrupted forward_backward has made no step
@@ -202,7 +208,7 @@ class Engine(Constructors):
         return norm
 
     def train_step(
-        self, micro_batches: Sequence[Batch], loss: Loss = next_token, lr: float | None = None
+        self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token, lr: float | None = None
     ) -> StepResult:
         """`forward_backward` and `step` in one.
 
@@ -225,7 +231,9 @@ class Engine(Constructors):
             result, grad_norm=norm, skipped=self.skipped > skipped, stalls_s=dict(stalls_s)
         )
 
-    def _train_unclipped(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+    def _train_unclipped(
+        self, micro_batches: Sequence[Batch], loss: AnyLoss, lr: float
+    ) -> StepResult:
         try:
             result, norm = self._update_at_once(
                 lr, 1.0, lambda: self._forward_backward(micro_batches, loss, check_loss=True)
@@ -284,48 +292,17 @@ class Engine(Constructors):
 
     # -- using the model --------------------------------------------------------------------------
 
-    def evaluate(self, micro_batches: Sequence[Batch], loss: Loss = next_token) -> EvalResult:
-        """Mean loss over all targets in evaluation mode. Raises DataError as `forward_backward`."""
+    def evaluate(self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token) -> EvalResult:
+        """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
-        targets = count_targets(micro_batches, loss, self.anatomy)
-        if targets == 0:
+        objective = objective_of(micro_batches, loss, self.anatomy)
+        if objective.is_empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
-            total = self.parts.passes.evaluate(micro_batches, loss)
-            mean = float(total.loss) / targets
+            found = self.parts.passes.evaluate(micro_batches, objective)
+            result = objective.result(found)
         self.parts.compute.take_stalls()
-        return EvalResult(mean, round(targets))
-
-    def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
-        """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.
-
-        Returns when they are computed.
-        """
-        self._check_usable()
-        # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
-        varies = self.settings.lengths_vary or not self.settings.compile
-        with computing(self.device, "these logits", lengths_vary=varies), torch.no_grad():
-            logits = self.parts.passes.logits(input_ids, positions)
-        self.parts.compute.synchronize()  # wait: uploads read the store, which a step would update
-        self.parts.compute.take_stalls()
-        return logits
-
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        choose: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
-    ) -> list[int]:
-        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
-
-        Every token streams the whole model once: for a look, not for serving.
-        """
-        tokens: list[int] = []
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
-            context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(choose(self.logits(context, slice(-1, None))[0, 0]))
-        return tokens
+        return result
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU: constants as read, others as computed with.

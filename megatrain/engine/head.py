@@ -143,6 +143,30 @@ def loss_sum(
     return total
 
 
+def target_logprobs(
+    project: Project,
+    hidden: Tensor,
+    targets: Targets,
+    chunk: int,
+    fused: bool = False,
+    greedy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a micro-batch's targets, fp32 [n], without gradients.
+
+    With `greedy` also, as bool [n], whether each is the likeliest token. Args: as
+    `loss_and_gradients`.
+    """
+    values, likeliest = [hidden.new_zeros(0, dtype=torch.float32)], [targets.labels[:0] == 0]
+    with torch.no_grad():
+        for part in targets.chunks(chunk):
+            logits = project(hidden.index_select(0, part.index))
+            if greedy:
+                likeliest.append(logits.argmax(1) == part.labels)
+            values.append(token_logprobs(logits, part.labels, fused))
+            del logits  # or they would live until the next chunk's are there
+    return torch.cat(values), torch.cat(likeliest)
+
+
 def loss_and_gradients(
     project: Project,
     hidden: Tensor,

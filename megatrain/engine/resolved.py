@@ -14,7 +14,9 @@ from typing import Any, Literal, cast
 import torch
 
 from megatrain.engine.head import token_logprobs
+from megatrain.engine.objective import AnyLoss
 from megatrain.engine.routing import balanced_on_meta
+from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.memory.layout import FlatLayout
@@ -75,6 +77,7 @@ class Resolved:
             have the same shape twice.
         nvme_folders: folders for what host RAM has no room for.
         gpu_limit: bytes of GPU memory to use; None: what is free.
+        loss: what is minimised.
     """
 
     machine: Machine
@@ -92,6 +95,17 @@ class Resolved:
     attention: str = "auto"
     nvme_folders: tuple[Path, ...] = ()
     gpu_limit: int | None = None
+    loss: AnyLoss = next_token
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest micro-batch that holds any row: a pair is two sequences."""
+        return least_tokens(self.loss, self.seq_len)
+
+
+def least_tokens(loss: AnyLoss, seq_len: int) -> int:
+    """`Resolved.least_tokens`."""
+    return 2 * seq_len if isinstance(loss, SequenceLoss) and loss.of_pairs else seq_len
 
 
 def resolve(
@@ -111,6 +125,7 @@ def resolve(
     attention: str = "auto",
     nvme_folders: Sequence[Path] = (),
     gpu_limit: int | None = None,
+    loss: AnyLoss = next_token,
 ) -> Resolved:
     """Decide what depends on model and machine, and dry-run the model. Raises ModelError.
 
@@ -123,7 +138,8 @@ def resolve(
     packed = packs(skeleton, packing, seq_len, machine.device)
     lengths_vary = packing is not None and not packed
     compiled = compiles(skeleton, machine, compile, lengths_vary)
-    sizes = micro_batch_sizes(seq_len, device, micro_batch_tokens, holds_experts(skeleton.layers))
+    least, mixture = least_tokens(loss, seq_len), holds_experts(skeleton.layers)
+    sizes = micro_batch_sizes(least, device, micro_batch_tokens, mixture)
     with balanced_on_meta(skeleton, router_aux_loss_coef):
         shape = shape_of(
             skeleton,
@@ -152,6 +168,7 @@ def resolve(
         attention=attention,
         nvme_folders=tuple(nvme_folders),
         gpu_limit=gpu_limit,
+        loss=loss,
     )
 
 
@@ -164,8 +181,12 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
     optimizer, skeleton = resolved.optimizer, resolved.skeleton
     return Job(
         precision=resolved.machine.precision,
-        tokens_per_step=max(tokens_per_step, resolved.seq_len),  # a row at least
+        tokens_per_step=max(tokens_per_step, resolved.least_tokens),  # a row at least
         seq_len=resolved.seq_len,
+        least_tokens=resolved.least_tokens,
+        head_twice=isinstance(resolved.loss, SequenceLoss),
+        refers=isinstance(resolved.loss, SequenceLoss) and resolved.loss.reference,
+        whole_step=isinstance(resolved.loss, SequenceLoss) and resolved.loss.whole_step,
         clipping=resolved.max_grad_norm is not None,
         balances_routers=resolved.router_aux_loss_coef > 0,
         state_bytes=state_bytes(optimizer, skeleton),
@@ -242,15 +263,13 @@ def compiler_at_hand(machine: Machine) -> bool:
     return compilers and find_spec("triton") is not None
 
 
-def micro_batch_sizes(
-    seq_len: int, device_type: str, wanted: int | None, mixture: bool
-) -> list[int]:
-    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or one row
-    and its doublings up to the largest that pays."""
+def micro_batch_sizes(least: int, device_type: str, wanted: int | None, mixture: bool) -> list[int]:
+    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or that of
+    one row and its doublings up to the largest that pays."""
     if wanted is not None:
         return [wanted]
-    largest = max(seq_len, most_micro_batch_tokens(device_type, mixture))
-    return [seq_len << i for i in range((largest // seq_len).bit_length())]
+    largest = max(least, most_micro_batch_tokens(device_type, mixture))
+    return [least << i for i in range((largest // least).bit_length())]
 
 
 def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:

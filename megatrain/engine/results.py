@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from megatrain.losses import Tally
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class StepResult:
         skipped: no update was made, for a non-finite loss or gradient, or for lack of targets.
         stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
             wait_download, wait_nvme).
-        metrics: the loss's further metrics, summed over the step's targets.
+        metrics: the loss's further metrics, means over the step.
         aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
             balanced.
     """
@@ -32,7 +35,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss over all targets of an evaluation."""
+    """An evaluation.
+
+    Attributes:
+        loss: mean over all targets, or over whatever the loss is averaged over.
+        metrics: the loss's further metrics, as means.
+        sums, counts: what these are means of.
+    """
 
     loss: float
     target_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    sums: Tally[float] = field(default_factory=Tally)
+    counts: Mapping[str, float] = field(default_factory=dict)

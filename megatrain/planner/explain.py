@@ -64,6 +64,12 @@ def _changes(plan: Plan) -> Iterable[str]:
             f"frozen: {plan.frozen_parameters:,} of {every:,} parameters, which saves "
             f"{human_bytes(plan.frozen_saves)} of state and gradients{where}"
         )
+    if seconds := plan.timing.reference_s:
+        yield (
+            "before the first step: log-probabilities of all rows under the model as it begins, "
+            f"unless they are kept from before: {seconds / plan.timing.seconds:.0%} of an epoch's "
+            "time"
+        )
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
         yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"

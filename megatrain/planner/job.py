@@ -82,6 +82,11 @@ class Job(Asked):
         clipping: to the exact global norm: every gradient is kept until it is known, or is
             computed twice.
         balances_routers: their loss is over a whole step, which is therefore one group.
+        whole_step: so is the loss itself.
+        head_twice: the loss needs the log-probabilities of whole answers before any gradient.
+        refers: the loss needs the rows' log-probabilities under the model as it begins.
+        trained_share: of a step's tokens with their padding, those that have gradients.
+        least_tokens: of a micro-batch; 0: one row.
         state_bytes: the optimizer's arrays, but for those of `whole_update`.
         update_arithmetic: compute-bound rate of the update, parameters/s of one host thread;
             None: bound by memory alone.
@@ -104,6 +109,11 @@ class Job(Asked):
     seq_len: int
     clipping: bool = True
     balances_routers: bool = False
+    whole_step: bool = False
+    head_twice: bool = False
+    refers: bool = False
+    trained_share: float = 1.0
+    least_tokens: int = 0
     state_bytes: State = (("exp_avg", 4), ("exp_avg_sq", 4))
     update_arithmetic: float | None = None
     lighter_moments: tuple[tuple[str, State, float | None], ...] = ()
@@ -150,6 +160,11 @@ class Job(Asked):
     def trained_tokens(self, micro_batch_tokens: int) -> float:
         """Non-padding tokens per step; an upper bound until row lengths are known."""
         return min(self.tokens_per_step, self.step(micro_batch_tokens).mean)
+
+    @property
+    def one_group(self) -> bool:
+        """A step cannot be cut into groups."""
+        return self.balances_routers or self.whole_step
 
     @property
     def pads(self) -> bool:

@@ -41,6 +41,8 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             str(choices.groups),
             "the routers' balancing loss is over a whole step"
             if job.balances_routers
+            else "the loss is over a whole step"
+            if job.whole_step
             else "every weight is streamed once forward and once backward"
             if choices.groups == 1
             else "smaller groups need less memory; weights are streamed once per group",

@@ -126,7 +126,7 @@ class Search:
         tokens = job.micro_batch_tokens or min(found.micro_batch_tokens, largest)
         chunk = job.head_chunk_tokens or min(found.head_chunk_tokens, tokens)
         counts = {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
-        counts = {job.groups} if job.groups else {1} if job.balances_routers else counts
+        counts = {job.groups} if job.groups else {1} if job.one_group else counts
         for groups, retained in product(sorted(counts), self.retained_counts()):
             yield from self.placed(tokens, groups, retained, chunk)
 
@@ -162,11 +162,12 @@ class Search:
         mixture = self.shape.idle_parameters > 0
         cap = most_micro_batch_tokens("cuda" if self.hardware.gpu else "cpu", mixture)
         largest = min(cap, job.tokens_per_step)
-        return [n for n in self.shape.layer.sizes if job.seq_len <= n <= largest] or [job.seq_len]
+        least = max(job.seq_len, job.least_tokens)
+        return [n for n in self.shape.layer.sizes if least <= n <= largest] or [least]
 
     def group_counts(self, micro_batch_tokens: int) -> list[int]:
         """Powers of two, and one group for each micro-batch."""
-        if self.job.groups or self.job.second_backward or self.job.balances_routers:
+        if self.job.groups or self.job.second_backward or self.job.one_group:
             return [self.job.groups or 1]
         most = self.job.step(micro_batch_tokens).most_micro_batches
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]

@@ -69,6 +69,8 @@ class Timing:
         bound_by: of each phase, where most of its time goes: compute, or one of the waits.
         tokens_per_s: of the data, without padding.
         tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s.
+        reference_s: of a forward alone over as many tokens, which all rows have before the first
+            step where a loss refers to the model as it begins; 0: none does.
     """
 
     seconds: float
@@ -77,6 +79,7 @@ class Timing:
     bound_by: dict[str, str]
     tokens_per_s: float
     tflops: float
+    reference_s: float = 0.0
 
     def waits_most_for(self, wait: str) -> bool:
         """True if no other wait takes longer than this one, which is worth naming."""
@@ -137,6 +140,7 @@ class StepCosts:
             bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
             tflops=6 * self.shape.counted_parameters * tokens_per_s / 1e12,
+            reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
 
     def at_least(self) -> float:
@@ -215,11 +219,25 @@ class StepCosts:
 
     def _head(self) -> BlockTasks:
         """Forward and backward at once, chunk by chunk, each of which adds its weight gradient."""
-        chunk = min(self.choices.head_chunk_tokens, self.tokens)
-        chunks, sizes, work = self.tokens / chunk, self.shape.trained_numel, self.shape.cost.head
+        sizes = self.shape.trained_numel
         adding = self._adding(sizes[-1] + (sizes[0] if self.shape.tied else 0))
-        each = sum(self._forward_and_backward(work, chunk, self._matmul_rate(chunk)))
+        chunks, forward, backward = self._head_chunks()
+        each = forward + backward + (forward if self.job.head_twice else 0.0)
         return self._block(len(sizes) - 1, 0.0, chunks * each + (chunks - 1) * adding)
+
+    def _head_chunks(self) -> tuple[float, float, float]:
+        """Chunks of a micro-batch, and seconds forward and backward of one."""
+        chunk = min(self.choices.head_chunk_tokens, self.tokens)
+        work, rate = self.shape.cost.head, self._matmul_rate(chunk)
+        return self.tokens / chunk, *self._forward_and_backward(work, chunk, rate)
+
+    def _forward_alone(self) -> float:
+        """Seconds of a step's tokens without gradients or updates: weights come up beside it."""
+        chunks, forward, _ = self._head_chunks()
+        computing = sum(block.forward for block in self.blocks)
+        computing += self.micro_batches * chunks * forward
+        uploading = sum(block.upload for block in self.blocks)
+        return self.choices.groups * max(computing, uploading)
 
     def _forward_and_backward(
         self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0, chunks: int = 1
@@ -300,7 +318,7 @@ class StepCosts:
         all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
         return BlockTasks(
             forward=self.micro_batches * forward,
-            backward=self.micro_batches * (backward + self._adding(numel)),
+            backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
             # read the sum, write the gradient and measure it
             finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
             upload=uploaded * self.weight / self.up,

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
+from megatrain.methods import METHODS
 
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
-
-METHODS = {"sft": "Fine-tuned from", "pretrain": "Pre-trained from"}
 
 
 def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
@@ -41,9 +40,7 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
     trained = "every parameter"
     if anatomy.frozen_parameters:
         trained = f"{anatomy.parameters:,} of its {every:,} parameters"
-    words = (
-        f"{METHODS.get(config.method, f'Trained ({config.method}) from')} {start}, with {trained}"
-    )
+    words = f"{METHODS[config.method].words.format(config.method)} {start}, with {trained}"
     title = f"# {printable(config.output.resolve().name)}"
     text = [title, "", f"{words} trained by MegaTrain.", "", "| | |", "|---|---|", *table]
     return "\n".join(["---", *head, "---", "", *text, ""])

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from os.path import isfile  # false where Path's raises: in an unreadable folder
+from collections.abc import Callable, Iterator, Mapping
+from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
-from megatrain.data.loader import held_out_batches
+from megatrain.data.dataset import Rows
+from megatrain.data.loader import MicroBatch, held_out_batches
+from megatrain.data.micro_batches import ReferenceArray
 from megatrain.data.show import show_rows, summary
+from megatrain.engine.build import choose_device
 from megatrain.engine.engine import Engine
+from megatrain.engine.resolved import least_tokens
 from megatrain.errors import ConfigError
+from megatrain.losses import SequenceLoss
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.day import day_of
-from megatrain.recipes.loop import mean_loss
+from megatrain.recipes.loop import evaluated, sweeps
 from megatrain.recipes.model import Model, check_weights, describe_model, read_model
+from megatrain.recipes.reference import Batches, computed, fingerprint, kept
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
-from megatrain.recipes.setup import quiet_libraries
+from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
@@ -84,21 +90,59 @@ def evaluate(
     if rows is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
     say_rows(rows)
-    with reader(checkpoint, run_dir, trust_remote_code) as engine:
-        size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], config.train.seq_len)
-        limit = None if data else config.train.eval_rows
-        batches = held_out_batches(
-            rows, size, model.pad_id, limit, regimes=regimes_of(model.config)
+    loss = make_loss(config)
+    of_sequences = loss if isinstance(loss, SequenceLoss) else None
+    limit = None if data else config.train.eval_rows
+
+    device = choose_device(config.device).type
+    size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
+    sweep = SWEEP_MICRO_BATCHES * size
+
+    def batches(
+        rows: Rows, references: ReferenceArray | None, limit: int | None = None
+    ) -> Iterator[MicroBatch]:
+        return held_out_batches(
+            *(rows, size, model.pad_id, limit),
+            regimes=regimes_of(model.config),
+            references=references,
+            prompts_too=bool(of_sequences and of_sequences.prompts),
         )
-        mean = mean_loss(engine, batches, SWEEP_MICRO_BATCHES * size, StopRequest())
-    assert mean is not None, "nobody asked it to stop"
-    loss, targets = mean
-    return {
-        "checkpoint": str(checkpoint),
-        "eval_loss": loss,
-        "perplexity": perplexity(loss),
-        "eval_target_tokens": targets,
-    }
+
+    references = None
+    if of_sequences and of_sequences.reference:
+
+        def by_sweeps(rows: Rows, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
+            return sweeps(batches(rows, numbers), sweep)
+
+        references = reference_of_run(config, run_dir, rows, by_sweeps, trust_remote_code)
+    with reader(checkpoint, run_dir, trust_remote_code) as engine:
+        given = batches(rows, references, limit)
+        found = evaluated(engine, given, loss, sweep, StopRequest())
+    assert found is not None, "nobody asked it to stop"
+    about = {"checkpoint": str(checkpoint), "eval_loss": found.loss}
+    about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
+    about |= {f"eval_{name}": value for name, value in found.metrics.items()}
+    return about | {"eval_target_tokens": found.target_tokens}
+
+
+def reference_of_run(
+    config: Config, run_dir: Path | None, rows: Rows, batches: Batches, trust_remote_code: bool
+) -> ReferenceArray:
+    """Log-probabilities of rows under the model that a run began with, which is read for it.
+
+    batches: as `computed` takes them. Raises ConfigError.
+    """
+    source = config.model
+    if source.init == "random":
+        raise ConfigError(
+            f"{source.source}: the run began with random weights, which are its reference and are "
+            "kept nowhere; evaluate it by another run that begins with its model"
+        )
+    place = Path(expanduser(source.source))
+    with reader(place if place.exists() else source.source, run_dir, trust_remote_code) as engine:
+        of_model = fingerprint(engine)
+        found = kept(of_model, rows)
+        return computed(engine, of_model, rows, batches) if found is None else found
 
 
 def perplexity(loss: float) -> float:
@@ -138,7 +182,7 @@ def generate(
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 
 
-def reader(checkpoint: Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
+def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
     """An engine that reads only, with no optimizer state in RAM, computing as the run did."""
     chosen: dict[str, Any] = {}
     if run_dir is not None:

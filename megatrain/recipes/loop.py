@@ -1,4 +1,4 @@
-"""The training loop, and the run that it drives. `sft` and `pretrain` differ in their rows only."""
+"""The training loop, and the run that it drives. Methods differ in rows and losses only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
+from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
+from megatrain.engine.objective import AnyLoss, joined
+from megatrain.engine.results import EvalResult
 from megatrain.errors import DivergedError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN
-from megatrain.losses import next_token
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
@@ -55,8 +57,10 @@ class Run:
     config: Config
     model: Model
     engine: Engine
+    loss: AnyLoss
     loader: Loader
     held_out: Rows | None
+    held_out_references: ReferenceArray | None  # of a method with a reference model
     sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
     writer: MetricsWriter
     progress: Progress
@@ -188,7 +192,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         started, before = time.perf_counter(), run.energy.read()
         try:
             with run.progress.doing("step", f"step {run.step + 1}"):
-                result = run.engine.train_step(batch.micro_batches, next_token, rate)
+                result = run.engine.train_step(batch.micro_batches, run.loss, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
@@ -205,6 +209,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     metrics = StepMetrics(
         step=run.step,
         loss=result.loss,
+        metrics=result.metrics,
         aux_loss=result.aux_loss,
         expert_load_max=result.expert_load_max,
         grad_norm=result.grad_norm,
@@ -254,17 +259,18 @@ def evaluate(run: Run, stop: StopRequest) -> float | None:
     started, loader = time.perf_counter(), run.loader
     size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
     batches = held_out_batches(
-        run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes
+        *(run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes),
+        references=run.held_out_references,
+        prompts_too=loader.prompts_too,
     )
     with run.progress.doing("evaluating"):
-        mean = mean_loss(run.engine, batches, run.sweep_tokens, stop)
-    if mean is None:
+        found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
+    if found is None:
         return None
-    loss, targets = mean
     seconds = time.perf_counter() - started
-    run.writer.write_eval(run.step, loss, targets, seconds)
-    run.progress.evaluated(run.step, loss, seconds)
-    return loss
+    run.writer.write_eval(run.step, found.loss, found.target_tokens, seconds, found.metrics)
+    run.progress.evaluated(run.step, found.loss, seconds)
+    return found.loss
 
 
 def better(run: Run, loss: float | None) -> bool:
@@ -290,21 +296,23 @@ def out_of_patience(run: Run, loss: float | None) -> bool:
     return True
 
 
-def mean_loss(
-    engine: Engine, batches: Iterable[MicroBatch], sweep_tokens: int, stop: StopRequest
-) -> tuple[float, int] | None:
-    """(mean loss, number of targets) over micro-batches; None if asked to stop.
+def evaluated(
+    engine: Engine,
+    batches: Iterable[MicroBatch],
+    loss: AnyLoss,
+    sweep_tokens: int,
+    stop: StopRequest,
+) -> EvalResult | None:
+    """The loss over micro-batches; None if asked to stop.
 
     sweep_tokens: padded tokens computed in one sweep of the weights.
     """
-    total, targets = 0.0, 0
+    found = []
     for part in sweeps(batches, sweep_tokens):
         if stop.came():
             return None
-        result = engine.evaluate(part, next_token)
-        total += result.loss * result.target_tokens
-        targets += result.target_tokens
-    return (total / targets if targets else 0.0), targets
+        found.append(engine.evaluate(part, loss))
+    return joined(found, loss)
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:

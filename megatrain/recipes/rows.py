@@ -15,13 +15,17 @@ from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.heartbeat import may_end_here
+from megatrain.methods import METHODS
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
 # of the config's data section: options of the rows, too
-SAME_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
+SAME_KEYS = (
+    *("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts"),
+    "truncation_mode",
+)
 
 logger = logging.getLogger("megatrain")
 
@@ -40,7 +44,8 @@ def read_rows(
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include=set(SAME_KEYS))
     day = day or day_of(config)
-    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, **same)
+    method = METHODS[config.method]
+    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, kind=method.kind, **same)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
         train,
@@ -48,7 +53,7 @@ def read_rows(
         model.tokenizer,
         options,
         seed=config.train.seed,
-        pack_to=seq_len if config.method == "pretrain" else None,
+        pack_to=seq_len if method.whole_documents else None,
         on_progress=rows_logger(),
         expected=expected,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +16,13 @@ from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader
+from megatrain.data.loader import Loader, MicroBatch, held_out_batches
+from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
+from megatrain.losses import SequenceLoss
 from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
@@ -36,9 +38,10 @@ from megatrain.recipes.describe import (
     work_of,
 )
 from megatrain.recipes.going_on import where_to_go_on
-from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
+from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come, sweeps
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
+from megatrain.recipes.reference import References, are_kept, fingerprint, references_of
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
@@ -53,7 +56,7 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, load_resumable
+from megatrain.storage.restore import Resumable, load_resumable, read_about
 from megatrain.storage.run_folder import RunLock, checkpoint_name, checkpoints, folder_bytes
 from megatrain.storage.saves import newer_than
 
@@ -68,6 +71,11 @@ class Ready:
     plan: Plan
     loader: Loader
     held_out: Rows | None
+
+    @property
+    def rows(self) -> tuple[Rows, Rows | None]:
+        """To train on, and held out."""
+        return self.loader.rows, self.held_out
 
 
 def plan(
@@ -186,7 +194,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
     train, every = parts.config.train, parts.config.checkpoint.every
     loader = Loader(
         rows,
-        micro_batch_tokens=train.seq_len,  # no row is longer
+        micro_batch_tokens=parts.resolved.least_tokens,  # no row is longer
         pad_id=parts.model.pad_id,
         pack_to=parts.resolved.packed_to,
         seed=train.seed,
@@ -195,6 +203,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         epochs=train.epochs,
         max_steps=train.max_steps,
         regimes=regimes_of(parts.model.config),
+        prompts_too=isinstance(parts.resolved.loss, SequenceLoss) and parts.resolved.loss.prompts,
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
@@ -206,9 +215,15 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
     """The same with the padding of the loader's rows, where these do not all fill sequences."""
     if loader.pack_to is None and not parts.resolved.lengths_vary:
         return parts
-    size = setup.micro_batch_tokens(parts.config) or parts.config.train.seq_len
+    least = parts.resolved.least_tokens
+    size = setup.micro_batch_tokens(parts.config, least) or least
     sizes = sorted({*parts.resolved.shape.layer.sizes, size})
-    return replace(parts, step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))))
+    rows = loader.rows
+    return replace(
+        parts,
+        step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))),
+        trained_share=float(rows.lengths.sum() / rows.side_lengths.sum()),
+    )
 
 
 def _run(
@@ -252,6 +267,53 @@ def load(
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
 
 
+def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
+    """The fingerprint of the model that a run began with, if its method has a reference and it goes
+    on."""
+    loss = ready.parts.resolved.loss
+    if not (isinstance(loss, SequenceLoss) and loss.reference) or resuming is None:
+        return None
+    assert resuming.path is not None
+    return str(read_about(resuming.path)["state"].get("reference"))
+
+
+def compare_with_reference(
+    ready: Ready,
+    engine: Engine,
+    of_model: str | None,
+    anew: bool,
+    sweep_tokens: int,
+    progress: Progress,
+) -> References | None:
+    """The reference's log-probabilities, which the loader gives out from now on; None for methods
+    without.
+
+    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
+
+    Raises StorageError if they are gone, and the model is another.
+    """
+    loss, loader, config = ready.parts.resolved.loss, ready.loader, ready.parts.config
+    if not (isinstance(loss, SequenceLoss) and loss.reference):
+        return None
+
+    def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
+        given = loader.micro_batch_tokens, loader.pad_id, None, loader.pack_to, loader.regimes
+        return sweeps(held_out_batches(rows, *given, references=references), sweep_tokens)
+
+    with progress.doing("the reference's log-probabilities"):
+        here = fingerprint(engine) if anew else of_model
+        if of_model not in (None, here):
+            raise StorageError(
+                f"{config.model.source}: is not the model that this run began with, whose "
+                "log-probabilities are gone from the cache; bring that model back, or start a new "
+                "run"
+            )
+        assert here is not None
+        found = references_of(engine, here, *ready.rows, batches)
+    loader.references = found.train
+    return found
+
+
 def open_run(
     ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
 ) -> Run:
@@ -266,14 +328,19 @@ def open_run(
     may_end_here()
     read = config.model.init == "pretrained" and resuming is None
     weights = plan.parameters + plan.frozen_parameters if read else None
+    of_model = known_reference(ready, resuming)
+    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
-        engine = stack.enter_context(setup.make_engine(parts, plan, load=resuming is None))
+        engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
+    sweep_tokens = plan.job.tokens_per_step // plan.choices.groups
+    references = compare_with_reference(ready, engine, of_model, anew, sweep_tokens, progress)
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = load(ready, engine, resuming, progress)
         describe_run(parts, plan)
     named = resuming is not None and resuming.named
-    of_held_out = {"held_out": ready.held_out.digest if ready.held_out else None}
+    kept = {"held_out": ready.held_out.digest if ready.held_out else None}
+    kept |= {"reference": references.of_model} if references else {}
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
@@ -286,9 +353,11 @@ def open_run(
         config=config,
         model=parts.model,
         engine=engine,
+        loss=parts.resolved.loss,
         loader=loader,
         held_out=ready.held_out,
-        sweep_tokens=plan.job.tokens_per_step // plan.choices.groups,
+        held_out_references=references.held_out if references else None,
+        sweep_tokens=sweep_tokens,
         writer=writer,
         progress=progress,
         meter=meter,
@@ -303,7 +372,7 @@ def open_run(
         first_step=step,
         lock=lock,
         describe=partial(describe_run, parts, plan),
-        asked=for_state(config, decided(parts, plan)) | of_held_out,
+        asked=for_state(config, decided(parts, plan)) | kept,
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},
     )

@@ -21,12 +21,22 @@ from megatrain.engine.build import (
     hold_to_budget,
 )
 from megatrain.engine.engine import Engine
+from megatrain.engine.objective import AnyLoss
 from megatrain.engine.placement import PRECISIONS
-from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve
+from megatrain.engine.resolved import (
+    Machine,
+    Resolved,
+    Weights,
+    least_tokens,
+    make_job,
+    resolve,
+)
 from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
+from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware
+from megatrain.methods import METHODS
 from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.job import StepTokens
@@ -54,7 +64,7 @@ class Parts:
 
     Attributes:
         day: told to chat templates that ask for the time.
-        step_tokens: as in `planner.job.Job`; empty before the rows were read.
+        step_tokens, trained_share: as in `planner.job.Job`, once the rows were read.
     """
 
     config: Config
@@ -62,6 +72,7 @@ class Parts:
     resolved: Resolved
     day: date
     step_tokens: tuple[StepTokens, ...] = ()
+    trained_share: float = 1.0
 
     @property
     def machine(self) -> Machine:
@@ -96,7 +107,8 @@ def prepare(
     )
     skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
-    packing = config.data.packing if config.method == "sft" else None
+    packing = None if METHODS[config.method].whole_documents else config.data.packing
+    loss = make_loss(config)
     if packing is True and not skeleton.separates_documents(machine.device):
         why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
         raise ConfigError(
@@ -119,7 +131,8 @@ def prepare(
         weights=Weights(weights, source.revision, source.trust_remote_code),
         packing=packing,
         compile=config.compile,
-        micro_batch_tokens=micro_batch_tokens(config),
+        micro_batch_tokens=micro_batch_tokens(config, least_tokens(loss, train.seq_len)),
+        loss=loss,
         layer_chunk_tokens=train.layer_chunk_tokens,
         seed=train.seed,
         attention=config.attention,
@@ -127,6 +140,21 @@ def prepare(
         gpu_limit=unless_auto(config.memory.gpu),
     )
     return Parts(config, model, resolved, day_of(config))
+
+
+def make_loss(config: Config) -> AnyLoss:
+    """The loss of the config's method. Raises ConfigError."""
+    try:
+        loss = LOSSES[config.method](**config.of_method)
+    except ConfigError as error:
+        raise ConfigError(f"{config.where(config.method)}: {error}") from error
+    of_step = isinstance(loss, SequenceLoss) and loss.whole_step
+    if of_step and config.train.groups not in ("auto", 1):
+        raise ConfigError(
+            f"{config.where('train.groups')}: {config.train.groups} groups, but the loss is over a "
+            "whole step; remove it, or set 1"
+        )
+    return loss
 
 
 def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
@@ -194,6 +222,7 @@ def make_run_plan(
         tokens_per_step=train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len,
         rows_per_step=train.rows_per_step,
         step_tokens=parts.step_tokens,
+        trained_share=parts.trained_share,
         activations=config.memory.activations,
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None,
@@ -235,16 +264,17 @@ def unless_auto(value: int | str) -> int | None:
     return None if value == "auto" else int(value)
 
 
-def micro_batch_tokens(config: Config) -> int | None:
+def micro_batch_tokens(config: Config, least: int) -> int | None:
     """Padded tokens computed at once; None: the planner decides.
 
-    Raises ConfigError if they do not hold one row.
+    Raises ConfigError if they do not hold one row, of `least` tokens.
     """
     tokens, seq_len = unless_auto(config.train.micro_batch_tokens), config.train.seq_len
-    if tokens is not None and tokens < seq_len:
+    if tokens is not None and tokens < least:
         where = config.where("train.micro_batch_tokens")
+        row = "one row" if least == seq_len else "a pair of rows"
         raise ConfigError(
-            f"{where}: {tokens} cannot hold one row of train.seq_len {seq_len} tokens; raise it or "
+            f"{where}: {tokens} cannot hold {row} of train.seq_len {seq_len} tokens; raise it or "
             "lower seq_len"
         )
     return tokens

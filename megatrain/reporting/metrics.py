@@ -90,6 +90,7 @@ class StepMetrics:
 
     step: int  # optimizer steps so far, this one included
     loss: float  # mean over the step's target tokens
+    metrics: Mapping[str, float]  # the loss's further ones; keys of their own in the line
     # the routers' balancing loss, without its coefficient; None where they are not balanced
     aux_loss: float | None
     expert_load_max: float | None  # the most chosen expert's share over the mean, in any layer
@@ -111,7 +112,9 @@ class StepMetrics:
     advice: str  # one sentence: the setting most worth changing, or that there is none
 
     def to_dict(self) -> dict[str, Any]:
-        values = json_able(asdict(self))
+        values: dict[str, Any] = {}
+        for name, value in json_able(asdict(self)).items():
+            values |= value if name == "metrics" else {name: value}
         advice = values.pop("advice")
         shares = {name: round(share, SHARE_DIGITS) for name, share in self.time.shares().items()}
         return {**values, "shares": shares, "advice": advice}
@@ -191,10 +194,19 @@ class MetricsWriter:
         self._write(metrics.to_dict())
 
     def write_eval(
-        self, step: int, eval_loss: float, eval_target_tokens: int, eval_s: float
+        self,
+        step: int,
+        eval_loss: float,
+        eval_target_tokens: int,
+        eval_s: float,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step."""
+        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step.
+
+        metrics: the loss's further ones, which get `eval_` before their names.
+        """
         found = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens, "eval_s": eval_s}
+        found |= {f"eval_{name}": value for name, value in (metrics or {}).items()}
         self._write(json_able({"step": step, **found}))
 
     def state(self) -> dict[str, Any]:

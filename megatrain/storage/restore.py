@@ -25,6 +25,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS
 from megatrain.models.names import Place, Tensors, in_blocks
+from megatrain.optim.split import as_weight
 from megatrain.storage.carried import carried_of, with_frozen
 from megatrain.storage.checkpoint import (
     Checkpointable,
@@ -272,7 +273,9 @@ def _restore(
                     flat = target.flat(arrays[array])
                     if stored.dtype != flat.dtype:  # frozen, as its source has it
                         for begin, values in file.chunks(stored):
-                            flat.narrow(0, begin, values.numel()).copy_(values)
+                            flat.narrow(0, begin, values.numel()).copy_(
+                                as_weight(values, flat.dtype)
+                            )
                         continue
                     file.skip_to(stored.offset)
                     file.read_into(flat)

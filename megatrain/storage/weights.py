@@ -21,7 +21,7 @@ from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
-from megatrain.optim.split import split_master
+from megatrain.optim.split import as_weight, split_master
 from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of, with_frozen
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
@@ -342,7 +342,7 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
 def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
     """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
-    A frozen one has no remainder: it is rounded to the weights' dtype, as PyTorch rounds.
+    A frozen one has no remainder.
 
     Raises ModelError if a value is NaN, infinite, or too large for bf16.
     """
@@ -358,7 +358,7 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             may_end_here()
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
-                part.copy_(values)
+                part.copy_(as_weight(values, weight.dtype))
                 if frozen:
                     _check_finite(part, candidate.where)  # rounding up may have overflowed
                 continue

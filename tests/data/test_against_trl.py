@@ -74,19 +74,20 @@ TOKEN = re.compile(r"<\|[^\s<>|{}'\"]+\|>|<｜[^\s<>｜{}'\"]+｜>|<(?:start|end
 CASES = [(name, kind) for name, (_, kinds, _) in MODELS.items() for kind in kinds]
 
 
+def of_model(make_tokenizer: Any, name: str) -> Any:
+    """A tokenizer with a model's template and the special tokens in it."""
+    source, eos = (FOLDER / f"{name}.jinja").read_text(), MODELS[name][0]
+    tokenizer = make_tokenizer(source, trim_offsets=False)
+    tokens = sorted({*TOKEN.findall(source), "<bos>"} - {eos})
+    tokenizer.add_special_tokens(
+        {"eos_token": eos, "bos_token": "<bos>", "extra_special_tokens": tokens}
+    )
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def tokenizers(make_tokenizer: Any) -> dict[str, Any]:
-    """A tokenizer for each template, which has its special tokens."""
-    made = {}
-    for name, (eos, _, _) in MODELS.items():
-        source = (FOLDER / f"{name}.jinja").read_text()
-        tokenizer = make_tokenizer(source, trim_offsets=False)
-        tokens = sorted({*TOKEN.findall(source), "<bos>"} - {eos})
-        tokenizer.add_special_tokens(
-            {"eos_token": eos, "bos_token": "<bos>", "extra_special_tokens": tokens}
-        )
-        made[name] = tokenizer
-    return made
+    return {name: of_model(make_tokenizer, name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def ours(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
     form = detect_format(row)
     assert form is not None
     encoder = Encoder(tokenizer)
-    ((ids, mask),) = encoder.encode([encoder.mark(convert_row(form, row))])
+    ((ids, mask),) = encoder.encode(encoder.marks(convert_row(form, row)))
     return ids.tolist(), mask.tolist()
 
 

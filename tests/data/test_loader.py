@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
+from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows
 from megatrain.data.loader import Loader, Position, StepBatch, held_out_batches
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE as IGNORED
@@ -21,7 +21,7 @@ PAD = 0
 
 
 @dataclass
-class FakeRows:
+class FakeRows(PlainRows):
     """Row i is its own number, 1-based, `lengths[i]` times; the second half of it is target."""
 
     lengths: IndexArray

@@ -8,9 +8,9 @@ import pytest
 
 from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.fields import RowError
-from megatrain.data.formats import Chat
 from megatrain.data.messages import Message
 from megatrain.data.named_templates import TEMPLATES, use_template
+from megatrain.data.samples import Chat
 from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 from tests.commands import conversation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.data.build import DataOptions, load_data
+from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.show import describe, show_rows, summary, warnings
 
 ROWS = [
@@ -94,3 +96,65 @@ def test_how_rows_became_text_is_said(encode):
     data = encode(rows, DataOptions(seq_len=64))
     words = "1 as they are: prompt, completion, end of sequence (data.prompts: chat makes turns); "
     assert f"rows became text: {words}1 by the chat template" in describe(data)
+
+
+TURNS = [{"role": "user", "content": "two plus two?"}]
+PAIR = {"prompt": TURNS, "chosen": "it is four", "rejected": "it is \x1b[31mfive", "margin": 0.5}
+OF_PAIRS, OF_JUDGED = (replace(OPTIONS, kind=kind, prompts="text") for kind in (PAIRS, JUDGED))
+
+
+@pytest.fixture
+def printed(encode: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> Callable[..., str]:
+    def show(rows: list[Any], options: DataOptions, count: int = 5) -> str:
+        out, tokenizer = io.StringIO(), make_tokenizer()
+        show_rows(encode(rows, options, tokenizer), tokenizer, count, Console(file=out, width=60))
+        return out.getvalue()
+
+    return show
+
+
+def test_a_pair_is_shown_as_its_prompt_and_both_answers(printed):
+    prompt, chosen, rejected, *rest = re.split("─+ row .*─\n", printed([PAIR], OF_PAIRS))[1:]
+    assert prompt == "<|im_start|>user\ntwo plus two?<|im_end|>\n<|im_start|>assistant\n\n"
+    assert chosen == "⟦it is four<|im_end|>⟧\n\n"
+    assert rejected.startswith("⟦it is \\x1b[31mfive<|im_end|>⟧\n\n─")
+    assert not rest
+    text = printed([PAIR, {**PAIR, "margin": None}], OF_PAIRS)
+    for title in ("row 0: prompt,", "row 0, chosen: ", "row 0, rejected: ", "row 1, chosen: "):
+        assert title in text
+    assert text.count("margin 0.5") == 2, "of both answers of the first pair"
+
+
+def test_answers_whose_prompts_were_cut_apart_are_shown_whole(printed):
+    prompt = "".join(chr(97 + n % 26) for n in range(90))
+    long = {**PAIR, "prompt": prompt, "chosen": "y" * 50}
+    text = printed([long], replace(OF_PAIRS, truncation_mode="keep_end"))
+    assert "row 0: prompt," not in text
+    assert re.search(r"[a-z]{5,}l⟦y{50}<\|endoftext\|>⟧", text)
+    assert re.search(r"[a-z]{30,}l⟦it is .*five<\|endoftext\|>⟧", text)
+
+
+def test_a_judged_row_is_shown_with_its_label(printed):
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    text = printed([*rows, rows[0]], OF_JUDGED)
+    assert "─ row 0: wanted, " in text
+    assert "─ row 1: unwanted, " in text
+    assert "3 judged rows, 2 of them wanted, " in text
+
+
+def test_what_is_said_of_pairs_and_judged_rows_is_also_json(encode, make_tokenizer):
+    good = {**PAIR, "prompt": "what?"}
+    bad = [{**good, "chosen": "same", "rejected": "same"}, {**good, "prompt": "x" * 90}]
+    data = encode([good, *bad], OF_PAIRS, make_tokenizer(None))
+    found = json.loads(json.dumps(summary(data)))
+    keys = ("kind", "rows", "rows_read", "bad_rows", "rows_without_target", "rows_too_long")
+    assert [found[key] for key in keys] == ["pairs", 1, 3, 1, 1, 0]
+    assert found["longest_sequence"] < found["longest"]
+    assert found["wanted_rows"] is None
+    assert "are equal: neither answer is better" in found["first_bad_rows"][0]
+    said = "\n".join(describe(data))
+    assert "1 pairs, " in said
+    assert f"(of one answer and its prompt {found['longest_sequence']})" in said
+    judged = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    of_judged = summary(encode(judged, OF_JUDGED))
+    assert (of_judged["kind"], of_judged["wanted_rows"]) == ("judged", 1)

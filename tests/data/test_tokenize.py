@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.fields import RowError
-from megatrain.data.formats import FORMATS, Chat, Document, convert_row
+from megatrain.data.formats import FORMATS, convert_row
 from megatrain.data.messages import Message
+from megatrain.data.samples import Chat, Document
 from megatrain.data.tokenize import Encoder, target_mask
 from megatrain.errors import DataError
 from tests.commands import CHATML
@@ -54,7 +55,7 @@ def test_an_alpaca_row_goes_through_the_template_if_there_is_one(make_tokenizer)
     for template, start, way in ((CHATML, "<|im_start|>", "chat template"), (None, "Below", "Sta")):
         tokenizer = make_tokenizer(template)
         assert "".join(encoded(tokenizer, row)[0]).startswith(start)
-        assert way in Encoder(tokenizer).mark(row).wrapping
+        assert way in Encoder(tokenizer).marks(row)[0].wrapping
 
 
 @pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
@@ -97,8 +98,8 @@ def test_pieces_of_a_document_are_bare(make_tokenizer):
 def test_rows_come_back_in_order(make_tokenizer):
     encoder = Encoder(make_tokenizer())
     samples = [Document("a"), PAIR, Document("b", begins=False), PAIR, Document("c")]
-    together = encoder.encode([encoder.mark(sample) for sample in samples])
-    alone = [encoder.encode([encoder.mark(sample)])[0] for sample in samples]
+    together = encoder.encode([text for sample in samples for text in encoder.marks(sample)])
+    alone = [encoder.encode(encoder.marks(sample))[0] for sample in samples]
     assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
 
 

@@ -13,7 +13,8 @@ from datasets import Dataset
 
 from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.fields import RowError
-from megatrain.data.formats import Chat, convert_row, detect_format
+from megatrain.data.formats import convert_row, detect_format
+from megatrain.data.samples import Chat
 from megatrain.data.tokenize import Encoder
 from megatrain.models.stops import ends_of_turns
 from tests.mutated import mutated

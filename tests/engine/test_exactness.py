@@ -256,7 +256,7 @@ class WithHits(NextToken):
 
 @CLIPS
 @pytest.mark.parametrize("settings", [Settings(head_chunk_tokens=3), Settings(groups=2)], ids=str)
-def test_metrics_of_a_loss_are_summed_over_the_step(settings, clip):
+def test_metrics_of_a_loss_are_means_over_the_step(settings, clip):
     with engine_of("llama", max_grad_norm=clip, settings=settings) as engine:
         logprobs = [
             torch.log_softmax(engine.logits(batch["input_ids"]).float(), -1)[:, :-1]
@@ -264,7 +264,14 @@ def test_metrics_of_a_loss_are_summed_over_the_step(settings, clip):
             .squeeze(2)[batch["labels"][:, 1:] != -100]
             for batch in FULL
         ]
-        result = engine.train_step(FULL, WithHits())
-        assert result.metrics["hits"] == sum(int((p > math.log(0.1)).sum()) for p in logprobs)
+        metrics, count = (
+            (result := engine.train_step(FULL, WithHits())).metrics,
+            len(torch.cat(logprobs)),
+        )
+        assert result.target_tokens == count
+        hits = sum(int((p > math.log(0.1)).sum()) for p in logprobs)
+        assert metrics["hits"] == pytest.approx(hits / count)
         chunks = sum(-(-len(p) // settings.head_chunk_tokens) for p in logprobs)
-        assert result.metrics["targets"] == chunks, "once for each chunk of the head"
+        assert metrics["targets"] == pytest.approx(chunks / count), (
+            "once for each chunk of the head"
+        )

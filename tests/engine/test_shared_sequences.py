@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.data.loader import collate
+from megatrain.data.micro_batches import collate
 from megatrain.engine.verify import gradients_of
 from megatrain.models.documents import documents_of
 from megatrain.models.skeleton import Skeleton

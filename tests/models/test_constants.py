@@ -16,7 +16,7 @@ from megatrain.models.family import build_model, layer_configs
 from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
-from tests.models.test_refusals import DropsMore, Layer, Toy
+from tests.models.toys import DropsMore, Layer, Toy
 from tests.support import CONSTANT, known, tiny_config
 
 # -- what is taken for a constant ------------------------------------------------------------------

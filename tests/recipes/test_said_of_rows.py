@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.commands import conversation, write_jsonl
 
 LEFT_OUT = "fields 'name' of messages are left out by the chat template"
@@ -39,3 +41,47 @@ def test_rows_of_pairs_are_refused_with_their_line_and_method(megatrain, project
     error = megatrain("data cfg.yaml", code=3).err
     assert "rows.jsonl:2: field 'label': " in error
     assert "method: kto" in error
+
+
+ASKED = [{"role": "user", "content": "Count to 2."}]
+PAIR = {"prompt": ASKED, "chosen": "1 2", "rejected": "2 1"}
+JUDGED = {"prompt": ASKED, "completion": "1 2", "label": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "first", "counted"),
+    [
+        ("dpo", PAIR, "row 0, rejected: ", {"kind": "pairs", "wanted_rows": None}),
+        ("kto", JUDGED, "row 0: unwanted, ", {"kind": "judged", "wanted_rows": 0}),
+    ],
+)
+def test_rows_of_preference_methods_are_shown(megatrain, project, method, row, first, counted):
+    rows = [{**row, "prompt": [{**ASKED[0], "content": f"Count to {n}."}]} for n in range(8)]
+    write_jsonl(project / "rows.jsonl", [*rows, {**row, "label": "x", "chosen": ""}])
+    asked = f"data cfg.yaml method={method} data.eval=2"
+    error = megatrain(asked, code=3).err
+    assert "rows.jsonl:9: field " in error
+    assert error.count("\n") == 1
+    shown = megatrain(f"{asked} data.on_bad_row=skip").out
+    assert first in shown
+    assert "1 of 9 rows are bad and skipped; the first: " in shown
+    found = megatrain(f"{asked} data.on_bad_row=skip --json").json
+    assert {"rows": 6, "bad_rows": 1, **counted}.items() <= found["train"].items()
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "words"),
+    [
+        ("sft", PAIR, "field 'chosen': two answers, of which one is better, are for method: dpo, "),
+        ("sft", JUDGED, "field 'label': answers that are marked as wanted or unwanted are for me"),
+        ("dpo", named(1), "field 'chosen' is missing: a row needs two answers"),
+        ("dpo", JUDGED, "are for method: kto"),
+        ("kto", PAIR, "field 'chosen': two answers, of which one is better, are for method: dpo, "),
+        ("kto", named(1), "field 'label' is missing: each answer needs a label"),
+    ],
+)
+def test_a_method_refuses_rows_of_another(megatrain, project, method, row, words):
+    write_jsonl(project / "rows.jsonl", [row] * 8)
+    error = megatrain(f"data cfg.yaml method={method}", code=3).err
+    assert words in error
+    assert error.count("\n") == 1

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 import megatrain as mt
-from megatrain.data import build, dataset, tokenize
+from megatrain.data import build, row_writer, tokenize, writing
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, setup
 from megatrain.storage import restore, weights
@@ -132,7 +132,7 @@ def test_a_signal_that_was_ignored_stays_ignored(megatrain, project, interrupt):
 # What is under way when a signal comes before the first step, and what must not be begun after it.
 EARLY = {
     "the machine is looked at": (setup, "prepare", build, "encode_source"),
-    "rows are read": (tokenize.Encoder, "encode", dataset.RowWriter, "finish"),
+    "rows are read": (tokenize.Encoder, "encode", row_writer.RowWriter, "finish"),
     "the run is described": (describe, "write_text", Engine, "load_weights"),
     "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
 }
@@ -144,7 +144,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     megatrain, project, interrupt, monkeypatch, when, number, code
 ):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
-    monkeypatch.setattr(build, "BATCH_ROWS", 8)
+    monkeypatch.setattr(writing, "BATCH_ROWS", 8)
     megatrain("plan cfg.yaml")  # for what that keeps: `train` need not compare a small model
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     (owner, name, later, work), after = EARLY[when], Mock(side_effect=AssertionError("goes on"))

@@ -5,6 +5,7 @@ from megatrain.reporting.metrics import StepMetrics, StepTime
 STEP = StepMetrics(
     step=1,
     loss=2.5,
+    metrics={},
     aux_loss=None,
     expert_load_max=None,
     grad_norm=0.75,

@@ -1,0 +1,275 @@
+"""The rows of a step in micro-batches: padded, one sequence each, or packed into sequences of one
+length (`pack_to`).
+
+A sequence that a row holds is an example, with a number: row * sides + side. The two examples of a
+pair are always in one micro-batch. Mismatches of judged rows, which are not trained on, are in
+micro-batches of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatrain.data.dataset import IndexArray, Rows
+from megatrain.data.packing import best_fit
+from megatrain.data.regimes import Regimes, alike
+from megatrain.data.samples import JUDGED, PAIRS, PLAIN
+from megatrain.errors import DataError
+from megatrain.losses import IGNORE
+
+MicroBatch = dict[str, torch.Tensor]
+ReferenceArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sequences that may share a micro-batch, the longest first.
+
+    Attributes:
+        lengths: tokens of each with its padding, if it is the first of its micro-batch.
+        examples: in each, by number.
+        twos: of the sequences, the first so many come in twos that are never apart.
+    """
+
+    lengths: list[int]
+    examples: list[list[int]]
+    twos: int = 0
+
+    def cuts(self, micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
+        return cuts(self.lengths, micro_batch_tokens, self.twos)
+
+
+def runs_of(
+    side_lengths: IndexArray, kind: str, pack_to: int | None = None, regimes: Regimes = ()
+) -> list[Run]:
+    """Rows as they enter micro-batches, of whatever size.
+
+    side_lengths: int64 [rows, sides].
+
+    Pairs are alike by their longer side: the other is beside it.
+    """
+    if kind == PAIRS:
+        return list(_runs_of_pairs(side_lengths, pack_to, regimes))
+    sides = side_lengths.shape[1]
+    return [
+        run
+        for side in range(sides)
+        for run in _runs_of_one(side_lengths[:, side], sides, side, pack_to, regimes)
+    ]
+
+
+def _runs_of_one(
+    lengths: IndexArray, sides: int, side: int, pack_to: int | None, regimes: Regimes
+) -> Iterator[Run]:
+    """Runs of one side of all rows."""
+    order = np.argsort(-lengths, kind="stable")
+    for run in alike(lengths[order].tolist(), regimes):
+        members = order[run]
+        numbers, tokens = members * sides + side, lengths[members].tolist()
+        if pack_to is None:
+            yield Run(tokens, numbers[:, None].tolist())
+        else:
+            packed = [numbers[places].tolist() for places in best_fit(tokens, pack_to)]
+            yield Run([pack_to] * len(packed), packed)
+
+
+def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -> Iterator[Run]:
+    longer = lengths.max(1)
+    order = np.argsort(-longer, kind="stable")
+    for run in alike(longer[order].tolist(), regimes):
+        members = order[run]
+        apart = members if pack_to is None else members[lengths[members].sum(1) > pack_to]
+        sequences = [[2 * pair + side] for pair in apart.tolist() for side in (0, 1)]
+        if pack_to is None:
+            widths = np.repeat(longer[members], 2).tolist()
+            yield Run(widths, sequences, twos=len(sequences))
+            continue
+        twos = len(sequences)
+        both = lengths.sum(1)
+        together = members[both[members] <= pack_to]
+        together = together[np.argsort(-both[together], kind="stable")]
+        for places in best_fit(both[together].tolist(), pack_to):
+            pairs = together[places].tolist()
+            sequences.append([2 * pair + side for pair in pairs for side in (0, 1)])
+        yield Run([pack_to] * len(sequences), sequences, twos)
+
+
+def least_micro_batch(rows: Rows, pack_to: int | None = None) -> int:
+    """Tokens, padding included, of the smallest micro-batch that any row fits."""
+    if rows.kind != PAIRS:
+        return int(rows.side_lengths.max())
+    if pack_to is None:
+        return 2 * int(rows.side_lengths.max())
+    return pack_to if int(rows.lengths.max()) <= pack_to else 2 * pack_to
+
+
+def check_longest(rows: Rows, micro_batch_tokens: int, pack_to: int | None = None) -> None:
+    """Raises DataError if the longest row does not fit a micro-batch."""
+    longest = least_micro_batch(rows, pack_to)
+    if longest > micro_batch_tokens:
+        what = f"a row of {longest} tokens does"
+        if rows.kind == PAIRS:
+            what = f"the two sequences of a pair, {longest} tokens with their padding, do"
+        raise DataError(
+            f"{what} not fit a micro-batch of {micro_batch_tokens}; "
+            f"set train.micro_batch_tokens to {longest} or more, or a smaller train.seq_len"
+        )
+
+
+def micro_batches(
+    rows: Rows,
+    chosen: IndexArray,
+    micro_batch_tokens: int,
+    pad_id: int,
+    pack_to: int | None = None,
+    regimes: Regimes = (),
+    references: ReferenceArray | None = None,
+    prompts_too: bool = False,
+) -> Iterator[MicroBatch]:
+    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`.
+
+    references, prompts_too: as in `Loader`.
+    """
+    shortest_limit = min((regime.limit for regime in regimes), default=None)
+    numbers = (chosen[:, None] * rows.sides + np.arange(rows.sides)).reshape(-1).tolist()
+    for run in runs_of(rows.side_lengths[chosen], rows.kind, pack_to, regimes):
+        for start, stop in run.cuts(micro_batch_tokens):
+            members = run.examples[start:stop]
+            sequences = [[numbers[example] for example in examples] for examples in members]
+            batch = collate(rows, sequences, pad_id, pack_to, shortest_limit)
+            if rows.kind != PLAIN:
+                batch |= about_examples(rows, sequences, batch, references, prompts_too)
+            yield batch
+
+
+def cuts(
+    lengths: Sequence[int], micro_batch_tokens: int, twos: int = 0
+) -> Iterator[tuple[int, int]]:
+    """[start, stop) of the micro-batches into which sequences, longest first, are cut.
+
+    twos: the first so many come in twos that are never apart.
+    """
+    start = 0
+    while start < len(lengths):
+        stop = min(start + max(1, micro_batch_tokens // lengths[start]), len(lengths))
+        if stop < twos and stop % 2:
+            stop += 1 if stop == start + 1 else -1
+        yield start, stop
+        start = stop
+
+
+def counted(
+    steps: Iterable[Sequence[Run]], full: Iterable[bool], micro_batch_tokens: int
+) -> tuple[int, int, float, int, float]:
+    """Padded tokens and micro-batches of steps.
+
+    Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
+    and its number of micro-batches, at most and on average.
+    """
+    found = []
+    for step in steps:
+        parts = [
+            (stop - start) * run.lengths[start]
+            for run in step
+            for start, stop in run.cuts(micro_batch_tokens)
+        ]
+        found.append((sum(parts), len(parts)))
+    whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
+    tokens, parts_most = map(max, zip(*found, strict=True))
+    mean_tokens, mean_parts = map(fmean, zip(*whole, strict=True))
+    return micro_batch_tokens, tokens, mean_tokens, parts_most, mean_parts
+
+
+def collate(
+    rows: Rows,
+    sequences: Sequence[Sequence[int]],
+    pad_id: int,
+    pack_to: int | None = None,
+    limit: int | None = None,
+) -> MicroBatch:
+    """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
+
+    sequences: the numbers of the examples in each.
+
+    Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
+    are position_ids, which begin anew with every row, with the padding behind the last one, and in
+    it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
+    sequence is one row, whose tokens models count themselves, and there is an attention_mask where
+    there is padding.
+    """
+    lengths = rows.side_lengths.reshape(-1)
+    filled = np.array([sum(int(lengths[number]) for number in members) for members in sequences])
+    width = pack_to or int(filled.max())
+    shape = (len(sequences), width)
+    input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
+    positions = np.zeros(shape, np.int64)
+    for sequence, members in enumerate(sequences):
+        start = 0
+        for number in members:
+            ids, mask = rows.side(*divmod(number, rows.sides))
+            stop = start + len(ids)
+            input_ids[sequence, start:stop] = ids
+            labels[sequence, start:stop] = np.where(mask, ids, IGNORE)
+            labels[sequence, start] = IGNORE  # the row before would predict it
+            positions[sequence, start:stop] = np.arange(len(ids))
+            start = stop
+        positions[sequence, start:] = np.arange(width - start) % (limit or width)
+    arrays = {"input_ids": input_ids, "labels": labels}
+    if pack_to is not None:
+        arrays["position_ids"] = positions
+    elif int(filled.min()) < width:
+        arrays["attention_mask"] = (np.arange(width) < filled[:, None]).astype(np.int64)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def about_examples(
+    rows: Rows,
+    sequences: Sequence[Sequence[int]],
+    batch: MicroBatch,
+    references: ReferenceArray | None,
+    prompts_too: bool,
+) -> MicroBatch:
+    """What a loss over examples needs beside the tokens of a micro-batch. Examples have numbers
+    from 0 in it, in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one.
+
+    Returns:
+        row_of: of each token, the example's number; of padding, the last one's before it;
+            int64 [sequences, tokens].
+        row_value: `Rows.values` of each, float32 [examples].
+        row_reference: of `references`, if given, float64 [examples].
+        row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
+        labels, token_answer: where `prompts_too`, labels of chosen answers have the prompt as well,
+            and bool [sequences, tokens] tells the tokens of answers.
+    """
+    assert rows.values is not None
+    numbers = [number for members in sequences for number in members]
+    row, side = np.divmod(np.array(numbers), rows.sides)
+    arrays: dict[str, npt.NDArray[Any]] = {"row_value": rows.values[row]}
+    if references is not None:
+        arrays["row_reference"] = references[row, side]
+    if rows.kind == JUDGED:
+        arrays["row_mismatched"] = side == 1
+    ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    row_of, lengths = np.zeros(ids.shape, np.int64), rows.side_lengths.reshape(-1)
+    if prompts_too:
+        assert rows.kind == PAIRS, "only pairs have a chosen answer"
+        arrays["token_answer"] = labels != IGNORE
+        arrays["labels"] = labels = labels.copy()
+    example = 0
+    for sequence, members in enumerate(sequences):
+        start = 0
+        for number in members:
+            stop = start + int(lengths[number])
+            row_of[sequence, start:] = example
+            if prompts_too and number % rows.sides == 0:
+                labels[sequence, start + 1 : stop] = ids[sequence, start + 1 : stop]
+            start, example = stop, example + 1
+    arrays["row_of"] = row_of
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

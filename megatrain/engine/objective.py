@@ -1,0 +1,121 @@
+"""What a step minimises: a loss, with what it is divided by, so that micro-batches add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.results import EvalResult
+from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
+from megatrain.losses.tally import TARGETS
+from megatrain.losses.targets import together
+from megatrain.losses.tokens import weighted
+
+AnyLoss = Loss | SequenceLoss
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a step or an evaluation.
+
+    Attributes:
+        counts: of each unit of the loss, over all micro-batches.
+        target_tokens: that are trained on.
+    """
+
+    loss: AnyLoss
+    counts: Mapping[str, float]
+    target_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to learn from."""
+        return not any(self.counts.values())
+
+    @property
+    def of_sequences(self) -> SequenceLoss | None:
+        """The loss, if it needs the log-probabilities of whole answers first."""
+        return self.loss if isinstance(self.loss, SequenceLoss) else None
+
+    @property
+    def whole_step(self) -> bool:
+        """The loss needs all micro-batches of a step at once: a step is one group then."""
+        return isinstance(self.loss, SequenceLoss) and self.loss.whole_step
+
+    @property
+    def of_tokens(self) -> tuple[Loss, float]:
+        """The loss of the pass that has gradients, and what it is multiplied by."""
+        if isinstance(self.loss, SequenceLoss):
+            return weighted, 1.0
+        return self.loss, 1.0 / self.counts[TARGETS]
+
+    def parts(self, micro_batches: Sequence[T]) -> list[Sequence[T]]:
+        """What the loss is computed from at a time: one micro-batch, or all."""
+        return [micro_batches] if self.whole_step else [[one] for one in micro_batches]
+
+    def tally(self, total: Tensor, metrics: Mapping[str, Tensor]) -> Tally[Tensor]:
+        """The sums of a token-wise loss as a Tally."""
+        found = {name: (TARGETS, value) for name, value in metrics.items()}
+        return Tally({TARGETS: total}, found).detached()
+
+    def judge(self, logprobs: Sequence[Tensor], targets: Sequence[Targets]) -> Tally[Tensor]:
+        """The sums of a loss over sequences, from the log-probabilities of each micro-batch."""
+        assert self.of_sequences is not None
+        return self.of_sequences(torch.cat(list(logprobs)), together(targets))
+
+    def weigh(
+        self, logprobs: Sequence[Tensor], targets: Sequence[Targets]
+    ) -> tuple[Tally[Tensor], list[Tensor]]:
+        """`judge`, and the derivative of the step's loss at each log-probability."""
+        leaves = [values.requires_grad_() for values in logprobs]
+        with torch.enable_grad():
+            found = self.judge(leaves, targets)
+            shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
+            weights = torch.autograd.grad(torch.stack(shares).sum(), leaves)
+        return found.detached(), list(weights)
+
+    def mean_loss(self, found: Tally[Tensor] | Tally[float]) -> float:
+        """The loss over all micro-batches. Waits for the device."""
+        return found.mean_loss(self.counts)
+
+    def metrics(self, found: Tally[Tensor] | Tally[float]) -> dict[str, float]:
+        """Its further metrics, as means."""
+        means = found.means(self.counts)
+        return self.of_sequences.finish(means) if self.of_sequences else means
+
+    def result(self, found: Tally[Tensor]) -> EvalResult:
+        """What an evaluation has found. Waits for the device."""
+        sums = found.numbers()
+        mean, metrics = self.mean_loss(sums), self.metrics(sums)
+        return EvalResult(mean, self.target_tokens, metrics, sums, self.counts)
+
+
+def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
+    """One result of several sweeps: as if it had been one, but for a loss of whole steps."""
+    sums, counts = Tally[float](), Counter[str]()
+    for result in results:
+        sums.add(result.sums)
+        counts.update(result.counts)
+    whole = Objective(loss, dict(counts), sum(result.target_tokens for result in results))
+    mean, metrics = whole.mean_loss(sums), whole.metrics(sums)
+    return EvalResult(mean, whole.target_tokens, metrics, sums, whole.counts)
+
+
+def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective:
+    """The objective of a loss over these micro-batches."""
+    if not isinstance(loss, SequenceLoss):
+        denominator = float(sum(loss.denominator(batch) for batch in batches))
+        return Objective(loss, {TARGETS: denominator}, round(denominator))
+    counts: Counter[str] = Counter()
+    tokens = 0
+    for batch in batches:
+        counts.update(loss.counts(batch))
+        if loss.trains(batch):
+            tokens += int((batch["labels"][:, 1:] != IGNORE).sum())
+    return Objective(loss, dict(counts), tokens)

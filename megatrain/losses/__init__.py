@@ -1,0 +1,31 @@
+"""Losses over target positions, computed from log-probabilities: logits never exist whole."""
+
+from collections.abc import Callable
+from functools import partial
+
+from megatrain.losses.judged import Kto as Kto
+from megatrain.losses.pairs import Cpo as Cpo
+from megatrain.losses.pairs import Dpo as Dpo
+from megatrain.losses.pairs import Orpo as Orpo
+from megatrain.losses.sequences import SequenceLoss as SequenceLoss
+from megatrain.losses.tally import Tally as Tally
+from megatrain.losses.targets import FOR_LOSS as FOR_LOSS
+from megatrain.losses.targets import IGNORE as IGNORE
+from megatrain.losses.targets import Examples as Examples
+from megatrain.losses.targets import Targets as Targets
+from megatrain.losses.targets import find_examples as find_examples
+from megatrain.losses.targets import find_targets as find_targets
+from megatrain.losses.tokens import Loss as Loss
+from megatrain.losses.tokens import NextToken as NextToken
+from megatrain.losses.tokens import next_token as next_token
+
+# The loss of each method (megatrain/methods.py), made from the keys of its section in the config.
+LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
+    "sft": NextToken,
+    "pretrain": NextToken,
+    "dpo": Dpo,
+    "orpo": Orpo,
+    "simpo": partial(Cpo, cpo_alpha=0.0, loss_type="simpo"),
+    "cpo": Cpo,
+    "kto": Kto,
+}

@@ -1,0 +1,291 @@
+"""Losses of pairs of answers, of which one is preferred: names, keys and defaults are TRL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from megatrain.errors import ConfigError
+from megatrain.losses.sequences import (
+    REFERENCE,
+    SequenceLoss,
+    Sides,
+    of_chosen,
+    pair_counts,
+    pair_metrics,
+    sides_of,
+)
+from megatrain.losses.tally import Tally
+from megatrain.losses.targets import Examples
+
+# -- DPO -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dpo(SequenceLoss):
+    """Direct preference optimisation (Rafailov et al., 2023), and its kin, against a reference.
+
+    Args:
+        beta: how strongly answers are held to the reference model.
+        loss_type: a name of LOSS_TYPES, or several, which are added.
+        loss_weights: one for each of several; 1 by default.
+        label_smoothing: probability that a preference is wrong, for robust, exo_pair and aot.
+        discopop_tau: temperature of discopop's mixture.
+    """
+
+    beta: float = 0.1
+    loss_type: str | Sequence[str] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+
+    reference: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = (REFERENCE,)
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.loss_types if name not in LOSS_TYPES]:
+            known = ", ".join(LOSS_TYPES)
+            raise ConfigError(f"loss_type: {unknown[0]!r} is unknown; use one of {known}")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_types):
+            raise ConfigError(
+                f"loss_weights: {len(self.loss_weights)} weights for {len(self.loss_types)} loss "
+                "types; give one for each"
+            )
+        check_smoothing(self.label_smoothing)
+        if "exo_pair" in self.loss_types and not self.label_smoothing:
+            raise ConfigError(
+                "label_smoothing: loss_type exo_pair takes its logarithm; set it above 0, to 1e-3, "
+                "say"
+            )
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        named = isinstance(self.loss_type, str)
+        return (self.loss_type,) if named else tuple(self.loss_type)  # type: ignore[return-value]
+
+    @property
+    def whole_step(self) -> bool:
+        return any(name in OF_A_STEP for name in self.loss_types)
+
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        return pair_counts(batch)
+
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
+        sides = sides_of(logprobs, examples)
+        found = Tally(metrics=pair_metrics(sides, sides.over_reference, self.beta))
+        weights = self.loss_weights or [1.0] * len(self.loss_types)
+        for name, weight in zip(self.loss_types, weights, strict=True):
+            if name == SFT:
+                unit, value = "chosen_targets", -of_chosen(logprobs, examples)
+            else:
+                unit, value = "pairs", LOSS_TYPES[name](self, sides).sum()
+            found.loss[unit] = found.loss.get(unit, torch.zeros_like(value)) + weight * value
+        return found
+
+
+def _sigmoid(of: Dpo, sides: Sides) -> Tensor:
+    return -logsigmoid(of.beta * _delta(sides.over_reference))
+
+
+def _hinge(of: Dpo, sides: Sides) -> Tensor:
+    return relu(1 - of.beta * _delta(sides.over_reference))
+
+
+def _ipo(of: Dpo, sides: Sides) -> Tensor:
+    """Azar et al., 2023, over means of tokens, as its authors confirmed to TRL."""
+    return (_delta(sides.over_reference.means) - 1 / (2 * of.beta)) ** 2
+
+
+def _robust(of: Dpo, sides: Sides) -> Tensor:
+    """Chowdhury et al., 2024: unbiased where preferences are flipped at a known rate."""
+    logits, flipped = of.beta * _delta(sides.over_reference), of.label_smoothing
+    return (flipped * logsigmoid(-logits) - (1 - flipped) * logsigmoid(logits)) / (1 - 2 * flipped)
+
+
+def _exo_pair(of: Dpo, sides: Sides) -> Tensor:
+    """Ji et al., 2024: the reverse KL divergence to smoothed preferences."""
+    logits = of.beta * _delta(sides.over_reference)
+    smooth = torch.tensor(of.label_smoothing, device=logits.device)
+    win = torch.sigmoid(logits) * (logsigmoid(logits) - torch.log1p(-smooth))
+    return win + torch.sigmoid(-logits) * (logsigmoid(-logits) - torch.log(smooth))
+
+
+def _nca_pair(of: Dpo, sides: Sides) -> Tensor:
+    """Chen et al., 2024: each answer against noise."""
+    chosen, rejected = _scaled(of, sides)
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def _bco_pair(of: Dpo, sides: Sides) -> Tensor:
+    """Jung et al., 2024: two binary classifications."""
+    chosen, rejected = _scaled(of, sides)
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def _sppo_hard(of: Dpo, sides: Sides) -> Tensor:
+    """Wu et al., 2024, with the winner's probability at 1."""
+    ratios, wanted = sides.over_reference, 0.5 / of.beta
+    return (ratios.chosen - wanted) ** 2 + (ratios.rejected + wanted) ** 2
+
+
+def _apo_zero(of: Dpo, sides: Sides) -> Tensor:
+    """D'Oosterlinck et al., 2024: where chosen answers are better than the model's own."""
+    chosen, rejected = _scaled(of, sides)
+    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+
+
+def _apo_down(of: Dpo, sides: Sides) -> Tensor:
+    """The same where the model's own answers are better."""
+    chosen, rejected = _scaled(of, sides)
+    return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
+
+
+def _discopop(of: Dpo, sides: Sides) -> Tensor:
+    """Lu et al., 2024: a mixture of a logistic and an exponential loss, found by search."""
+    logits = of.beta * _delta(sides.over_reference)
+    exponential = torch.sigmoid(logits / of.discopop_tau)
+    return -logsigmoid(logits) * (1 - exponential) + torch.exp(-logits) * exponential
+
+
+def _sigmoid_norm(of: Dpo, sides: Sides) -> Tensor:
+    """Sigmoid over means of tokens."""
+    return -logsigmoid(of.beta * _delta(sides.over_reference.means))
+
+
+def _aot(of: Dpo, sides: Sides) -> Tensor:
+    """Melnyk et al., 2024: by order over the whole step, of ratios of chosen to rejected."""
+    return _smoothed(of, _delta(sides).sort()[0] - _delta(sides.reference).sort()[0])
+
+
+def _aot_unpaired(of: Dpo, sides: Sides) -> Tensor:
+    """The same of each side's ratios to the reference."""
+    ratios = sides.over_reference
+    return _smoothed(of, ratios.chosen.sort()[0] - ratios.rejected.sort()[0])
+
+
+def _delta(sides: Sides) -> Tensor:
+    return sides.chosen - sides.rejected
+
+
+def _scaled(of: Dpo, sides: Sides) -> tuple[Tensor, Tensor]:
+    ratios = sides.over_reference
+    return of.beta * ratios.chosen, of.beta * ratios.rejected
+
+
+def _smoothed(of: Dpo | Cpo, delta: Tensor) -> Tensor:
+    """A sigmoid loss whose preferences are wrong with probability `label_smoothing`."""
+    right, wrong = logsigmoid(of.beta * delta), logsigmoid(-of.beta * delta)
+    return -right * (1 - of.label_smoothing) - wrong * of.label_smoothing
+
+
+SFT = "sft"  # of chosen answers' tokens, not of pairs
+LOSS_TYPES: dict[str, Callable[[Dpo, Sides], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    SFT: lambda of, sides: torch.zeros_like(sides.chosen),
+    "sigmoid_norm": _sigmoid_norm,
+}
+OF_A_STEP = ("aot", "aot_unpaired")
+
+
+def check_smoothing(value: float) -> None:
+    """Raises ConfigError unless a label smoothing is below a half."""
+    if not 0 <= value < 0.5:
+        raise ConfigError(f"label_smoothing: must be from 0 to below 0.5, not {value}")
+
+
+# -- without a reference ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cpo(SequenceLoss):
+    """Contrastive preference optimisation (Xu et al., 2024), and SimPO (Meng et al., 2024), which
+    is loss_type simpo with cpo_alpha 0.
+
+    Args:
+        cpo_alpha: weight of the chosen answers' mean negative log-likelihood.
+        simpo_gamma: simpo: the margin that is wanted between rewards.
+    """
+
+    beta: float = 0.1
+    cpo_alpha: float = 1.0
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in CPO_TYPES:
+            known = ", ".join(CPO_TYPES)
+            raise ConfigError(f"loss_type: {self.loss_type!r} is unknown; use one of {known}")
+        check_smoothing(self.label_smoothing)
+
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        return pair_counts(batch)
+
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
+        sides = sides_of(logprobs, examples)
+        if self.loss_type in ("ipo", "simpo"):
+            sides = sides.means
+        metrics = pair_metrics(sides, sides, self.beta)
+        found = Tally({"pairs": CPO_TYPES[self.loss_type](self, _delta(sides)).sum()}, metrics)
+        if self.cpo_alpha:
+            negative = -of_chosen(logprobs, examples)
+            found.loss["chosen_targets"] = self.cpo_alpha * negative
+            metrics["nll_loss"] = "chosen_targets", negative
+        else:
+            metrics["nll_loss"] = "pairs", torch.zeros_like(logprobs[:1].sum())
+        return found
+
+
+CPO_TYPES: dict[str, Callable[[Cpo, Tensor], Tensor]] = {
+    "sigmoid": _smoothed,
+    "hinge": lambda of, delta: relu(1 - of.beta * delta),
+    "ipo": lambda of, delta: (delta - 1 / (2 * of.beta)) ** 2,
+    "simpo": lambda of, delta: _smoothed(of, delta - of.simpo_gamma / of.beta),
+}
+
+
+@dataclass(frozen=True)
+class Orpo(SequenceLoss):
+    """Odds ratio preference optimisation (Hong et al., 2024): the chosen examples' negative
+    log-likelihood, prompts included, and `beta` times the log-sigmoid of the log odds ratio."""
+
+    beta: float = 0.1
+
+    prompts: ClassVar[bool] = True
+
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        return pair_counts(batch)
+
+    def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
+        sides = sides_of(logprobs, examples).means
+        log_odds = _delta(sides) - (log1mexp(sides.chosen) - log1mexp(sides.rejected))
+        ratio, negative = logsigmoid(log_odds), -of_chosen(logprobs, examples)
+        metrics = pair_metrics(sides, sides, self.beta)
+        metrics["nll_loss"] = "chosen_targets", negative
+        metrics["log_odds_ratio"] = "pairs", ratio.sum()
+        metrics["log_odds_chosen"] = "pairs", log_odds.sum()
+        return Tally({"chosen_targets": negative, "pairs": -self.beta * ratio.sum()}, metrics)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, accurate at both ends (Maechler, 2012)."""
+    near = x > -0.6931472  # log 2
+    safe = torch.where(near, x, -0.1), torch.where(near, -1.0, x)
+    return torch.where(near, torch.log(-torch.expm1(safe[0])), torch.log1p(-torch.exp(safe[1])))

@@ -1,0 +1,146 @@
+"""What labels say: which positions predict what, and of which example they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a label that is no target, as in transformers
+# Tensors of a micro-batch with these beginnings are for its loss: the model never sees them.
+FOR_LOSS = ("row_", "token_")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a micro-batch: each an answer to be judged whole, after its prompt.
+
+    Attributes:
+        of_target: int64 [n]: the example of each target.
+        places: int64 [examples, longest]: where the targets of each answer are among all; n where
+            an answer has no more. Sums over them are the same in every run.
+        sizes: int64 [examples]: tokens of each answer.
+        given: by name, what the micro-batch says of its examples: tensors [examples].
+    """
+
+    of_target: Tensor
+    places: Tensor
+    sizes: Tensor
+    given: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def sums(self, of_targets: Tensor) -> Tensor:
+        """Sum over each answer of one value per target, [n] -> [examples]."""
+        zero = of_targets.new_zeros(1)
+        return torch.cat([of_targets, zero])[self.places].sum(dim=1)
+
+    def to(self, device: torch.device) -> Examples:
+        return Examples(
+            self.of_target.to(device, non_blocking=True),
+            self.places.to(device, non_blocking=True),
+            self.sizes.to(device, non_blocking=True),
+            {name: value.to(device, non_blocking=True) for name, value in self.given.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Positions of a micro-batch that have a target, in order.
+
+    Attributes:
+        index: int64 [n]: of the positions that predict, in the flattened [batch x tokens] hidden
+            states.
+        labels: int64 [n]: the tokens that they should predict.
+        weights: fp32 [n]: the gradient of a loss over sequences at each log-probability, once it
+            is known.
+        examples: for a loss over sequences; None otherwise, and in a chunk.
+    """
+
+    index: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
+    examples: Examples | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return self.labels.numel()
+
+    def chunks(self, size: int) -> list[Targets]:
+        """Consecutive targets, `size` at a time."""
+        index, labels = torch.split(self.index, size), torch.split(self.labels, size)
+        given = [None] * len(index) if self.weights is None else torch.split(self.weights, size)
+        parts = zip(index, labels, given, strict=True)
+        return [Targets(*part) for part in parts if len(part[1])]
+
+    def to(self, device: torch.device) -> Targets:
+        index = self.index.to(device, non_blocking=True)
+        labels = self.labels.to(device, non_blocking=True)
+        return Targets(index, labels, examples=self.examples and self.examples.to(device))
+
+
+def find_targets(labels: Tensor) -> Targets:
+    """The targets of labels [batch, tokens]: position t predicts token t + 1 of its sequence."""
+    flat = following(labels, IGNORE)
+    index = (flat != IGNORE).nonzero().squeeze(1)
+    # not flat[index], which wakes all of torch's threads for a few numbers
+    return Targets(index, flat.index_select(0, index))
+
+
+def following(of_tokens: Tensor, last: int) -> Tensor:
+    """For each position of [batch, tokens], flattened, what the next token has; `last` at ends."""
+    shifted = torch.full_like(of_tokens, last)
+    shifted[:, :-1] = of_tokens[:, 1:]
+    return shifted.reshape(-1)
+
+
+def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
+    """The examples of a micro-batch on the CPU, whose targets these are.
+
+    batch: `row_of` int64 [batch, tokens] is the example of each token, by default the number of its
+        sequence; `token_answer` bool [batch, tokens] the tokens of answers, by default all that
+        are targets; further `row_...` are tensors [examples].
+    """
+    labels = batch["labels"]
+    rows = torch.arange(len(labels))[:, None].expand_as(labels)
+    of_target = following(batch.get("row_of", rows), -1).index_select(0, targets.index)
+    given = {n: v for n, v in batch.items() if n.startswith("row_") and n != "row_of"}
+    counts = [len(value) for value in given.values()]
+    count = counts[0] if counts else int(batch.get("row_of", rows).max()) + 1
+    answers = torch.arange(len(targets))
+    if "token_answer" in batch:
+        of_answers = following(batch["token_answer"], 0).index_select(0, targets.index)
+        answers = of_answers.nonzero().squeeze(1)
+    of_answer = of_target.index_select(0, answers)
+    sizes = torch.bincount(of_answer, minlength=count)
+    places = torch.full((count, int(sizes.max()) if count else 0), len(targets))
+    order = torch.argsort(of_answer, stable=True)
+    within = torch.arange(len(answers)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    places[of_answer[order], within] = answers[order]
+    return Examples(of_target, places, sizes, given)
+
+
+def together(parts: Sequence[Targets]) -> Examples:
+    """The examples of several micro-batches as of one, whose targets follow each other."""
+    found = [part.examples for part in parts]
+    assert all(found)
+    examples = [one for one in found if one is not None]
+    total, longest = sum(map(len, parts)), max(one.places.shape[1] for one in examples)
+    before = rows_before = 0
+    of_target, places = [], []
+    for part, one in zip(parts, examples, strict=True):
+        padded = one.places.new_full((len(one), longest), total)
+        own = one.places
+        padded[:, : own.shape[1]] = torch.where(own == len(part), total, own + before)
+        places.append(padded)
+        of_target.append(one.of_target + rows_before)
+        before, rows_before = before + len(part), rows_before + len(one)
+    names = examples[0].given
+    return Examples(
+        torch.cat(of_target),
+        torch.cat(places),
+        torch.cat([one.sizes for one in examples]),
+        {name: torch.cat([one.given[name] for one in examples]) for name in names},
+    )

@@ -1,0 +1,41 @@
+"""What a run can be taught by: a method is one row of a table, and one of `losses.LOSSES`.
+
+Config, loader, loop and planner read the table; nothing else knows a method by its name. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["plain", "pairs", "judged"]
+RATE, PREFERENCE_RATE = 1e-5, 1e-6  # the latter TRL's
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of METHODS.
+
+    Attributes:
+        kind: of rows: plain (a conversation or a text), pairs (two answers, of which one is
+            better), or judged (an answer that is wanted or not).
+        learning_rate: where the config has none.
+        whole_documents: texts follow each other in full sequences.
+        words: what it does, for a model card.
+    """
+
+    kind: Kind
+    learning_rate: float = PREFERENCE_RATE
+    whole_documents: bool = False
+    words: str = "Tuned by preferences ({}) from"
+
+
+METHODS: dict[str, Method] = {
+    "sft": Method("plain", RATE, words="Fine-tuned from"),
+    "pretrain": Method("plain", RATE, whole_documents=True, words="Pre-trained from"),
+    "dpo": Method("pairs"),
+    "orpo": Method("pairs"),
+    "simpo": Method("pairs"),
+    "cpo": Method("pairs"),
+    "kto": Method("judged"),
+}

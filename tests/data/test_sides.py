@@ -1,0 +1,267 @@
+"""Rows of two sequences as they are stored: counts, cuts, cache, digests and holding out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.build import DataOptions, Expected, encode_source, load_data
+from megatrain.data.dataset import TokenRows
+from megatrain.data.holdout import hold_out
+from megatrain.data.samples import JUDGED, PAIRS
+from megatrain.data.show import describe, warnings
+from megatrain.data.sources import Part
+from megatrain.errors import DataError
+from tests.commands import chat_rows, tiny_tokenizer
+from tests.data.test_cache_damage import contents, corrupt
+from tests.files import names
+
+OPTIONS = {kind: DataOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
+SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}
+LONG = "y" * 90
+Sides = list[list[tuple[list[int], list[bool]]]]
+
+
+def pair(number: int, answer: int = 0, **more: Any) -> dict[str, Any]:
+    answers = {"chosen": f"it is {number} {answer}", "rejected": f"no {answer}"}
+    return {"prompt": f"what is {number}?", **answers, **more}
+
+
+def judged(number: int, answer: int = 0, label: bool = True) -> dict[str, Any]:
+    texts = {"prompt": f"what is {number}?", "completion": f"it is {number} {answer}"}
+    return {**texts, "label": label}
+
+
+MAKE: dict[str, Callable[..., dict[str, Any]]] = {PAIRS: pair, JUDGED: judged}
+
+
+def sides_of(data: Any) -> Sides:
+    return [
+        [(ids.tolist(), mask.tolist()) for ids, mask in (data.side(row, side) for side in (0, 1))]
+        for row in range(len(data))
+    ]
+
+
+def test_a_pair_is_one_row_of_two_sequences(encode, make_tokenizer):
+    tokenizer = make_tokenizer()
+    rows = [pair(n, margin=n / 2) for n in range(300)] + [pair(300)]  # more than one batch
+    data = encode(rows, OPTIONS[PAIRS], tokenizer)
+    assert (len(data), data.sides, data.kind, data.counts.read) == (301, 2, PAIRS, 301)
+    for row in (0, 255, 256, 300):
+        texts = [tokenizer.decode(data.side(row, side)[0]) for side in (0, 1)]
+        assert texts == [f"what is {row}?{end}<|endoftext|>" for end in (f"it is {row} 0", "no 0")]
+    lengths = [[len(ids) for ids, _ in row] for row in sides_of(data)]
+    assert data.side_lengths.tolist() == lengths
+    assert data.lengths.tolist() == [sum(both) for both in lengths]
+    targets = [sum(sum(mask) for _, mask in row) for row in sides_of(data)]
+    assert data.target_counts.tolist() == targets
+    assert data.values.dtype == np.float32
+    assert data.values[:300].tolist() == [n / 2 for n in range(300)]
+    assert np.isnan(data.values[300])
+
+
+def test_a_judged_row_has_a_mismatch_that_is_not_trained_on(encode, make_tokenizer):
+    tokenizer = make_tokenizer()
+    data = encode([judged(n, label=n != 1) for n in range(3)], OPTIONS[JUDGED], tokenizer)
+    texts = [[tokenizer.decode(ids) for ids, _ in row] for row in sides_of(data)]
+    asked = [text.partition("?")[0] + "?" for text, _ in texts]
+    answers = [text.partition("?")[2] for text, _ in texts]
+    assert [other for _, other in texts] == [
+        asked[0] + answers[1], asked[1] + answers[0], asked[2] + answers[1]
+    ]  # fmt: skip
+    assert data.values.tolist() == [1.0, 0.0, 1.0]
+    assert data.lengths.tolist() == [len(row[0][0]) for row in sides_of(data)]
+    assert data.target_counts.tolist() == [sum(row[0][1]) for row in sides_of(data)]
+    for row in sides_of(data):
+        assert [token for token, flag in zip(*row[1], strict=True) if flag]
+
+
+def test_one_judged_row_has_no_mismatch_and_is_refused(encode):
+    with pytest.raises(
+        DataError, match=r"holds one row; method: kto also takes each prompt with a"
+    ):
+        encode([judged(1)], OPTIONS[JUDGED])
+
+
+def test_a_pair_without_a_target_on_one_side_is_dropped_whole(encode, make_tokenizer):
+    rows = [pair(1), {**pair(2), "prompt": LONG}, {**pair(3), "rejected": LONG}]
+    data = encode(rows, OPTIONS[PAIRS], make_tokenizer(None))
+    whole = encode(rows, replace(OPTIONS[PAIRS], seq_len=None), make_tokenizer(None))
+    assert len(data) == 2
+    counts = data.counts
+    assert (counts.truncated, counts.without_target, counts.cut_answers) == (2, 1, 2)
+    assert counts.truncated_tokens == int((whole.side_lengths - 64).clip(0).sum())
+    assert counts.parts == [2]
+    assert "1 rows dropped, because no token to train on is left in one of their answers" in (
+        describe(data)
+    )
+    with pytest.raises(DataError, match=r"1 of them cut to train\.seq_len 64; no row has an"):
+        encode(rows[1:2], OPTIONS[PAIRS])
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_end_of_a_row_may_be_what_stays(encode, make_tokenizer, kind):
+    rows = [{**MAKE[kind](n), "prompt": "x" * (50 + 10 * n)} for n in range(4)]
+    options, tokenizer = replace(OPTIONS[kind], truncation_mode="keep_end"), make_tokenizer(None)
+    data = encode(rows, options, tokenizer)
+    whole = encode(rows, replace(options, seq_len=None), tokenizer)
+    assert len(data) == 4
+    assert (data.counts.truncated, data.counts.without_target, data.counts.cut_answers) == (3, 0, 0)
+    for mine, full in zip(sides_of(data), sides_of(whole), strict=True):
+        assert mine == [(ids[-64:], mask[-64:]) for ids, mask in full]
+
+
+def test_a_longer_row_may_be_dropped(encode, make_tokenizer):
+    rows = [pair(1), {**pair(2), "chosen": LONG}, pair(3)]
+    options = replace(OPTIONS[PAIRS], truncation_mode="drop")
+    data = encode(rows, options, make_tokenizer(None))
+    assert (len(data), data.counts.too_long, data.counts.truncated) == (2, 1, 0)
+    assert "1 rows dropped, because they are longer than seq_len" in describe(data)
+    with pytest.raises(
+        DataError, match=r"1 of 1 rows are longer than train\.seq_len 64 and no oth"
+    ):
+        encode(rows[1:2], options)
+
+
+def test_a_beginning_that_was_cut_is_warned_of(encode, make_tokenizer):
+    options = replace(OPTIONS[PAIRS], truncation_mode="keep_end")
+    (line,) = encode([{**pair(1), "chosen": LONG}], options, make_tokenizer(None)).counts.warned
+    assert "and the beginning of an answer in 1 rows; a seq_len of" in line
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_bad_rows_are_skipped_and_counted(encode, kind):
+    rows: list[Any] = [MAKE[kind](n) for n in range(4)]
+    rows[1:1] = [{**rows[0], "chosen": "x", "rejected": "x"}, {"prompt": "x"}, None]
+    data = encode(rows, SKIP[kind])
+    assert (len(data), data.counts.bad, data.counts.read) == (4, 3, 7)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: .* \(3 rows are bad of 7; mend them"):
+        encode(rows, OPTIONS[kind])
+
+
+# -- cache and digests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_cache_knows_the_kind_and_is_mended(kind, write_jsonl, make_tokenizer, cache):
+    file, tokenizer = write_jsonl([MAKE[kind](n) for n in range(5)]), make_tokenizer()
+
+    def start() -> TokenRows:
+        return encode_source(file, tokenizer, OPTIONS[kind], cache)
+
+    def everything(rows: TokenRows) -> list[object]:
+        of_sides = (rows.of_rows, rows.mismatches)
+        return [*contents(rows), rows.kind, *(np.asarray(one).tobytes() for one in of_sides)]
+
+    expected, draw = everything(start()), random.Random(0)
+    (folder,) = cache.iterdir()
+    assert {"values.npy", "mismatches.npy"} < names(folder)
+    for _ in range(40):
+        corrupt(folder / draw.choice(sorted(names(folder))), draw)
+        assert everything(start()) == expected
+
+
+def test_digests_of_plain_rows_are_those_of_earlier_releases(cache: Path):
+    """A run that goes on finds the rows that it knows."""
+    options = DataOptions(seq_len=32)
+    train, held = load_data(chat_rows(), 0.1, tiny_tokenizer(), options, seed=0, cache=cache)
+    assert held is not None
+    assert (train.digest, held.digest) == ("6467a120706f8d92", "12c4cdac227233d7")
+
+
+def test_a_digest_knows_all_that_a_row_holds(encode):
+    def digest(rows: list[Any], kind: str) -> str:
+        return str(encode(rows, OPTIONS[kind]).digest)
+
+    pairs = [pair(n) for n in range(4)]
+    changed: list[list[Any]] = [
+        [{**pairs[0], "rejected": "other"}, *pairs[1:]],
+        [{**pairs[0], "chosen": "other"}, *pairs[1:]],
+        [{**pairs[0], "chosen": pairs[0]["rejected"], "rejected": pairs[0]["chosen"]}, *pairs[1:]],
+        [{**pairs[0], "margin": 0.5}, *pairs[1:]],
+        pairs[::-1],
+    ]
+    assert len({digest(rows, PAIRS) for rows in (pairs, *changed)}) == 6
+    assert digest(pairs, PAIRS) == digest([{**row, "margin": None} for row in pairs], PAIRS)
+    rows = [judged(n) for n in range(4)]
+    others = [judged(0, label=False), *rows[1:]], [rows[0], rows[2], rows[1], rows[3]]
+    assert len({digest(given, JUDGED) for given in (rows, *others)}) == 3
+
+
+def test_a_mismatch_is_part_of_the_digest_and_not_of_the_row(encode):
+    """References of another mismatch would be wrong, but the row is the same."""
+    rows = encode([judged(n) for n in range(4)], OPTIONS[JUDGED])
+    other = encode([judged(7), *(judged(n) for n in (3, 2, 1, 0))], OPTIONS[JUDGED])
+    same = other.choose(np.array([4, 3, 2, 1]))
+    assert same.hashes[same.chosen].tolist() == rows.hashes.tolist()
+    assert same.digest != rows.digest
+
+
+# -- holding out and mixing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_answers_to_one_prompt_are_held_out_together(encode, kind):
+    rows = [MAKE[kind](n % 25, n) for n in range(100)]
+    data = encode(rows, OPTIONS[kind])
+    train, held = hold_out(data, 0.2, seed=0)
+    assert (len(train), len(held)) == (80, 20)
+
+    def prompts(part: TokenRows) -> set[str]:
+        found = (row[0] for row in sides_of(part))
+        return {str(ids[: mask.index(True)]) for ids, mask in found}
+
+    assert len(prompts(held)) == 5
+    assert not prompts(train) & prompts(held)
+    again = encode(rows[::-1], OPTIONS[kind])
+    first = {str(row[0]) for row in sides_of(held)}
+    assert {str(row[0]) for row in sides_of(hold_out(again, 0.2, seed=0)[1])} == first
+
+
+def test_prompts_that_were_cut_apart_stay_together(encode, make_tokenizer):
+    asked = [f"{'x' * 58} {n % 5}?" for n in range(20)]
+    rows = [{**pair(n), "prompt": asked[n], "chosen": "y" * (n + 1)} for n in range(20)]
+    options = replace(OPTIONS[PAIRS], truncation_mode="keep_end")
+    data = encode(rows, options, make_tokenizer(None))
+    assert data.counts.truncated > 10
+    train, held = hold_out(data, 8, seed=0)
+    assert {n % 5 for n in train.chosen.tolist()}.isdisjoint(n % 5 for n in held.chosen.tolist())
+
+
+def test_a_held_out_row_that_is_trained_on_is_found(write_jsonl, make_tokenizer, cache):
+    train, held = [judged(n) for n in range(9)], [judged(n) for n in (8, 20, 3)]
+    files = write_jsonl(train), write_jsonl(held, "held.jsonl")
+    rows, _ = load_data(*files, make_tokenizer(), OPTIONS[JUDGED], seed=0, cache=cache)
+    (line,) = warnings(rows)
+    assert line.startswith("2 of 3 held-out rows are trained on as well")
+
+
+def test_pairs_of_several_sources_are_mixed_whole(write_jsonl, make_tokenizer, cache):
+    files = [write_jsonl([pair(n) for n in range(10)], "a.jsonl")]
+    files.append(write_jsonl([pair(n) for n in range(50, 55)], "b.jsonl"))
+    parts = [Part(str(file), weight=1.0) for file in files]
+    rows, _ = load_data(parts, None, make_tokenizer(), OPTIONS[PAIRS], seed=0, cache=cache)
+    assert len(rows) == 20
+    prompts = [str(row[0][0][: row[0][1].index(True)]) for row in sides_of(rows)]
+    assert len(set(prompts)) == 15
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_run_that_goes_on_finds_its_rows_in_the_cache(kind, write_jsonl, make_tokenizer, cache):
+    def load(**more: Any) -> Any:
+        given = (file, 2, make_tokenizer(), OPTIONS[kind])
+        return load_data(*given, seed=0, cache=cache, **more)
+
+    file = write_jsonl([MAKE[kind](n) for n in range(12)])
+    train, held = load()
+    write_jsonl([MAKE[kind](n) for n in range(5, 20)])
+    again, held_again = load(expected=Expected(train.digest, held.digest))
+    assert (again.digest, held_again.digest) == (train.digest, held.digest)
+    assert sides_of(again) == sides_of(train)
+    assert again.side_lengths.tolist() == train.side_lengths.tolist()

@@ -1,0 +1,101 @@
+"""Losses over whole answers are those of TRL's own trainers, however a step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatrain.engine.results import StepResult
+from megatrain.engine.verify import gradients_of
+from megatrain.losses import Cpo, Dpo, Kto, Orpo, SequenceLoss
+from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES
+from tests.support import engine_of
+from tests.trl_oracle import Verdict, judge_by_trl, trainers
+
+pytest.importorskip("trl")
+
+# (method, keys of TRL's configuration, our loss)
+Case = tuple[str, dict[str, Any], SequenceLoss]
+SMOOTHED: dict[str, Any] = {"label_smoothing": 0.1}
+CASES: dict[str, Case] = {
+    **{
+        f"dpo-{name}": ("dpo", SMOOTHED | {"loss_type": [name]}, Dpo(loss_type=name, **SMOOTHED))
+        for name in LOSS_TYPES
+    },
+    "dpo-several": (
+        "dpo",
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "beta": 0.3},
+        Dpo(0.3, ("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0)),
+    ),
+    **{
+        f"cpo-{name}": ("cpo", SMOOTHED | {"loss_type": name}, Cpo(loss_type=name, **SMOOTHED))
+        for name in CPO_TYPES
+    },
+    "simpo": (
+        "simpo",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0},
+        Cpo(2.0, 0.0, "simpo", simpo_gamma=1.0),
+    ),
+    "orpo": ("orpo", {"beta": 0.2}, Orpo(0.2)),
+    "kto": ("kto", {"desirable_weight": 1.3, "beta": 0.2}, Kto(0.2, 1.3)),
+}
+OF_LOGITS = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+
+
+@pytest.fixture(scope="module")
+def verdict(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict]:
+    folder: Path = tmp_path_factory.mktemp("trl")
+
+    def judged(name: str, family: str = "llama", **more: Any) -> Verdict:
+        method, keys, _ = CASES[name]
+        return judge_by_trl(trainers()[method], family, folder, **keys, **more)
+
+    return judged
+
+
+def compare(theirs: Verdict, result: StepResult, ours: dict[str, Tensor]) -> None:
+    """Gradients and metrics, those of TRL that need whole logits left out."""
+    assert set(ours) == set(theirs.gradients)
+    for tensor, gradient in ours.items():
+        expected = theirs.gradients[tensor]
+        assert float((gradient - expected).norm() / expected.norm()) < 1e-5, tensor
+    assert result.metrics.keys() == theirs.metrics.keys() - OF_LOGITS
+    for metric, value in result.metrics.items():
+        assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
+    theirs, loss = verdict(name), CASES[name][2]
+    with engine_of("llama") as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
+        ours = gradients_of(engine)
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    compare(theirs, result, ours)
+
+
+@pytest.mark.parametrize("name", ["dpo-ipo", "orpo", "kto"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma2"])
+def test_they_are_in_other_families(verdict, name, family):
+    theirs, loss = verdict(name, family), CASES[name][2]
+    with engine_of(family) as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=3), loss)
+        ours = gradients_of(engine)
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    compare(theirs, result, ours)
+
+
+@pytest.mark.parametrize("name", ["dpo-sigmoid", "kto"])
+def test_a_mixture_s_routers_are_balanced_as_by_trl(verdict, name):
+    theirs, loss = verdict(name, "mixtral", router_aux_loss_coef=0.3), CASES[name][2]
+    with engine_of("mixtral", router_aux_loss_coef=0.3) as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
+        ours = gradients_of(engine)
+    aux = theirs.metrics.pop("aux_loss")
+    assert result.aux_loss == pytest.approx(aux, rel=1e-5)
+    assert result.loss == pytest.approx(theirs.loss - 0.3 * aux, rel=1e-5)
+    compare(theirs, result, ours)

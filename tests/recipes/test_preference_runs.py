@@ -1,0 +1,200 @@
+"""Runs that learn from preferences: their record, their reference, and how they are resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.config.preference import SECTIONS
+from megatrain.data.dataset import default_cache
+from megatrain.losses import LOSSES
+from megatrain.methods import METHODS
+from tests.commands import Row, chat_rows, evaluations_of, steps_of, write_jsonl
+from tests.files import flip
+from tests.recipes.same_run import same_run
+
+OF_PAIRS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
+OF_PAIRS |= {"logps/chosen", "logps/rejected"}
+FURTHER = {
+    "dpo": OF_PAIRS,
+    "orpo": OF_PAIRS | {"nll_loss", "log_odds_ratio", "log_odds_chosen"},
+    "simpo": OF_PAIRS | {"nll_loss"},
+    "cpo": OF_PAIRS | {"nll_loss"},
+    "kto": OF_PAIRS - {"rewards/accuracies"} | {"kl"},
+}
+KEYS = {"simpo": ["simpo.beta=2.0"], "kto": ["train.rows_per_step=12"]}
+REFERRED = [name for name, loss in LOSSES.items() if getattr(loss, "reference", False)]
+
+
+def pairs(count: int = 60) -> list[Row]:
+    """The answers that count right are chosen, those that do not are rejected."""
+    rows = []
+    for row in chat_rows(count):
+        asked, answer = (turn["content"] for turn in row["messages"])
+        rows.append({"prompt": asked, "chosen": answer, "rejected": answer[::-1]})
+    return [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            **{s: [{"role": "assistant", "content": row[s]}] for s in ("chosen", "rejected")},
+        }
+        for row in rows
+    ]
+
+
+def judged(count: int = 60) -> list[Row]:
+    return [
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if number % 2 else "rejected"],
+            "label": bool(number % 2),
+        }
+        for number, row in enumerate(pairs(count))
+    ]
+
+
+ROWS = {"pairs": pairs, "judged": judged}
+
+
+@pytest.fixture
+def of_method(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write the rows of a method's kind; the words of a config for it. The cache is empty."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+
+    def options(method: str) -> list[str]:
+        write_jsonl(project / "rows.jsonl", ROWS[METHODS[method].kind]())
+        return [f"method={method}", "train.learning_rate=1e-3", *KEYS.get(method, [])]
+
+    return options
+
+
+def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it():
+    assert list(METHODS) == list(LOSSES)
+    for name, section in SECTIONS.items():
+        loss = LOSSES[name](**{k: f.default for k, f in section.model_fields.items() if f.default})
+        for key, field in section.model_fields.items():
+            if field.default is not None and key != "loss_type":
+                assert getattr(loss, key) == field.default, f"{name}.{key}"
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
+    megatrain, project, of_method, stop_after, method
+):
+    options = of_method(method)
+    megatrain("train cfg.yaml", *options, "output=whole")
+    steps, held_out = steps_of(project / "whole"), evaluations_of(project / "whole")
+    assert {*FURTHER[method]} <= steps[0].keys()
+    assert {f"eval_{name}" for name in FURTHER[method]} <= held_out[0].keys()
+    assert held_out[-1]["eval_loss"] < held_out[0]["eval_loss"]
+    if method in REFERRED:
+        assert held_out[0]["eval_rewards/chosen"] == pytest.approx(0, abs=1e-4), "its own reference"
+        assert held_out[-1]["eval_rewards/margins"] > held_out[0]["eval_rewards/margins"]
+    stop_after(3)
+    megatrain("train cfg.yaml", *options, "output=halves", code=75)
+    megatrain("resume halves")
+    same_run(project / "whole", project / "halves")
+
+
+def references() -> list[Path]:
+    return sorted((default_cache() / "reference").iterdir())
+
+
+def test_the_reference_is_computed_once(megatrain, project, of_method):
+    options = of_method("dpo")
+    once = "log-probabilities: a forward over"
+    assert megatrain("train cfg.yaml", *options, "output=one").err.count(once) == 2, "held out, too"
+    assert len(references()) == 2
+    again = megatrain("train cfg.yaml", *options, "dpo.beta=0.5", "output=two")
+    assert once not in again.err
+    changed = megatrain("train cfg.yaml", *options, "precision=float32", "output=three")
+    assert once in changed.err
+
+
+def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_method):
+    options = of_method("dpo")
+    megatrain("train cfg.yaml", *options, "output=one")
+    whole = [path.read_bytes() for path in references()]
+    for path in references():
+        flip(path)
+    again = megatrain("train cfg.yaml", *options, "output=two")
+    assert again.err.count("is damaged; the reference's log-probabilities are computed anew") == 2
+    assert [path.read_bytes() for path in references()] == whole
+    same_run(project / "one", project / "two")
+
+
+def test_a_run_whose_reference_is_gone_reads_the_model_that_it_began_with(
+    megatrain, project, of_method, stop_after
+):
+    options = of_method("dpo")
+    megatrain("train cfg.yaml", *options, "output=whole")
+    stop_after(6)
+    megatrain("train cfg.yaml", *options, "output=halves", code=75)
+    for path in references():
+        path.unlink()
+    assert "log-probabilities: a forward over" in megatrain("resume halves").err
+    same_run(project / "whole", project / "halves")
+
+
+def test_and_refuses_another_model(megatrain, project, of_method, stop_after):
+    stop_after(6)
+    megatrain("train cfg.yaml", *of_method("dpo"), "output=run", code=75)
+    for path in references():
+        path.unlink()
+    # the trained weights in place of those that it began with
+    model, trained = (project / "model").resolve(), project / "run" / "last"
+    (project / "model").unlink()
+    (project / "model").mkdir()
+    for file in model.iterdir():
+        source = trained / file.name if file.suffix == ".safetensors" else file
+        (project / "model" / file.name).write_bytes(source.read_bytes())
+    refused = megatrain("resume run", code=7)
+    assert "is not the model that this run began with" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["method=dpo"], "is for method: sft"),
+        (["method=simpo"], "simpo.beta: method: simpo has no default"),
+        (["method=sft", "dpo.beta=0.3"], "dpo.beta: belongs to method: dpo, not to sft"),
+        (["method=dpo", "dpo.loss_type=exo_pair"], "set it above 0"),
+        (["method=dpo", "dpo.loss_weights=[1,2]"], "2 weights for 1 loss types"),
+        (["method=kto", "train.groups=2"], "the loss is over a whole step"),
+        (["method=dpo", "train.micro_batch_tokens=64"], "64 cannot hold a pair of rows"),
+        (["method=dpo", "data.train_on=all"], "method: dpo trains on answers"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(megatrain, project, options, reason):
+    code = 3 if reason == "is for method: sft" else 2
+    refused = megatrain("train cfg.yaml", *options, code=code).err
+    assert "Traceback" not in refused
+    if code == 2:
+        assert reason in refused
+
+
+def test_the_rate_is_that_of_the_method_unless_it_is_set(megatrain, project, of_method):
+    of_method("dpo")
+    text = (project / "cfg.yaml").read_text().replace("learning_rate: 0.01, ", "")
+    (project / "cfg.yaml").write_text(text)
+    megatrain("train cfg.yaml", "method=dpo", "train.max_steps=1")
+    assert load_config(project / "run/config.resolved.yaml").train.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_eval_says_of_a_run_what_its_last_evaluation_said(megatrain, project, of_method, method):
+    megatrain("train cfg.yaml", *of_method(method), "train.max_steps=4", "precision=float32")
+    last = evaluations_of(project / "run")[-1]
+    found = megatrain("eval run --json").json
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    for name in FURTHER[method]:
+        assert found[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-4, abs=1e-5)
+    assert "perplexity" not in found
+
+
+def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):
+    said = megatrain("plan cfg.yaml", *of_method("dpo")).out
+    assert "before the first step: log-probabilities of all rows under the model" in said
+    assert "log-probabilities" not in megatrain("plan cfg.yaml", *of_method("orpo")).out
