@@ -163,6 +163,7 @@ class TrainOptions(Options):
         "Weight of the routers' balancing loss over a step, which is then one group; 0: none; "
         "auto: 0.001 if transformers has that loss for the model, whatever config.json says.",
     )
+    freeze: v.Patterns = key((), "Tensors not to train: names as in the model's folder, or globs.")
     eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )

@@ -31,6 +31,8 @@ class ForwardPasses:
 
     Attributes:
         step: counts steps, for dropout seeds.
+        first: the first block that is trained, where backward ends.
+        parameters: of every block, those that are trained.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class ForwardPasses:
         self.settings, self.seed, self.balancer = settings, seed, balancer
         self.device, self.step = streamer.compute.device, 0
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
-        self.graphs_of = graphs_of_layers(layers, settings.retained, settings.retained_on_host)
+        self.first = skeleton.anatomy.first_trained
+        on_host = settings.retained_on_host
+        self.graphs_of = graphs_of_layers(layers, settings.retained, on_host, self.first)
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
 
@@ -159,12 +163,12 @@ class ForwardPasses:
             for mb in group:
                 assert mb.hidden is not None
                 self._begin_layer(block, mb)
-                keeps = keep and mb.trains
-                if keeps and self.graphs_of[index] != "nowhere":
+                where = self.graphs_of[index] if keep and mb.trains else "unneeded"
+                if where in ("device", "host"):
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
                 output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
-                if keeps:
+                if where == "nowhere":
                     mb.kept[index] = self.boundaries.park(mb.hidden)
                 mb.hidden = output
             if keep and self.balancer:

@@ -32,9 +32,10 @@ from megatrain.models.family import (
     layers_in,
     refuse_what_is_not_built,
 )
+from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.passengers import passengers_of, poison
+from megatrain.models.passengers import dtype_of, passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -70,6 +71,7 @@ class Skeleton:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
+        self.source_dtype = dtype_of(config)  # that of a folder with this configuration
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
@@ -83,6 +85,8 @@ class Skeleton:
         self.recorders = [
             Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
         ]
+        self._stack = path
+        self.freezes: tuple[str, ...] = ()  # the user's patterns
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
@@ -116,19 +120,42 @@ class Skeleton:
 
     # -- binding -----------------------------------------------------------------------------------
 
+    def freeze(self, patterns: Sequence[str], name: str = "freeze") -> None:
+        """Before anything is bound: train none of the tensors whose names match these patterns.
+
+        Raises ConfigError as `models.freezing.freeze`.
+        """
+        if not patterns:
+            return
+        self.anatomy, self.freezes = freeze(self.anatomy, patterns, name), tuple(patterns)
+        # layers' own stay as they are until they are bound: fp8 leaves alone what does not train
+        for block in (self.anatomy.embed, self.anatomy.head):
+            for spec in block.layout.tensors:
+                module, leaf = self.owner(spec.name)
+                module.get_parameter(leaf).requires_grad_(not spec.frozen)
+
+    def frozen_in(self, layer: int) -> frozenset[str]:
+        """The frozen tensors of a decoder layer, named as in its module."""
+        prefix = f"{self._stack}.{layer}."
+        tensors = self.anatomy.blocks[layer + 1].layout.tensors
+        return frozenset(t.name.removeprefix(prefix) for t in tensors if t.frozen)
+
     def bind(self, block: Block, flat: torch.Tensor) -> list[nn.Parameter]:
-        """Make the block's parameters views of `flat` (any device); returns them in layout order.
+        """Make the block's parameters views of `flat` (any device); returns those that train, in
+        layout order.
 
         Whoever re-fills `flat` must write through another tensor on its storage, with a version
         counter of its own: autograd refuses graphs whose parameters changed.
         """
-        parameters = [nn.Parameter(view) for view in block.layout.views(flat).values()]
-        for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
+        trained = []
+        for spec, view in zip(block.layout.tensors, block.layout.views(flat).values(), strict=True):
+            parameter = nn.Parameter(view, requires_grad=not spec.frozen)
+            trained += [parameter] * parameter.requires_grad
             aliases = [alias for alias, owner in self.anatomy.tied if owner == spec.name]
             for name in (spec.name, *aliases):
                 module, leaf = self.owner(name)
                 module._parameters[leaf] = parameter
-        return parameters
+        return trained
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a tensor, looking through the layers' recorders."""

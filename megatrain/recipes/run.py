@@ -326,7 +326,8 @@ def open_run(
     if resuming is None:
         describe_run(parts, plan)
     may_end_here()
-    weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
+    read = config.model.init == "pretrained" and resuming is None
+    weights = plan.parameters + plan.frozen_parameters if read else None
     of_model = known_reference(ready, resuming)
     anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):

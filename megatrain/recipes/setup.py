@@ -105,6 +105,7 @@ def prepare(
         dtype=PRECISIONS[machine.precision],
         trust_remote_code=source.trust_remote_code,
     )
+    skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
     packing = None if METHODS[config.method].whole_documents else config.data.packing
     loss = make_loss(config)
@@ -312,16 +313,17 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
 def fill(engine: Engine, config: Config) -> None:
     """Draw the weights at random, or read them, from the hub if need be. Raises ModelError."""
     model, constants = config.model, list(engine.constants)
+    weights = engine.anatomy.parameters + engine.anatomy.frozen_parameters
     if constants:
         logger.info(
             f"{len(constants)} tensors are not trained and stay as they are: {constants[0]} and "
             "others like it"
         )
     if model.init == "random":
-        logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
+        logger.info(f"drawing {weights:,} weights at random")
         engine.draw_weights()
     else:
-        logger.info(f"reading {engine.anatomy.parameters:,} weights from {model.source}")
+        logger.info(f"reading {weights:,} weights from {model.source}")
         engine.load_weights(resolve_source(model.source, model.revision), model.trust_remote_code)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()  # what that took on the GPU

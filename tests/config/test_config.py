@@ -50,6 +50,7 @@ train:
   decay: 0.3
   max_grad_norm: 0.5
   router_aux_loss_coef: 0.01
+  freeze: [model.embed_tokens.weight]
   eval_every: 10
   eval_rows: 16
   log_every: 2
@@ -121,7 +122,7 @@ def keys_of(text: str) -> list[tuple[int, str]]:
 
 FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
-FREE_TEXT |= {"memory.nvme"}
+FREE_TEXT |= {"memory.nvme", "train.freeze"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
 

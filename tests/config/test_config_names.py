@@ -82,6 +82,7 @@ MEANINGS = {
     "sample_packing": ("false", "data.packing", False),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
+    "freeze": ("lm_head.weight", "train.freeze", ("lm_head.weight",)),
     "report_to": ("tensorboard", "track", ("tensorboard",)),
 }
 
