@@ -21,6 +21,7 @@ from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients
 from megatrain.engine.parts import open_parts
+from megatrain.engine.reading import Reading
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss
@@ -35,7 +36,7 @@ from megatrain.settings import Settings
 T = TypeVar("T")
 
 
-class Engine(Constructors):
+class Engine(Reading, Constructors):
     """Trains a skeleton whose weights stream from a store. Close it, or use it in a `with`.
 
     Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until
@@ -295,37 +296,6 @@ class Engine(Constructors):
             mean = float(total.loss) / targets
         self.parts.compute.take_stalls()
         return EvalResult(mean, round(targets))
-
-    def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
-        """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.
-
-        Returns when they are computed.
-        """
-        self._check_usable()
-        # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
-        varies = self.settings.lengths_vary or not self.settings.compile
-        with computing(self.device, "these logits", lengths_vary=varies), torch.no_grad():
-            logits = self.parts.passes.logits(input_ids, positions)
-        self.parts.compute.synchronize()  # wait: uploads read the store, which a step would update
-        self.parts.compute.take_stalls()
-        return logits
-
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        choose: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
-    ) -> list[int]:
-        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
-
-        Every token streams the whole model once: for a look, not for serving.
-        """
-        tokens: list[int] = []
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
-            context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(choose(self.logits(context, slice(-1, None))[0, 0]))
-        return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU: constants as read, others as computed with.

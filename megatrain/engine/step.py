@@ -16,7 +16,7 @@ from megatrain.engine.activations.offload import Boundaries, Offload
 from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
-from megatrain.engine.head import LossSum, loss_and_gradients, loss_sum
+from megatrain.engine.head import LossSum, loss_and_gradients, loss_sum, placed_logprobs
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
@@ -152,6 +152,24 @@ class Passes:
             found = loss_sum(self.skeleton.head, rows, mb.targets, loss, chunk, fused)
             total.add(found.loss, found.metrics)
         return total
+
+    def logprobs(
+        self, batches: Sequence[Batch], greedy: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each micro-batch's `placed_logprobs`, [batch, tokens] on the device, in one sweep."""
+        self.skeleton.set_training(False)
+        found = []
+        for mb, hidden in self._through_layers(self._prepare(batches)):
+            values, likeliest = placed_logprobs(
+                self.skeleton.head,
+                hidden.flatten(0, 1),
+                mb.targets,
+                self.settings.head_chunk_tokens,
+                self.settings.compile,
+                greedy,
+            )
+            found.append((values.view(hidden.shape[:2]), likeliest.view(hidden.shape[:2])))
+        return found
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:
