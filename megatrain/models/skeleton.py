@@ -105,6 +105,7 @@ class Skeleton:
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
+        self._stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
@@ -123,12 +124,37 @@ class Skeleton:
         counter of its own: autograd refuses graphs whose parameters changed.
         """
         parameters = [nn.Parameter(view) for view in block.layout.views(flat).values()]
+        self._place(block, parameters)
+        return parameters
+
+    def _place(self, block: Block, parameters: Sequence[nn.Parameter]) -> None:
+        """Give the block's modules these parameters, in layout order."""
         for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
             aliases = [alias for alias, owner in self.anatomy.tied if owner == spec.name]
             for name in (spec.name, *aliases):
                 module, leaf = self.owner(name)
                 module._parameters[leaf] = parameter
-        return parameters
+
+    @contextmanager
+    def whole(
+        self, flats: Sequence[torch.Tensor], bound: Sequence[Sequence[nn.Parameter]]
+    ) -> Iterator[Any]:
+        """Inside, the family's own model, its layers in their places, in evaluation mode.
+
+        flats: its weights, by block, on the device. bound: the parameters that the blocks have
+            otherwise, and have again afterwards.
+        """
+        self.set_training(False)
+        forget_lengths(self._growing)
+        try:
+            for block, flat in zip(self.anatomy.blocks, flats, strict=True):
+                self.bind(block, flat)
+            replace_all(self._stack, self.layers)
+            yield self.model
+        finally:
+            replace_all(self._stack, self.recorders)
+            for block, parameters in zip(self.anatomy.blocks, bound, strict=True):
+                self._place(block, parameters)
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a tensor, looking through the layers' recorders."""
