@@ -143,7 +143,7 @@ def loss_sum(
     return total
 
 
-def placed_logprobs(
+def target_logprobs(
     project: Project,
     hidden: Tensor,
     targets: Targets,
@@ -151,16 +151,15 @@ def placed_logprobs(
     fused: bool = False,
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a micro-batch's targets, each at the place of the token that is
-    predicted: fp32 [tokens], 0 elsewhere. With `greedy` also, as bool [tokens], whether that token
-    is the likeliest. Args: as `loss_and_gradients`.
-    """
-    values = hidden.new_zeros(len(hidden), dtype=torch.float32)
-    likeliest = hidden.new_zeros(len(hidden), dtype=torch.bool)
+    """Log-probabilities of a micro-batch's targets, fp32 [n], and, with `greedy`, whether each is
+    the likeliest token, bool [n]. Args: as `loss_and_gradients`."""
+    values = hidden.new_zeros(len(targets), dtype=torch.float32)
+    likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
+    start = 0
     with torch.no_grad():
         for part in targets.chunks(chunk):
             logits = project(hidden.index_select(0, part.index))
-            place = part.index + 1  # never a row's first: a row's last position predicts nothing
+            place = slice(start, start := start + len(part))
             if greedy:
                 likeliest[place] = logits.argmax(1) == part.labels
             values[place] = token_logprobs(logits, part.labels, fused)

@@ -14,7 +14,7 @@ from megatrain.engine.batches import Batch, count_targets
 from megatrain.engine.context import computing, naming_the_gpu
 from megatrain.engine.generation import Choose, generated, has_room, likeliest, weights_on_device
 from megatrain.engine.parts import EngineParts
-from megatrain.losses import next_token
+from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
@@ -62,14 +62,46 @@ class Reading(ABC):
 
         Raises DataError as `forward_backward`.
         """
+        found = self._logprobs(micro_batches, greedy)
+        shapes = [batch["input_ids"].shape for batch in micro_batches]
+        placed = [torch.zeros(shape) for shape in shapes]
+        chosen = [torch.zeros(shape, dtype=torch.bool) for shape in shapes]
+        for value, choice, (targets, values, said) in zip(placed, chosen, found, strict=True):
+            place = targets.index.cpu() + 1  # a row's last position predicts nothing
+            value.view(-1)[place], choice.view(-1)[place] = values.cpu(), said.cpu()
+        return (placed, chosen) if greedy else placed
+
+    def score(
+        self, inputs: Sequence[Batch], targets: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`logprobs` of tokens that need no place of their own, of which a position may have some.
+
+        Args:
+            inputs: micro-batches; labels are not looked at.
+            targets: for each (index, tokens), both int64 [n] on the CPU: positions in its flattened
+                [batch x tokens], and the tokens that might follow them.
+
+        Returns:
+            For each (float32 [n], bool [n]) on the CPU: log-probabilities, and whether the token is
+            the likeliest one.
+        """
+        blank = [{**one, "labels": torch.full_like(one["input_ids"], IGNORE)} for one in inputs]
+        wanted = [Targets(index, tokens) for index, tokens in targets]
+        found = self._logprobs(blank, True, wanted)
+        return [(values.cpu(), likeliest.cpu()) for _, values, likeliest in found]
+
+    def _logprobs(
+        self, micro_batches: Sequence[Batch], greedy: bool, targets: list[Targets] | None = None
+    ) -> list[tuple[Targets, Tensor, Tensor]]:
         self._check_usable()
         count_targets(micro_batches, next_token, self.anatomy)
+        if not micro_batches:
+            return []
         with self._computing("an evaluation's activations"), torch.no_grad():
-            found = self.parts.passes.logprobs(micro_batches, greedy) if micro_batches else []
-            values = [value.cpu() for value, _ in found]
-            likeliest = [chosen.cpu() for _, chosen in found]
+            found = self.parts.passes.logprobs(micro_batches, greedy, targets)
+            self.parts.compute.synchronize()
         self.parts.compute.take_stalls()
-        return (values, likeliest) if greedy else values
+        return found
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
         """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.

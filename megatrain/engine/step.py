@@ -16,11 +16,11 @@ from megatrain.engine.activations.offload import Boundaries, Offload
 from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
-from megatrain.engine.head import LossSum, loss_and_gradients, loss_sum, placed_logprobs
+from megatrain.engine.head import LossSum, loss_and_gradients, loss_sum, target_logprobs
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
-from megatrain.losses import IGNORE, Loss
+from megatrain.losses import IGNORE, Loss, Targets
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import block_order, graphs_of_layers
 from megatrain.settings import Settings
@@ -154,21 +154,21 @@ class Passes:
         return total
 
     def logprobs(
-        self, batches: Sequence[Batch], greedy: bool
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each micro-batch's `placed_logprobs`, [batch, tokens] on the device, in one sweep."""
+        self, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
+    ) -> list[tuple[Targets, torch.Tensor, torch.Tensor]]:
+        """Each micro-batch's targets and what `target_logprobs` says of them, in one sweep.
+
+        targets: others than the labels show; a position may have several.
+        """
         self.skeleton.set_training(False)
-        found = []
-        for mb, hidden in self._through_layers(self._prepare(batches)):
-            values, likeliest = placed_logprobs(
-                self.skeleton.head,
-                hidden.flatten(0, 1),
-                mb.targets,
-                self.settings.head_chunk_tokens,
-                self.settings.compile,
-                greedy,
-            )
-            found.append((values.view(hidden.shape[:2]), likeliest.view(hidden.shape[:2])))
+        prepared, found = self._prepare(batches), []
+        for mb, given in zip(prepared, targets or (), strict=targets is not None):
+            mb.targets = given.to(self.device)
+        chunk, fused = self.settings.head_chunk_tokens, self.settings.compile
+        for mb, hidden in self._through_layers(prepared):
+            rows = hidden.flatten(0, 1)
+            said = target_logprobs(self.skeleton.head, rows, mb.targets, chunk, fused, greedy)
+            found.append((mb.targets, *said))
         return found
 
     @torch.no_grad()
