@@ -28,6 +28,7 @@ Format = Annotated[
 Prompts = Annotated[Literal["text", "chat"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
+TasksAt = Annotated[Literal["end", "evaluations"], Choice()]
 Final = Annotated[Literal["model", "full", "none"], Choice()]
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
 OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]

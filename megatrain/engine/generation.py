@@ -3,17 +3,19 @@ device, else by streaming the model once for every token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.parts import EngineParts
+from megatrain.heartbeat import beat
 from megatrain.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor
+    from transformers import GenerationConfig, LogitsProcessor
 
 Choose = Callable[[Tensor], int]  # logits [vocab] -> token
 
@@ -63,6 +65,16 @@ def weights_on_device(parts: EngineParts) -> list[Tensor]:
     return found
 
 
+@contextmanager
+def starting_from(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Inside, `generate` of a transformers model starts from these settings, not from its own."""
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 def generated(
     model: Any, input_ids: Tensor, max_new_tokens: int, ends: Sequence[int], choose: Choose
 ) -> list[int]:
@@ -70,22 +82,16 @@ def generated(
     `choose`; nothing that the model's own generation settings say counts."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    plain = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(ends) or None,
-        pad_token_id=next(iter(ends), 0),
-    )
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
+    with starting_from(model, GenerationConfig()):
         ids = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            generation_config=plain,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(ends) or None,
+            pad_token_id=next(iter(ends), 0),
             logits_processor=LogitsProcessorList([chosen_by(choose)]),
         )
-    finally:
-        model.generation_config = own
     new: list[int] = ids[0, input_ids.shape[1] :].tolist()
     return new
 
@@ -96,6 +102,7 @@ def chosen_by(choose: Choose) -> LogitsProcessor:
 
     class Chosen(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            beat()
             only = torch.full_like(scores, -torch.inf)
             only[0, choose(scores[0])] = 0.0
             return only

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from megatrain.data.loader import cuts
 from megatrain.data.regimes import alike
 from megatrain.engine.engine import Engine
+from megatrain.engine.generation import starting_from
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import beat
 from megatrain.models.rotary import regimes_of
@@ -132,8 +133,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval may be missing wher
     # -- log-likelihoods ---------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        found = super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.quiet)
-        return found  # type: ignore[no-any-return]
+        without_bar = disable_tqdm or self.quiet
+        return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         asked: list[Asked] = []
@@ -252,7 +253,13 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval may be missing wher
         return how, until, new
 
     def _answers(
-        self, model: Any, texts: list[str], room: int, how: dict[str, Any], until: list[str], new: int
+        self,
+        model: Any,
+        texts: list[str],
+        room: int,
+        how: dict[str, Any],
+        until: list[str],
+        new: int,
     ) -> list[str]:
         """Of transformers' own `generate`, as the hf backend calls it."""
         begins = has_bos_prefix(texts[0], getattr(self.tokenizer, "bos_token", None))
@@ -267,16 +274,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval may be missing wher
         length = ids.shape[1]
         stops = stop_sequences_criteria(self.tokenizer, until, length, len(texts))
         stops.append(lambda ids, scores, **_: self._beat(ids))
-        made = model.generate(
-            input_ids=ids.to(self.engine.device),
-            attention_mask=mask.to(self.engine.device),
-            max_length=length + new,
-            stopping_criteria=stops,
-            pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=True,
-            **({} if self.generation is None else {"generation_config": self.generation}),
-            **how,
-        )
+        with starting_from(model, self.generation or model.generation_config):
+            made = model.generate(
+                input_ids=ids.to(self.engine.device),
+                attention_mask=mask.to(self.engine.device),
+                max_length=length + new,
+                stopping_criteria=stops,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **how,
+            )
         return [self._said(row[length:], until) for row in made.tolist()]
 
     def _beat(self, ids: torch.Tensor) -> torch.Tensor:

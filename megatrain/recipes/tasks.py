@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on an engine: what `megatrain eval --tasks` and `eval.tasks` do."""
+"""Tasks of lm-evaluation-harness on an engine, for `megatrain eval --tasks` and `eval.tasks`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.values import did_you_mean
 from megatrain.engine.engine import Engine
 from megatrain.engine.generation import free_bytes
@@ -28,7 +28,6 @@ from megatrain.reporting.metrics import json_able
 if TYPE_CHECKING:
     from megatrain.recipes.harness import Sizes
 
-INSTALL = "pip install 'megatrain[eval]'"
 # A sweep over a streamed model should carry many tokens: these micro-batches at most, and hidden
 # states, old and new, in this share of what a GPU has free.
 SWEEP_MICRO_BATCHES, MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 4, 64, 0.25
@@ -58,13 +57,17 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks with their documents read. where: the key that names them, for errors."""
+    """Tasks with their documents read.
+
+    where: what names them, for errors. each_time: a run has them at every evaluation.
+    """
 
     options: TaskOptions
     where: str
     manager: Any
     loaded: Sequence[Any]  # tasks and groups of lm-eval
     asked: frozenset[str]  # names whose figures count: a group's, not those of its tasks
+    each_time: bool = True
 
     def higher_is_better(self) -> dict[str, bool]:
         """Of figures by their names in metrics.jsonl, as far as the tasks say it."""
@@ -95,7 +98,7 @@ class TaskResults:
     asked: frozenset[str]
 
     def figures(self) -> dict[str, float]:
-        """What metrics.jsonl gets: `eval_<task>_<metric>`, with the filter if it is not the usual."""
+        """What metrics.jsonl gets: `eval_<task>_<metric>`, and `_<filter>` if that is not usual."""
         return {
             figure_name(task, metric, filtered): value
             for (task, metric, filtered), value in self.values.items()
@@ -113,6 +116,15 @@ class TaskResults:
         for task, row in found.items():
             row |= {"n-shot": self.fewshot.get(task), "n-samples": self.documents.get(task)}
         return json_able(found)  # type: ignore[no-any-return]
+
+    def in_words(self) -> str:
+        """What was asked for, in a line: `quartz acc 0.7100`."""
+        shown = [
+            f"{task} {metric}{'' if filtered == 'none' else f' ({filtered})'} {value:.4f}"
+            for (task, metric, filtered), value in self.values.items()
+            if task in self.asked
+        ]
+        return ", ".join(shown)
 
     def render(self, console: Console) -> None:
         table = Table(box=None, pad_edge=False)
@@ -133,18 +145,12 @@ def figure_name(task: str, metric: str, filtered: str = "none") -> str:
     return f"eval_{task}_{metric}" + ("" if filtered == "none" else f"_{filtered}")
 
 
-def check_installed(where: str) -> None:
-    """Raise ConfigError if lm-eval is missing. where: what asks for it."""
-    if find_spec("lm_eval") is None:
-        raise ConfigError(f"{where}: lm-eval is not installed; {INSTALL}")
-
-
-def load_tasks(options: TaskOptions, where: str) -> Tasks:
+def load_tasks(options: TaskOptions, where: str, *, each_time: bool = True) -> Tasks:
     """Find the tasks and read their documents, from the hub if need be.
 
     Raises ConfigError for unknown names, DataError for documents that cannot be read.
     """
-    check_installed(where)
+    check_lm_eval(where)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(f"{where}: {options.include_path}: no such folder of tasks")
@@ -168,7 +174,7 @@ def load_tasks(options: TaskOptions, where: str) -> Tasks:
             found = manager._load_spec(name)
         loaded += found if isinstance(found, list) else [found]
     asked = frozenset(getattr(one, "task_name", None) or one.name for one in loaded)
-    return Tasks(options, where, manager, loaded, asked)
+    return Tasks(options, where, manager, loaded, asked, each_time)
 
 
 def is_known(name: str, manager: Any) -> bool:
@@ -260,13 +266,13 @@ def results_of(found: Mapping[str, Any], asked: frozenset[str]) -> TaskResults:
 def own_randomness() -> Iterator[None]:
     """Python's, numpy's and torch's random states are afterwards what they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  lm-eval seeds it
+    python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+            np.random.set_state(of_numpy)
 
 
 @contextmanager
@@ -290,17 +296,3 @@ def sizes_for(engine: Engine, longest: int) -> Sizes:
         room = int(SHARE_FOR_SWEEP * free_bytes(engine.device)) // states
         sweep = max(sweep, min(room, MOST_MICRO_BATCHES * size))
     return Sizes(size, sweep)
-
-
-def asked_for(results: TaskResults) -> str:
-    """The figures that were asked for, in a line: `quartz acc 0.7100`."""
-    shown = [
-        f"{task} {metric}{'' if filtered == 'none' else f' ({filtered})'} {value:.4f}"
-        for (task, metric, filtered), value in results.values.items()
-        if task in results.asked
-    ]
-    return ", ".join(shown)
-
-
-def options_dict(options: TaskOptions) -> dict[str, Any]:
-    return json_able(asdict(options))  # type: ignore[no-any-return]

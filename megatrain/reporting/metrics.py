@@ -22,6 +22,7 @@ logger = logging.getLogger("megatrain")
 
 METRICS_FILE = "metrics.jsonl"
 # Not through a link that somebody else may have put there.
+NO_FIGURES: Mapping[str, float] = {}
 APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
 SHARE_DIGITS = 4
@@ -191,10 +192,19 @@ class MetricsWriter:
         self._write(metrics.to_dict())
 
     def write_eval(
-        self, step: int, eval_loss: float, eval_target_tokens: int, eval_s: float
+        self,
+        step: int,
+        eval_loss: float | None,
+        eval_target_tokens: int,
+        eval_s: float,
+        figures: Mapping[str, float] = NO_FIGURES,
     ) -> None:
-        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step."""
-        found = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens, "eval_s": eval_s}
+        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step.
+
+        eval_loss: None if nothing is held out. figures: what else it found, by name.
+        """
+        loss = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens}
+        found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
     def state(self) -> dict[str, Any]:
