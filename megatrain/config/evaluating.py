@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EVAL_LOSS = "eval_loss"
 
 TaskNames = Annotated[
-    tuple[str, ...], wanted("a task of lm-eval, a list of them, or null", as_texts)
+    tuple[v.Text, ...], wanted("a task of lm-eval, a list of them, or null", as_texts)
 ]
 Limit = Annotated[
     Annotated[float, Field(gt=0)] | None, wanted("a number of rows, a share below 1, or null")
@@ -58,7 +58,8 @@ class CheckpointOptions(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.metric.startswith("eval_"):
-            refuse("metric", f"figures of evaluations begin with eval_, as eval_{self.metric} does")
+            near = f"whose names begin with eval_; did you mean eval_{self.metric}?"
+            refuse("metric", f"must be a figure of an evaluation, {near}")
         return self
 
 

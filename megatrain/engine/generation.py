@@ -82,7 +82,8 @@ def generated(
     `choose`; nothing that the model's own generation settings say counts."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    with starting_from(model, GenerationConfig()):
+    nothing: Any = GenerationConfig()  # type: ignore[no-untyped-call]
+    with starting_from(model, nothing):
         ids = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),

@@ -128,7 +128,8 @@ class Reading(ABC):
         """
         self._check_usable()
         parts, skeleton = self.parts, self.skeleton
-        if not skeleton.model.can_generate() or not has_room(skeleton, parts, tokens):
+        family: Any = skeleton.model
+        if not family.can_generate() or not has_room(skeleton, parts, tokens):
             yield None
             return
         eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()

@@ -55,7 +55,7 @@ class Sizes:
     sweep_tokens: int
 
 
-class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval may be missing where types are checked
+class EngineLM(TemplateLM):
     """Answers lm-eval's requests with an engine, whose state it leaves as it was.
 
     Args:

@@ -44,10 +44,10 @@ def better(run: Run, found: Figures | None) -> bool:
     That of the weights that a run begins with does not count: they lie elsewhere.
     """
     metric = run.config.checkpoint.metric
-    value = (found or {}).get(metric)
+    value: float | None = (found or {}).get(metric)
     if value is None or not math.isfinite(value):
         return False
-    before = run.best.get(metric)
+    before: float | None = run.best.get(metric)
     if before is None:
         return True
     return value > before if run.greater_is_better else value < before

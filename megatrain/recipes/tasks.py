@@ -151,6 +151,8 @@ def load_tasks(options: TaskOptions, where: str, *, each_time: bool = True) -> T
     Raises ConfigError for unknown names, DataError for documents that cannot be read.
     """
     check_lm_eval(where)
+    if options.limit is not None and not options.limit > 0:
+        raise ConfigError(f"{where}: limit must be above 0, not {options.limit}")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(f"{where}: {options.include_path}: no such folder of tasks")
@@ -265,7 +267,8 @@ def results_of(found: Mapping[str, Any], asked: frozenset[str]) -> TaskResults:
 @contextmanager
 def own_randomness() -> Iterator[None]:
     """Python's, numpy's and torch's random states are afterwards what they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if used else []
     python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         try:
