@@ -59,4 +59,8 @@ def write_tasks(folder: Path) -> Path:
         head = f"task: {name}\ndataset_path: json\ntest_split: test\n"
         files = f"dataset_kwargs: {{data_files: {{test: {rows}}}}}"
         (folder / f"{name}.yaml").write_text(f"{head}{files}{text}")
+    (folder / "both.yaml").write_text(
+        "group: both\ntask: [counting, letters]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    (folder / "pair.yaml").write_text("group: pair\ntask: [counting, letters]\n")
     return folder

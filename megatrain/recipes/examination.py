@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.evaluating import check_prompts
 from megatrain.data.prompts import Turns, read_prompts
 from megatrain.errors import DataError, MegaTrainError
 from megatrain.models.rotary import longest_sequence
@@ -58,11 +59,10 @@ def open_examination(config: Config, model: Model) -> Examination:
         )
         where = config.where("eval.tasks")
         tasks = load_tasks(options, where, each_time=given.tasks_at == "evaluations")
+    check_prompts(config)
     if given.prompts is not None:
-        where, longest = (
-            config.where("eval.prompts"),
-            longest_sequence(model.config.get_text_config()),
-        )
+        where = config.where("eval.prompts")
+        longest = longest_sequence(model.config.get_text_config())
         for number, turns in enumerate(read_prompts(given.prompts), 1):
             ids = ids_of(model, turns, f"{where}: prompt {number}")
             if longest is not None and len(ids) + given.max_new_tokens > longest:

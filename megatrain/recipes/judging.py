@@ -24,7 +24,11 @@ def greater_is_better(config: Config, of_tasks: Mapping[str, bool]) -> bool:
     checkpoint = config.checkpoint
     if checkpoint.greater_is_better != "auto":
         return checkpoint.greater_is_better
-    return of_tasks.get(checkpoint.metric, not checkpoint.metric.endswith("loss"))
+    # a filter's name may follow that of the metric
+    alike = [name for name in of_tasks if f"{checkpoint.metric}_".startswith(f"{name}_")]
+    if alike:
+        return of_tasks[max(alike, key=len)]
+    return not checkpoint.metric.endswith("loss")
 
 
 def check_metric(run: Run, found: Figures | None) -> None:

@@ -73,9 +73,10 @@ class Tasks:
         """Of figures by their names in metrics.jsonl, as far as the tasks say it."""
         found = {}
         for one in self.loaded:
-            for task in one.get_all_tasks() if hasattr(one, "get_all_tasks") else [one]:
+            for task in tasks_in(one):
                 for metric, higher in task.higher_is_better().items():
-                    found[figure_name(task.task_name, metric)] = bool(higher)
+                    for name in (name_of(one), task.task_name):
+                        found[figure_name(name, metric)] = bool(higher)
         return found
 
 
@@ -173,10 +174,22 @@ def load_tasks(options: TaskOptions, where: str, *, each_time: bool = True) -> T
     loaded: list[Any] = []
     for name in options.names:
         with naming(f"{where}: {name}"):
-            found = manager._load_spec(name)
+            found = manager._load_spec(name)  # `load` takes groups apart
         loaded += found if isinstance(found, list) else [found]
-    asked = frozenset(getattr(one, "task_name", None) or one.name for one in loaded)
-    return Tasks(options, where, manager, loaded, asked, each_time)
+    asked: set[str] = set()
+    for one in loaded:  # a group without a figure of its own has those of its tasks
+        whole = one in tasks_in(one) or one.aggregate_metric_list
+        asked |= {name_of(one)} if whole else {task.task_name for task in tasks_in(one)}
+    return Tasks(options, where, manager, loaded, frozenset(asked), each_time)
+
+
+def tasks_in(one: Any) -> list[Any]:
+    """The tasks of a group of lm-eval; a task itself."""
+    return list(one.get_all_tasks()) if hasattr(one, "get_all_tasks") else [one]
+
+
+def name_of(one: Any) -> str:
+    return str(one.name if hasattr(one, "get_all_tasks") else one.task_name)
 
 
 def is_known(name: str, manager: Any) -> bool:

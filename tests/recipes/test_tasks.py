@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import megatrain as mt
 from megatrain.recipes import tasks as recipe
+from megatrain.recipes.judging import greater_is_better
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
 from tests.commands import metrics_of, steps_of
 from tests.compare import differing
@@ -128,6 +129,34 @@ def test_python_has_them_too(megatrain, project):
     assert (
         megatrain("eval model --tasks letters --include-path tasks --limit 4 --json").json == found
     )
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [("both", {"both"}), ("pair", {"counting", "letters"}), ("letters", {"letters"})],
+)
+def test_a_group_has_its_own_figure_or_those_of_its_tasks(group, names):
+    found = load_tasks(TaskOptions((group,), include_path=Path("tasks")), "test")
+    assert found.asked == names
+    assert {f"eval_{name}_acc" for name in names} <= found.higher_is_better().keys()
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "greater"),
+    [
+        ("eval_loss", "auto", False),
+        ("eval_loss", True, True),
+        ("eval_rewards/accuracies", "auto", True),
+        ("eval_text_word_perplexity", "auto", False),
+        ("eval_text_word_perplexity_strict", "auto", False),
+        ("eval_text_accuracy", "auto", True),
+    ],
+)
+def test_which_way_is_better(metric, given, greater):
+    keys = {"metric": metric, "greater_is_better": given}
+    config = mt.load_config({"model": "m", "data": {"train": "d"}, "checkpoint": keys})
+    of_tasks = {"eval_text_word_perplexity": False, "eval_text_acc": False}
+    assert greater_is_better(config, of_tasks) == greater
 
 
 def test_tasks_at_the_end_of_a_run(megatrain, project):
