@@ -20,15 +20,16 @@ CONFIG = ("train.eval_every=1", "checkpoint.every=4", "checkpoint.keep=1")
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """scripted(stop=3): evaluations give LOSSES; SIGTERM comes in the evaluation after step 3."""
+    """scripted(stop=3): evaluations give LOSSES, and the figures of `more`; SIGTERM comes in the
+    evaluation after step 3."""
 
-    def script(stop: int | None = None) -> None:
+    def script(stop: int | None = None, more: dict[str, float] | None = None) -> None:
         def evaluate(run: loop.Run, _: Any) -> dict[str, float]:
             if run.step == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss = LOSSES[run.step]
             run.writer.write_eval(run.step, loss, 9, 0.1)
-            return {"eval_loss": loss}
+            return {"eval_loss": loss, **(more or {})}
 
         monkeypatch.setattr(loop, "evaluate", evaluate)
 
@@ -80,6 +81,17 @@ def test_more_patience_lets_it_go_on(megatrain, project, scripted):
     megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=2")
     megatrain("resume run checkpoint.patience=9")
     assert steps_of(project / "run")[-1]["step"] == 10
+
+
+def test_another_figure_begins_anew(megatrain, project, scripted):
+    """The best so far was so by another figure, which cannot be compared."""
+    scripted(stop=5)
+    megatrain("train cfg.yaml", *CONFIG, code=75)
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "eval_loss": 3.0})
+    scripted(more={"eval_quiz_acc": 0.5})
+    done = megatrain("resume run checkpoint.metric=eval_quiz_acc --json")
+    assert best_of(project / "run") == ("checkpoint-6", {"step": 6, "eval_quiz_acc": 0.5})
+    assert (done.json["best_metric"], done.json["best_value"]) == ("eval_quiz_acc", 0.5)
 
 
 def test_patience_without_held_out_rows_is_refused(megatrain, project):
