@@ -71,6 +71,8 @@ PATHS = (
     "data.train",
     "data.eval",
     "data.chat_template",
+    "eval.include_path",
+    "eval.prompts",
     "memory.nvme",
     "output",
 )

@@ -85,7 +85,7 @@ class Skeleton:
         self.recorders = [
             Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
         ]
-        self._stack = path
+        self._path = path
         self.freezes: tuple[str, ...] = ()  # the user's patterns
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
@@ -109,6 +109,7 @@ class Skeleton:
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
+        self._stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
@@ -136,7 +137,7 @@ class Skeleton:
 
     def frozen_in(self, layer: int) -> frozenset[str]:
         """The frozen tensors of a decoder layer, named as in its module."""
-        prefix = f"{self._stack}.{layer}."
+        prefix = f"{self._path}.{layer}."
         tensors = self.anatomy.blocks[layer + 1].layout.tensors
         return frozenset(t.name.removeprefix(prefix) for t in tensors if t.frozen)
 
@@ -147,15 +148,47 @@ class Skeleton:
         Whoever re-fills `flat` must write through another tensor on its storage, with a version
         counter of its own: autograd refuses graphs whose parameters changed.
         """
-        trained = []
-        for spec, view in zip(block.layout.tensors, block.layout.views(flat).values(), strict=True):
-            parameter = nn.Parameter(view, requires_grad=not spec.frozen)
-            trained += [parameter] * parameter.requires_grad
+        parameters = [
+            nn.Parameter(view, requires_grad=not spec.frozen)
+            for spec, view in zip(
+                block.layout.tensors, block.layout.views(flat).values(), strict=True
+            )
+        ]
+        self._place(block, parameters)
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def _place(self, block: Block, parameters: Sequence[nn.Parameter]) -> None:
+        """Give the block's modules these parameters, in layout order."""
+        for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
             aliases = [alias for alias, owner in self.anatomy.tied if owner == spec.name]
             for name in (spec.name, *aliases):
                 module, leaf = self.owner(name)
                 module._parameters[leaf] = parameter
-        return trained
+
+    @contextmanager
+    def whole(self, flats: Sequence[torch.Tensor]) -> Iterator[Any]:
+        """Inside, the family's own model, its layers in their places, in evaluation mode.
+
+        flats: its weights, by block, on the device. The parameters that the blocks have otherwise
+            are theirs again afterwards.
+        """
+        self.set_training(False)
+        forget_lengths(self._growing)
+        names = [[spec.name for spec in block.layout.tensors] for block in self.anatomy.blocks]
+        bound = [[self._parameter(name) for name in of_block] for of_block in names]
+        try:
+            for block, flat in zip(self.anatomy.blocks, flats, strict=True):
+                self.bind(block, flat)
+            replace_all(self._stack, self.layers)
+            yield self.model
+        finally:
+            replace_all(self._stack, self.recorders)
+            for block, parameters in zip(self.anatomy.blocks, bound, strict=True):
+                self._place(block, parameters)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        module, leaf = self.owner(name)
+        return module._parameters[leaf]  # type: ignore[return-value]
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a tensor, looking through the layers' recorders."""

@@ -163,6 +163,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     stop: the request that ended the run early; None if it came to its end.
     """
     question, reply, folder = None, None, run.config.output
+    metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
@@ -172,7 +173,9 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         seconds=seconds,
         **held_out_losses(folder),
         best_step=run.best.get("step"),
-        best_loss=run.best.get("loss"),
+        best_metric=metric,
+        best_value=run.best.get(metric),
+        figures=run.figures,
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,

@@ -31,6 +31,7 @@ from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks, sizes_for
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.saves import find_checkpoint
@@ -143,6 +144,29 @@ def reference_of_run(
         of_model = fingerprint(engine)
         found = kept(of_model, rows)
         return computed(engine, of_model, rows, batches) if found is None else found
+
+
+def evaluate_tasks(
+    named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
+) -> tuple[str, TaskResults]:
+    """(the model that was asked, what tasks of lm-eval found) of any model.
+
+    Args:
+        named, trust_remote_code: as for `evaluate`.
+        where: what names the tasks, for errors.
+
+    Raises ConfigError for tasks that are not known, DataError for those that fail.
+    """
+    quiet_libraries()
+    checkpoint = checkpoint_of(Path(named))
+    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_weights(str(checkpoint))
+    tasks = load_tasks(options, where)  # before weights are read
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
+        sizes = sizes_for(engine, longest_row(model))
+        results = run_tasks(tasks, engine, model, sizes, generation=model.generation)
+    assert results is not None, "nobody asked it to stop"
+    return str(checkpoint), results
 
 
 def perplexity(loss: float) -> float:

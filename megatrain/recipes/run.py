@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
@@ -37,7 +38,9 @@ from megatrain.recipes.describe import (
     summarize,
     work_of,
 )
+from megatrain.recipes.examination import Examination, open_examination
 from megatrain.recipes.going_on import where_to_go_on
+from megatrain.recipes.judging import greater_is_better
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come, sweeps
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
@@ -51,6 +54,7 @@ from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
 from megatrain.reporting.progress import LOG_FILE, Progress
+from megatrain.reporting.samples import cut_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
@@ -71,6 +75,7 @@ class Ready:
     plan: Plan
     loader: Loader
     held_out: Rows | None
+    examination: Examination
 
     @property
     def rows(self) -> tuple[Rows, Rows | None]:
@@ -107,6 +112,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
+    check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
         if checkpoints(config.output) or (config.output / "final").exists():
@@ -132,6 +138,7 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     check_installed(asked.track, asked.where("track"))
+    check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
         going = where_to_go_on(run_dir, asked, checkpoint)
@@ -177,6 +184,7 @@ def get_ready(
     setup.make_run_plan(parts, checkpoints_written=1).check()
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     may_end_here()
+    examination = open_examination(config, parts.model)
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
     may_end_here()
     say_rows(rows, held_out)
@@ -186,7 +194,7 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)
     plan.check()
-    return Ready(parts, plan, loader, held_out)
+    return Ready(parts, plan, loader, held_out, examination)
 
 
 def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
@@ -262,6 +270,8 @@ def load(
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
     reopen(config.output, source)  # only now: before this nothing in the folder has changed
+    if "loss" in state["best"]:  # of a release that knew no other figure
+        state["best"]["eval_loss"] = state["best"].pop("loss")
     if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
         state["best"] = {}  # another may be the best of what is there
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
@@ -341,14 +351,17 @@ def open_run(
     named = resuming is not None and resuming.named
     kept = {"held_out": ready.held_out.digest if ready.held_out else None}
     kept |= {"reference": references.of_model} if references else {}
+    evaluates = ready.held_out is not None or ready.examination.asks_each_time
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
-    progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
+    progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     also = stack.enter_context(tracking(config.track, config.output, step, about))
     writer = stack.enter_context(MetricsWriter(config.output, also))
     # a run that begins with step 0 begins with an evaluation
     writer.truncate_to(step or -1, state.get("metrics"))
+    cut_samples(config.output, step or -1)
+    tasks = ready.examination.tasks
     return Run(
         config=config,
         model=parts.model,
@@ -370,6 +383,8 @@ def open_run(
         abandoned=newer_than(config.output, source) if named and source else [],
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        examination=ready.examination,
+        greater_is_better=greater_is_better(config, tasks.higher_is_better() if tasks else {}),
         lock=lock,
         describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)) | kept,

@@ -225,7 +225,7 @@ def make_run_plan(
         trained_share=parts.trained_share,
         activations=config.memory.activations,
         checkpoints_kept=config.checkpoint.keep,
-        keeps_best=config.data.eval is not None,
+        keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,
         **asked,
     )
