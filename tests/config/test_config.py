@@ -32,6 +32,7 @@ data:
   columns: {text: body}
   chat_template: chatml
   prompts: chat
+  truncation_mode: keep_end
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
@@ -101,6 +102,26 @@ economy:
   currency: EUR
   gpu_power_w: 600
   host_power_w: 250
+dpo:
+  beta: 0.1
+  loss_type: sigmoid
+  loss_weights: null
+  label_smoothing: 0.0
+  discopop_tau: 0.05
+orpo:
+  beta: 0.1
+simpo:
+  beta: null
+  simpo_gamma: 0.5
+cpo:
+  beta: 0.1
+  cpo_alpha: 1.0
+  loss_type: sigmoid
+  label_smoothing: 0.0
+kto:
+  beta: 0.1
+  desirable_weight: 1.0
+  undesirable_weight: 1.0
 precision: float32
 attention: sdpa
 compile: false
