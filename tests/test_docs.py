@@ -182,7 +182,7 @@ POSITIVE = {"minimum": 1, "type": "integer"}
         ({"anyOf": [POSITIVE, {"type": "null"}]}, "integer >= 1 or `null`"),
         ({"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, "number > 0 and <= 1"),
         ({"minimum": 2**20, "type": "integer"}, "size"),
-        ({"items": {"type": "string"}, "type": "array"}, "a folder or a list of them"),
+        ({"items": {"type": "string"}, "type": "array"}, "a text or a list of them"),
     ],
 )
 def test_values_of_a_key_in_words(schema, words):

@@ -17,6 +17,7 @@ from megatrain.engine.parts import EngineParts
 from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.whole import whole
 from megatrain.settings import Settings
 
 
@@ -138,7 +139,7 @@ class Reading(ABC):
         with (
             computing(self.device, "the keys and values of an answer", lengths_vary=True),
             eager,
-            skeleton.whole(weights) as model,
+            whole(skeleton, weights) as model,
         ):
             yield model
         parts.compute.synchronize()  # wait: nothing may read the store when a step updates it

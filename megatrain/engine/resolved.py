@@ -131,15 +131,13 @@ def resolve(
 
     Args:
         packing: of examples into sequences of `seq_len`; None: all rows are full.
-        compile: as `compiles`.
         micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
     """
-    device = machine.device.type
     packed = packs(skeleton, packing, seq_len, machine.device)
     lengths_vary = packing is not None and not packed
     compiled = compiles(skeleton, machine, compile, lengths_vary)
-    least, mixture = least_tokens(loss, seq_len), holds_experts(skeleton.layers)
-    sizes = micro_batch_sizes(least, device, micro_batch_tokens, mixture)
+    device, least = machine.device.type, least_tokens(loss, seq_len)
+    sizes = micro_batch_sizes(least, device, micro_batch_tokens, holds_experts(skeleton.layers))
     with balanced_on_meta(skeleton, router_aux_loss_coef):
         shape = shape_of(
             skeleton,

@@ -109,7 +109,7 @@ class Skeleton:
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
-        self._stack = stack
+        self.stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
@@ -148,47 +148,21 @@ class Skeleton:
         Whoever re-fills `flat` must write through another tensor on its storage, with a version
         counter of its own: autograd refuses graphs whose parameters changed.
         """
+        views = block.layout.views(flat).values()
         parameters = [
             nn.Parameter(view, requires_grad=not spec.frozen)
-            for spec, view in zip(
-                block.layout.tensors, block.layout.views(flat).values(), strict=True
-            )
+            for spec, view in zip(block.layout.tensors, views, strict=True)
         ]
-        self._place(block, parameters)
+        self.place(block, parameters)
         return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def _place(self, block: Block, parameters: Sequence[nn.Parameter]) -> None:
+    def place(self, block: Block, parameters: Sequence[nn.Parameter | None]) -> None:
         """Give the block's modules these parameters, in layout order."""
         for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
             aliases = [alias for alias, owner in self.anatomy.tied if owner == spec.name]
             for name in (spec.name, *aliases):
                 module, leaf = self.owner(name)
                 module._parameters[leaf] = parameter
-
-    @contextmanager
-    def whole(self, flats: Sequence[torch.Tensor]) -> Iterator[Any]:
-        """Inside, the family's own model, its layers in their places, in evaluation mode.
-
-        flats: its weights, by block, on the device. The parameters that the blocks have otherwise
-            are theirs again afterwards.
-        """
-        self.set_training(False)
-        forget_lengths(self._growing)
-        names = [[spec.name for spec in block.layout.tensors] for block in self.anatomy.blocks]
-        bound = [[self._parameter(name) for name in of_block] for of_block in names]
-        try:
-            for block, flat in zip(self.anatomy.blocks, flats, strict=True):
-                self.bind(block, flat)
-            replace_all(self._stack, self.layers)
-            yield self.model
-        finally:
-            replace_all(self._stack, self.recorders)
-            for block, parameters in zip(self.anatomy.blocks, bound, strict=True):
-                self._place(block, parameters)
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        module, leaf = self.owner(name)
-        return module._parameters[leaf]  # type: ignore[return-value]
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a tensor, looking through the layers' recorders."""
@@ -212,6 +186,10 @@ class Skeleton:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = buffer.to(device)
+
+    def forget_lengths(self) -> None:
+        """Undo what a long sequence has done to rotary factors."""
+        forget_lengths(self._growing)
 
     def set_training(self, training: bool) -> None:
         """Training mode (dropout active) or evaluation mode, for the model with its layers."""
@@ -340,7 +318,7 @@ class Skeleton:
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
         """Run the model's own forward with `tape` in every recorder."""
-        forget_lengths(self._growing)
+        self.forget_lengths()
         try:
             for recorder in self.recorders:
                 recorder.tape = tape
@@ -395,7 +373,7 @@ class Skeleton:
         none = [False] * len(self.layers)
         if self.behaviour is None or self.behaviour.between is None:
             return none
-        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1] * 2])
         try:
             with self._zeros(), torch.no_grad():
                 _, calls = self.embed({"input_ids": ids, "position_ids": positions})

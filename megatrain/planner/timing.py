@@ -8,7 +8,6 @@ order is the engine's (simulation.py). tests/planner/test_timing.py holds all of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,8 @@ from megatrain.machine.profile import (
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
+from megatrain.planner.predicted import WORTH_NAMING
+from megatrain.planner.predicted import Timing as Timing
 from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, StepTimeline
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
@@ -55,41 +56,6 @@ LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
 BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two matmuls forward, five backward
 ROUNDING = 1e-9  # of a quotient that is whole but for floating point
-WORTH_NAMING = 0.05  # share of a phase's time: it is bound by what it waits for longer than that
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A steady step, predicted. Seconds unless said otherwise.
-
-    Attributes:
-        phases: update (resident blocks, on the device), forward, head, backward, second backward;
-            they add up to the step.
-        waits: of the computation: upload, update, download or nvme.
-        bound_by: of each phase, where most of its time goes: compute, or one of the waits.
-        tokens_per_s: of the data, without padding.
-        tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s.
-        reference_s: of a forward alone over as many tokens, which all rows have before the first
-            step where a loss refers to the model as it begins; 0: none does.
-    """
-
-    seconds: float
-    phases: dict[str, float]
-    waits: dict[str, float]
-    bound_by: dict[str, str]
-    tokens_per_s: float
-    tflops: float
-    reference_s: float = 0.0
-
-    def waits_most_for(self, wait: str) -> bool:
-        """True if no other wait takes longer than this one, which is worth naming."""
-        seconds = self.waits[wait]
-        return seconds == max(self.waits.values()) and seconds > WORTH_NAMING * self.seconds
-
-    @property
-    def busy(self) -> float:
-        """Share of the step in which the device computes."""
-        return 1 - sum(self.waits.values()) / self.seconds
 
 
 class StepCosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,7 @@ def evaluate(
         raise ConfigError(f"{named}: {neither}; name rows with --data")
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_weights(str(checkpoint))
-    rows_of = {"data.train": data, "data.eval": None} if data else {}
-    if run_dir is not None:
-        config = load_config(run_dir / CONFIG_FILE, rows_of)
-        day = day_of(load_config(run_dir / RESOLVED_FILE))
-    else:
-        whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
-        config = load_config(whole, rows_of)
-        day = day_of(config)
+    config, day = config_to_evaluate(run_dir, checkpoint, model, data)
     trained, held_out = read_rows(config, model, day)
     rows = trained if data else held_out
     if rows is None:
@@ -124,6 +118,19 @@ def evaluate(
     about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}
+
+
+def config_to_evaluate(
+    run_dir: Path | None, checkpoint: Path, model: Model, data: str | None
+) -> tuple[Config, date]:
+    """The config of a run, or one for a model that no run wrote, and the day that rows are told."""
+    rows_of = {"data.train": data, "data.eval": None} if data else {}
+    if run_dir is not None:
+        day = day_of(load_config(run_dir / RESOLVED_FILE))
+        return load_config(run_dir / CONFIG_FILE, rows_of), day
+    whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+    config = load_config(whole, rows_of)
+    return config, day_of(config)
 
 
 def reference_of_run(

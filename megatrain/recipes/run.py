@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,11 +17,10 @@ from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, MicroBatch, held_out_batches
-from megatrain.data.micro_batches import ReferenceArray
+from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.models.passengers import without_source
@@ -41,10 +40,15 @@ from megatrain.recipes.describe import (
 from megatrain.recipes.examination import Examination, open_examination
 from megatrain.recipes.going_on import where_to_go_on
 from megatrain.recipes.judging import greater_is_better
-from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come, sweeps
+from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
-from megatrain.recipes.reference import References, are_kept, fingerprint, references_of
+from megatrain.recipes.reference import (
+    References,
+    are_kept,
+    compare_with_reference,
+    known_reference,
+)
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
@@ -60,7 +64,7 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, load_resumable, read_about
+from megatrain.storage.restore import Resumable, load_resumable
 from megatrain.storage.run_folder import RunLock, checkpoint_name, checkpoints, folder_bytes
 from megatrain.storage.saves import newer_than
 
@@ -81,6 +85,11 @@ class Ready:
     def rows(self) -> tuple[Rows, Rows | None]:
         """To train on, and held out."""
         return self.loader.rows, self.held_out
+
+    @property
+    def sweep_tokens(self) -> int:
+        """Padded tokens that share one sweep of the weights where nothing is trained."""
+        return self.plan.job.tokens_per_step // self.plan.choices.groups
 
 
 def plan(
@@ -277,51 +286,19 @@ def load(
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
 
 
-def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
-    """The fingerprint of the model that a run began with, if its method has a reference and it goes
-    on."""
-    loss = ready.parts.resolved.loss
-    if not (isinstance(loss, SequenceLoss) and loss.reference) or resuming is None:
-        return None
-    assert resuming.path is not None
-    return str(read_about(resuming.path)["state"].get("reference"))
-
-
-def compare_with_reference(
-    ready: Ready,
-    engine: Engine,
-    of_model: str | None,
-    anew: bool,
-    sweep_tokens: int,
-    progress: Progress,
-) -> References | None:
-    """The reference's log-probabilities, which the loader gives out from now on; None for methods
-    without.
-
-    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
-
-    Raises StorageError if they are gone, and the model is another.
-    """
-    loss, loader, config = ready.parts.resolved.loss, ready.loader, ready.parts.config
-    if not (isinstance(loss, SequenceLoss) and loss.reference):
-        return None
-
-    def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        given = loader.micro_batch_tokens, loader.pad_id, None, loader.pack_to, loader.regimes
-        return sweeps(held_out_batches(rows, *given, references=references), sweep_tokens)
-
-    with progress.doing("the reference's log-probabilities"):
-        here = fingerprint(engine) if anew else of_model
-        if of_model not in (None, here):
-            raise StorageError(
-                f"{config.model.source}: is not the model that this run began with, whose "
-                "log-probabilities are gone from the cache; bring that model back, or start a new "
-                "run"
-            )
-        assert here is not None
-        found = references_of(engine, here, *ready.rows, batches)
-    loader.references = found.train
-    return found
+def open_engine(
+    ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> tuple[Engine, References | None]:
+    """The engine with its first weights, or without any where a checkpoint follows; and what a
+    method with a reference compares with."""
+    parts, plan = ready.parts, ready.plan
+    read = parts.config.model.init == "pretrained" and resuming is None
+    weights = plan.parameters + plan.frozen_parameters if read else None
+    of_model = known_reference(ready, resuming)
+    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
+    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
+        engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
+    return engine, compare_with_reference(ready, engine, of_model, anew, progress)
 
 
 def open_run(
@@ -336,14 +313,7 @@ def open_run(
     if resuming is None:
         describe_run(parts, plan)
     may_end_here()
-    read = config.model.init == "pretrained" and resuming is None
-    weights = plan.parameters + plan.frozen_parameters if read else None
-    of_model = known_reference(ready, resuming)
-    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
-    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
-        engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
-    sweep_tokens = plan.job.tokens_per_step // plan.choices.groups
-    references = compare_with_reference(ready, engine, of_model, anew, sweep_tokens, progress)
+    engine, references = open_engine(ready, progress, stack, resuming)
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = load(ready, engine, resuming, progress)
@@ -370,7 +340,7 @@ def open_run(
         loader=loader,
         held_out=ready.held_out,
         held_out_references=references.held_out if references else None,
-        sweep_tokens=sweep_tokens,
+        sweep_tokens=ready.sweep_tokens,
         writer=writer,
         progress=progress,
         meter=meter,

@@ -98,7 +98,7 @@ def prepare(
     model = model or read_model(config)
     machine = machine or find_machine(config, may_measure=may_measure)
     say_if_without_bfloat16(machine)
-    train, source = config.train, config.model
+    train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
         model.config,
         attention=config.attention,
@@ -108,7 +108,6 @@ def prepare(
     skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
     packing = None if METHODS[config.method].whole_documents else config.data.packing
-    loss = make_loss(config)
     if packing is True and not skeleton.separates_documents(machine.device):
         why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
         raise ConfigError(
