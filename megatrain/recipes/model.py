@@ -76,12 +76,17 @@ def suited(model: Model, config: Config) -> Model:
     """
     if METHODS[config.method].scores:
         return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
+    check_writes(model, config.model.source, f"set method: reward instead of {config.method}, or ")
+    return model
+
+
+def check_writes(model: Model, named: str, remedy: str = "") -> None:
+    """Raise ModelError for a reward model. remedy: another than to name a language model."""
     if is_classifier(model.config):
         raise ModelError(
-            f"{config.model.source}: is a reward model, which gives scores and writes no text, so "
-            f"method: {config.method} cannot train it; set method: reward, or name a language model"
+            f"{named}: is a reward model, which gives scores and writes no text; {remedy}name a "
+            "language model"
         )
-    return model
 
 
 def describe_model(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,19 +19,23 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
-from megatrain.models.pretrained import ModelSource, read_model_config
-from megatrain.models.quantised import quantisation_in
-from megatrain.optim.split import split_master
-from megatrain.storage.carried import CONFIG, NOTHING, Carried, about_carried, carried_of
-from megatrain.storage.dequantise import dequantised
+from megatrain.models.pretrained import ModelSource
+from megatrain.optim.split import as_weight, split_master
+from megatrain.storage.candidates import Candidate, listed, open_folder, read_gguf, with_head
+from megatrain.storage.carried import (
+    CONFIG,
+    NOTHING,
+    Carried,
+    about_carried,
+    carried_of,
+    with_frozen,
+)
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
     in_parallel,
-    open_shards,
-    read_chunks,
 )
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
@@ -43,20 +46,6 @@ IGNORED = re.compile(
     r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
 )
 logger = logging.getLogger("megatrain")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A tensor of the source. `chunks()` yields (first element, flat values) in order.
-
-    stored: where it lies in a safetensors file; None for other sources and quantised tensors.
-    """
-
-    where: str  # file and name, for error messages
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
-    stored: StoredTensor | None = None
 
 
 def load_weights(
@@ -84,14 +73,14 @@ def load_weights(
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        found_there = with_head(_read_gguf(source), head, source)
+        found_there = with_head(read_gguf(source), head, source)
         copy_in(anatomy, store, found_there, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        candidates = with_head(_open_folder(anatomy, store, source), head, source)
+        candidates = with_head(open_folder(anatomy, store, source), head, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
@@ -104,28 +93,8 @@ def load_weights(
     dropped = [name for name, place in carried.items() if place is None]
     if said := about_carried(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
-    return anatomy.published.named_as(found), kept
-
-
-def with_head(
-    candidates: Mapping[str, Candidate], head: NewHead | None, source: ModelSource
-) -> dict[str, Candidate]:
-    """The tensors of a language model's folder, and those that its classifier has besides, without
-    those that this has no use for. What that comes to is said."""
-    if head is None:
-        return dict(candidates)
-    found = {name: c for name, c in candidates.items() if name not in head.unused}
-    drawn = {name: values for name, values in head.drawn.items() if name not in found}
-    for name, values in drawn.items():
-        whole = partial(_whole, values)
-        found[name] = Candidate(name, values.dtype, tuple(values.shape), whole)
-    if drawn:
-        logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
-    if unused := sorted(candidates.keys() & head.unused):
-        logger.info(
-            f"{source.file}: {_listed(unused)} is not used: a reward model has another head"
-        )
-    return found
+    held = {place: candidates[name].stored for place, name in found.items()}
+    return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
 
 
 def _unchanged(
@@ -142,55 +111,6 @@ def _unchanged(
             )
         found[name] = stored
     return found
-
-
-def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[str, Candidate]:
-    stored, how = open_shards(source.path), quantisation_in(source.path)
-    found = {}
-    if how is not None:
-        held = sum(tensor.nbytes for tensor in stored.values())
-        quantised, stored = dequantised(stored, how)
-        for name, q in quantised.items():
-            found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
-        dtype = store.arrays["weight"].dtype
-        logger.info(
-            f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
-            f"and what it saves is {str(dtype).removeprefix('torch.')}: "
-            f"{anatomy.parameters * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
-        )
-    for name, t in stored.items():
-        found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
-    return found
-
-
-def _read_gguf(source: ModelSource) -> dict[str, Candidate]:
-    """The tensors of a GGUF file, all of them in RAM, de-quantised to fp32 by transformers.
-
-    Its `from_pretrained` would do the same, but wants the accelerate package only to read a file.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config, file = read_model_config(source), source.file
-    try:
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        with torch.device("meta"):
-            names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        read: Any = load_gguf_checkpoint
-        tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
-    except (OSError, ValueError, TypeError, LookupError, ImportError, NotImplementedError) as error:
-        raise ModelError(
-            f"{file}: this GGUF file cannot be read ({error}); "
-            "name the Hugging Face folder of the model instead"
-        ) from error
-    return {
-        name: Candidate(f"{file}: {name}", t.dtype, tuple(t.shape), partial(_whole, t))
-        for name, t in tensors.items()
-    }
-
-
-def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    return [(0, tensor.reshape(-1))]
 
 
 def copy_in(
@@ -282,7 +202,7 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
     missing = anatomy.published.missing(found.keys())
     if missing:
         raise ModelError(
-            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
+            f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
     carried: dict[str, Place | None] = dict.fromkeys(dropped)
@@ -309,7 +229,7 @@ def _match_names(
             found[place] = name
     if unexpected:
         raise ModelError(
-            f"{where}: holds {_listed(unexpected)}, unknown to a {anatomy.family} model of this "
+            f"{where}: holds {listed(unexpected)}, unknown to a {anatomy.family} model of this "
             "config.json"
         )
     whole = {place.own for place in found if place.whole}
@@ -332,11 +252,6 @@ def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
         else:
             found[owner] = stand_in
     return twins
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
 def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:
@@ -371,9 +286,12 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
 def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
     """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
+    A frozen one has no remainder.
+
     Raises ModelError if a value is NaN, infinite, or too large for bf16.
     """
-    split = store.arrays["weight"].dtype == torch.bfloat16
+    frozen = place.tensor.offset >= store.layouts[place.block].trainable
+    split = store.arrays["weight"].dtype == torch.bfloat16 and not frozen
     names = ["weight", "remainder"] if split else ["weight"]
     # not soon: the block's other tensors follow
     with store.lease(place.block, names, changes=True, soon=False) as arrays:
@@ -384,7 +302,9 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             may_end_here()
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
-                part.copy_(values)
+                part.copy_(as_weight(values, weight.dtype))
+                if frozen:
+                    _check_finite(part, candidate.where)  # rounding up may have overflowed
                 continue
             low = remainders[0].narrow(0, begin, values.numel())
             if values.dtype == torch.bfloat16:
