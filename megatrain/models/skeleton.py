@@ -106,7 +106,6 @@ class Skeleton:
             labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
-        self.pad_id: int | None = text.pad_token_id
         self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model, passengers.modules)
         self.has_kernels = findings.kernels
@@ -310,8 +309,7 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of n positions from the last layer's output [n, hidden]; or a
-        classifier's scores [n, labels].
+        """Logits [n, vocab] or scores [n, labels] from the last layer's output [n, hidden].
 
         Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
         """
@@ -398,7 +396,5 @@ class Skeleton:
                 f"{family}: its head cannot run by itself ({error}); it cannot be streamed yet"
             ) from error
         if shape != (2, self.anatomy.outputs):
-            raise ModelError(
-                f"{family}: its head returns {list(shape)} for 2 positions; "
-                "it cannot be streamed yet"
-            )
+            what = f"its head returns {list(shape)} for 2 positions"
+            raise ModelError(f"{family}: {what}; it cannot be streamed yet")
