@@ -83,8 +83,9 @@ def build_model(
                 f"model type {config.model_type!r} is no decoder that transformers can build for "
                 "text; name a language model"
             ) from error
+        kind = "reward model" if is_classifier(config) else "causal language model"
         raise ModelError(
-            f"model type {config.model_type!r} cannot be built as a causal language model: {reason}"
+            f"model type {config.model_type!r} cannot be built as a {kind}: {reason}"
         ) from error
     return model.train()  # type: ignore[no-any-return]
 

@@ -20,6 +20,7 @@ from megatrain.losses import Dpo, Reward, find_ends
 from megatrain.models.classifiers import as_classifier, is_classifier
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
+from tests.multimodal import save_multimodal
 from tests.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
 
 FAMILIES = ["llama", "llama-tied", "gpt-neox", "gpt2", "mixtral", "opt-projected", "ctrl"]
@@ -166,6 +167,20 @@ def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tm
         theirs = model.eval()(**inputs).logits
     torch.testing.assert_close(ours, theirs[:, 0], rtol=1e-5, atol=1e-6)
     assert theirs.shape[1] == 1
+
+
+def test_a_vision_tower_is_carried_along_and_the_configuration_is_not(tmp_path):
+    """config.json stays as it came beside passengers, but here it is another model's."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    save_multimodal(folder, "gemma3")
+    with opened(folder) as engine:
+        assert engine.anatomy.passengers.multimodal
+        engine.train_step([padded()], Reward())
+        engine.save_pretrained(out)
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model, about = loading.from_pretrained(out, output_loading_info=True)
+    assert type(model).__name__ == "Gemma3ForSequenceClassification"
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_and_by_an_engine(tmp_path):
