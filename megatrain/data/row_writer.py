@@ -104,8 +104,8 @@ class RowWriter:
 
     def close(self) -> None:
         """Close the files; what was written stays."""
-        self._ids.close()
-        self._mask.close()
+        with closing(self._ids):
+            self._mask.close()
 
 
 class HashedFile:
@@ -122,9 +122,11 @@ class HashedFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
 
 def hash64(data: bytes) -> int:

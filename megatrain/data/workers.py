@@ -123,6 +123,7 @@ class Team(Generic[Given, Done]):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
         while True:
             batch = connection.recv()
+            answer: tuple[Done | None, Exception | None]
             try:
                 answer = (self._work(batch), None)
             except Exception as error:  # noqa: BLE001  the parent raises it

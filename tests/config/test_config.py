@@ -32,6 +32,7 @@ data:
   columns: {text: body}
   chat_template: chatml
   prompts: chat
+  processes: 3
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
