@@ -301,7 +301,7 @@ def sets_asked(cache: Path, asked: str) -> Iterator[str]:
 def cached_set(cache: Path, key: str) -> TokenRows | None:
     """`load_cached_set`, with a warning where it gives None for a damaged set."""
     rows = load_cached_set(cache, key)
-    if rows is None and (cache / key).exists():
+    if rows is None and os.path.exists(cache / key):
         logger.warning(f"{cache / key}: the tokenised rows are damaged; they are made anew")
     return rows
 

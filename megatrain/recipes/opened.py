@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def in_run_folder(path: Path, work: Callable[[Opened], RunSummary]) -> RunSummar
 
     A folder that was made for a run which failed or was stopped before its first step is removed.
     """
-    console, made = console_on(stderr=True), not path.exists()
+    console, made = console_on(stderr=True), not os.path.exists(path)
     with stop_requests() as stop, run_lock(path) as lock:
         try:
             with logging_to(path, console):
