@@ -119,7 +119,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if stop.came():
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
-    for batch, data_s in timed(run.loader):
+    for batch, data_s in timed(() if without_patience(run) else run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
         # after the last step nothing would be left to resume, so no request is heeded
@@ -286,14 +286,19 @@ def out_of_patience(run: Run, loss: float | None) -> bool:
     if loss is None:
         return False
     run.waited = 0 if better(run, loss) else run.waited + 1
-    patience = run.config.checkpoint.patience
-    if patience is None or run.waited < patience:
+    if not without_patience(run):
         return False
     logger.info(
         f"step {run.step}: the last {run.waited} evaluations were not better than step "
         f"{run.best.get('step')}; training ends (checkpoint.patience)"
     )
     return True
+
+
+def without_patience(run: Run) -> bool:
+    """Whether evaluations were no better so often that training ends, or has ended before."""
+    patience = run.config.checkpoint.patience
+    return patience is not None and run.waited >= patience
 
 
 def evaluated(

@@ -37,7 +37,7 @@ from megatrain.recipes.describe import (
     summarize,
     work_of,
 )
-from megatrain.recipes.going_on import where_to_go_on
+from megatrain.recipes.going_on import final_is_whole, where_to_go_on
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come, sweeps
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
@@ -138,7 +138,8 @@ def resume(
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
-            if going.is_the_end(run_dir) and not going.found.warnings:
+            over = going.is_the_end(run_dir) and not going.found.warnings
+            if over and final_is_whole(run_dir):
                 return nothing_left(run_dir)
         if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
             logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
