@@ -3,8 +3,8 @@
 Before the first step there is nothing to save: `Stopped` is raised where work may end next
 (heartbeat.py), and a second signal of any kind means what it meant before. Then the loop looks at
 the flag. Schedulers warn with SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or SIGALRM, some with several; a
-terminal that is closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at once the
-second time.
+terminal that is closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C
+stops at once the second time.
 """
 
 from __future__ import annotations
