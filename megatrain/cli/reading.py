@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,11 +61,40 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Rows to evaluate on; default: those the run holds out.")
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Tasks of lm-eval, groups or tags, or YAML files."),
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Rows of each task, at most; below 1 a share of them.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of a task.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="YAML files of further tasks.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask tasks in the model's chat format.")
+    ] = False,
     as_json: AsJson = False,
     no_verify: NoVerify = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Compute the held-out loss of a run, a checkpoint or any other model."""
+    """Compute the held-out loss of a run, a checkpoint or any other model, or run tasks on it."""
+    of_tasks = {
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "include_path": include_path,
+        "apply_chat_template": apply_chat_template or None,
+    }
+    asked = {name: value for name, value in of_tasks.items() if value is not None}
+    if tasks is not None:
+        _run_tasks(model, data, tasks, asked, as_json, no_verify, trust_remote_code)
+        return
+    if asked:
+        option = next(iter(asked)).replace("_", "-")
+        raise ConfigError(f"--{option}: has no effect without --tasks; name some")
     find_model(model)
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
@@ -77,6 +106,37 @@ def evaluate(
         return
     for name, value in result.items():
         typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def _run_tasks(
+    model: str,
+    data: str | None,
+    tasks: str,
+    asked: dict[str, Any],
+    as_json: bool,
+    no_verify: bool,
+    trust_remote_code: bool,
+) -> None:
+    from megatrain.config.evaluating import check_lm_eval
+
+    if data is not None:
+        raise ConfigError("--data: excludes --tasks, which bring their own rows; remove one")
+    names = tuple(dict.fromkeys(filter(None, (name.strip() for name in tasks.split(",")))))
+    if not names:
+        raise ConfigError("--tasks: names no task; `lm-eval ls tasks` lists them")
+    check_lm_eval("--tasks")
+    find_model(model)
+    from megatrain.recipes import inspect
+    from megatrain.recipes.tasks import TaskOptions
+
+    with reading(no_verify):
+        options = TaskOptions(names, **asked)
+        checkpoint, found = inspect.evaluate_tasks(model, options, "--tasks", trust_remote_code)
+    if as_json:
+        print_json({"checkpoint": checkpoint, "results": found.to_dict()})
+    else:
+        typer.echo(f"checkpoint: {checkpoint}")
+        found.render(console_on())
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
+from megatrain.config.evaluating import CheckpointOptions, EvalOptions, refuse_unjudged
 from megatrain.config.preference import (
     CpoOptions,
     DpoOptions,
@@ -163,6 +164,7 @@ class TrainOptions(Options):
         "Weight of the routers' balancing loss over a step, which is then one group; 0: none; "
         "auto: 0.001 if transformers has that loss for the model, whatever config.json says.",
     )
+    freeze: v.Patterns = key((), "Tensors not to train: names as in the model's folder, or globs.")
     eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )
@@ -204,25 +206,6 @@ class TrainOptions(Options):
             remedy = "remove it or choose another schedule"
             refuse("min_lr_ratio", f"a constant learning rate has no end value; {remedy}")
         return self
-
-
-class CheckpointOptions(Options):
-    """When the run is saved."""
-
-    every: v.CountOrNull = key(
-        200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
-    )
-    keep: v.Count = key(
-        2,
-        "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
-    )
-    patience: v.CountOrNull = key(
-        None, "Evaluations without a better held-out loss that end the run; null: it goes on."
-    )
-    final: c.Final = key(
-        "model",
-        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
-    )
 
 
 class OptimizerOptions(Options):
@@ -278,6 +261,7 @@ class Config(Options):
     data: DataOptions
     train: TrainOptions = TrainOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    eval: EvalOptions = EvalOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     memory: MemoryOptions = MemoryOptions()
     economy: EconomyOptions = EconomyOptions()
@@ -341,8 +325,7 @@ class Config(Options):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
-        if self.checkpoint.patience is not None and self.data.eval is None:
-            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
+        refuse_unjudged(self.checkpoint, self.eval, self.data.eval is not None)
         if fault := fault_of_sections(self):
             refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":

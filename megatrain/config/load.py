@@ -19,6 +19,7 @@ from megatrain.config.document import (
     read_text,
     read_yaml,
 )
+from megatrain.config.evaluating import check_prompts
 from megatrain.config.fields import Config
 from megatrain.config.hints import ALIAS_SECTIONS, SECTIONS, TOP, unknown
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
@@ -95,9 +96,10 @@ def load_config(
 def load_run(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """`load_config`, and a look whether the data is there. Raises ConfigError and DataError."""
+    """`load_config`, and a look whether data and prompts are there. Raises DataError, too."""
     config = load_config(source, overrides)
     check_sources(config)
+    check_prompts(config)
     return config
 
 

@@ -107,6 +107,13 @@ def _optimizer(value: object) -> object:
     return _known_optimizer(value)
 
 
+def _figure(value: object) -> object:
+    if value is None:
+        return "eval_loss"
+    begun = isinstance(value, str) and value.startswith("eval_")
+    return value if begun or not isinstance(value, str) else f"eval_{value}"
+
+
 def _template(value: object) -> object:
     return None if value == "tokenizer_default" else value
 
@@ -135,6 +142,7 @@ ALIASES: dict[str, Alias] = {
     "warmup_steps": Alias(("train", "warmup")),
     "max_grad_norm": Alias(("train", "max_grad_norm")),
     **_all("router_aux_loss_coef moe_aux_loss_coef", Alias(("train", "router_aux_loss_coef"))),
+    "freeze": Alias(("train", "freeze")),
     "seed": Alias(("train", "seed")),
     "full_determinism": Alias(("train", "deterministic")),
     "logging_steps": Alias(("train", "log_every")),
@@ -143,6 +151,10 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Alias(("checkpoint", "every")),
     "save_total_limit": Alias(("checkpoint", "keep")),
     "early_stopping_patience": Alias(("checkpoint", "patience")),
+    "metric_for_best_model": Alias(("checkpoint", "metric"), _figure),
+    "greater_is_better": Alias(
+        ("checkpoint", "greater_is_better"), lambda value: "auto" if value is None else value
+    ),
     "output_dir": Alias(("output",)),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "weight_decay": Alias(("optimizer", "weight_decay")),
@@ -207,8 +219,8 @@ REFUSED: dict[str, Refusal] = {
     **_all("fp16 half", _MIXTURE),
     "tf32": _drop("precision: float32 computes in true fp32"),
     **_all(_ADAPTERS, _ADAPTER),
-    "finetuning_type": _drop("MegaTrain trains every parameter", "full"),
-    "freeze": _drop("freezing parameters is not built yet"),
+    "finetuning_type": _drop("MegaTrain trains every parameter but train.freeze's", "full"),
+    "unfrozen_parameters": _drop("name what is not trained instead (train.freeze)", None),
     **_all(_QUANTISATION, _QUANTISED),
     **_all("deepspeed fsdp", _SHARDING),
     "gradient_checkpointing": Refusal(_PLANNED, (True, None)),
@@ -234,7 +246,6 @@ REFUSED: dict[str, Refusal] = {
     "load_best_model_at_end": Refusal(
         "`best` in the run folder points at the best checkpoint; export it with --checkpoint best"
     ),
-    "metric_for_best_model": _drop("best means lowest held-out loss", "loss", "eval_loss", None),
     "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay, train.warmup", (None, {})),
     "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
     **_all("beta2_decay clip_threshold", _ADAFACTOR_KEY),
@@ -246,7 +257,7 @@ REFUSED: dict[str, Refusal] = {
     "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
     "do_eval": Refusal("set data.eval: null for no evaluation", (True, None)),
     "do_predict": Refusal("`megatrain generate` answers prompts, `megatrain eval` evaluates"),
-    "predict_with_generate": Refusal("an evaluation computes the held-out loss alone"),
+    "predict_with_generate": Refusal("`eval.prompts` and `eval.tasks` have evaluations answer"),
     "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
     "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
     "max_samples": Refusal(

@@ -32,6 +32,7 @@ REFUSED = {
     "precision": "the arrays are kept in that precision",
     "optimizer.name": "the state is that optimizer's",
     "optimizer.moments": "the state is kept in that type",
+    "train.freeze": "the checkpoint has the state of the tensors that were trained",
     "train.seed": "the order of the rows follows from it",
     "output": "a run stays in its folder, which may be moved as a whole",
 }
@@ -70,6 +71,8 @@ PATHS = (
     "data.train",
     "data.eval",
     "data.chat_template",
+    "eval.include_path",
+    "eval.prompts",
     "memory.nvme",
     "output",
 )

@@ -179,6 +179,9 @@ Flag = Annotated[bool, wanted("true or false")]
 FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
 DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
+Patterns = Annotated[
+    tuple[_Text, ...], wanted("a tensor's name with wildcards, or a list of them", as_texts)
+]
 Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
 TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]

@@ -202,10 +202,11 @@ def prepare(
         targets = replace(targets, examples=find_examples(batch, targets))
         trains = loss.trains(batch)
     prepared = MicroBatch(number, moved, targets.to(device), trains=trains)
-    if marks_real and trains:
+    if marks_real:
         ids = batch["input_ids"]
         plain = mask is not None and mask.shape == ids.shape  # models take others, too
         real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
+        real *= trains  # else its choices of experts do not count
         prepared.real_tokens = int(real.sum())
         prepared.real = real.to(device, non_blocking=True)
     return prepared

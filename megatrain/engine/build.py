@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
@@ -123,6 +123,7 @@ def prepare(
     seq_len: int | None = None,
     settings: Settings | Literal["auto"] = "auto",
     memory: Mapping[str, Any] | None = None,
+    freeze: Sequence[str] = (),
     weights: Weights,
 ) -> Prepared:
     """Decide what an engine for a transformers configuration is made of; allocates nothing.
@@ -132,7 +133,7 @@ def prepare(
     _check_types(optimizer, settings, seed, max_grad_norm)
     where = choose_device(str(device))
     chosen = choose_precision(precision, where)
-    skeleton = _skeleton(config, attention, chosen, weights)
+    skeleton = _skeleton(config, attention, chosen, weights, freeze)
     optimizer = optimizer or AdamW()
     coefficient = coefficient_of(skeleton, router_aux_loss_coef)
     if settings == "auto" and tokens_per_step is not None and seq_len is not None:
@@ -170,13 +171,17 @@ def prepare(
     return Prepared(skeleton, optimizer, chosen, max_grad_norm, coefficient, where, settings, seed)
 
 
-def _skeleton(config: Any, attention: str, precision: str, weights: Weights) -> Skeleton:
-    return Skeleton(
+def _skeleton(
+    config: Any, attention: str, precision: str, weights: Weights, freeze: Sequence[str]
+) -> Skeleton:
+    skeleton = Skeleton(
         config,
         attention=attention,
         dtype=PRECISIONS[precision],
         trust_remote_code=weights.trust_remote_code,
     )
+    skeleton.freeze([freeze] if isinstance(freeze, str) else freeze)
+    return skeleton
 
 
 def _plan(resolved: Resolved, tokens_per_step: int, host_limit: int | None) -> Plan:
@@ -221,7 +226,11 @@ def prepare_planned(plan: Plan) -> Prepared:
     bound_heap_if_short(plan)
     # its own: a plan may open several engines
     skeleton = _skeleton(
-        resolved.skeleton.config, resolved.attention, machine.precision, resolved.weights
+        resolved.skeleton.config,
+        resolved.attention,
+        machine.precision,
+        resolved.weights,
+        resolved.skeleton.freezes,
     )
     return Prepared(
         skeleton,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -60,6 +60,7 @@ class Constructors(ABC):
         seq_len: int | None = None,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         trust_remote_code: bool = False,
     ) -> Self:
         """An engine with the weights of a local folder, a GGUF file or a hub id.
@@ -68,23 +69,21 @@ class Constructors(ABC):
             revision: branch, tag or commit of a hub id.
             optimizer: default: AdamW with its own defaults.
             precision: "auto" is bfloat16 where the hardware is fast at it, else float32.
-            attention: "auto" is the fastest implementation that honours the family's masks and
-                softcaps.
+            attention: "auto" is the fastest that honours the family's masks and softcaps.
             router_aux_loss_coef: weight of the routers' balancing loss in what is trained; "auto":
                 0.001 for a mixture for which transformers has that loss, else 0.
             device: "auto", "cpu", "cuda" or "cuda:N".
             tokens_per_step, seq_len: tokens of a step and of its rows, which are planned as full.
             settings: "auto" plans as the command line does, if the two above are given (`plan`
-                then says what was planned, such as `plan.choices.micro_batch_tokens`); without
-                them everything is streamed. An mt.Settings is taken at its word.
+                says what); else everything is streamed. An mt.Settings is taken at its word.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
+            freeze: tensors that are not trained, by their names in the source, with wildcards.
 
         Raises:
             ConfigError: an argument is out of range or cannot be had here.
             ModelError: the model is broken, or its family cannot be streamed.
             StorageError: a file of it cannot be read, or fails the checksum that it has.
-            PlanError: it does not fit.
-            OutOfMemory: host or GPU memory does not suffice nevertheless.
+            PlanError, OutOfMemory: it does not fit, as planned or nevertheless.
         """
         found = resolve_source(source, revision)
         check_description(found.path, trust_remote_code)
@@ -101,6 +100,7 @@ class Constructors(ABC):
             seq_len=seq_len,
             settings=settings,
             memory=memory,
+            freeze=freeze,
             weights=Weights(str(source), revision, trust_remote_code),
         )
         return cls._open(prepared, found, trust_remote_code)
@@ -121,6 +121,7 @@ class Constructors(ABC):
         seq_len: int | None = None,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         trust_remote_code: bool = False,
     ) -> Self:
         """An engine with random weights, drawn by the family's own rule.
@@ -142,6 +143,7 @@ class Constructors(ABC):
             seq_len=seq_len,
             settings=settings,
             memory=memory,
+            freeze=freeze,
             weights=Weights(None, trust_remote_code=trust_remote_code),
         )
         return cls._open(prepared, None, trust_remote_code)

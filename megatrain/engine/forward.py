@@ -15,7 +15,7 @@ from megatrain.engine.head import loss_sum, target_logprobs
 from megatrain.engine.objective import Objective
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
-from megatrain.losses import IGNORE, SequenceLoss, Tally
+from megatrain.losses import IGNORE, SequenceLoss, Tally, Targets
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import Settings
@@ -31,6 +31,8 @@ class ForwardPasses:
 
     Attributes:
         step: counts steps, for dropout seeds.
+        first: the first block that is trained, where backward ends.
+        parameters: of every block, those that are trained.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class ForwardPasses:
         self.settings, self.seed, self.balancer = settings, seed, balancer
         self.device, self.step = streamer.compute.device, 0
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
-        self.graphs_of = graphs_of_layers(layers, settings.retained, settings.retained_on_host)
+        self.first = skeleton.anatomy.first_trained
+        on_host = settings.retained_on_host
+        self.graphs_of = graphs_of_layers(layers, settings.retained, on_host, self.first)
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
 
@@ -70,22 +74,19 @@ class ForwardPasses:
         return total
 
     def logprobs(
-        self, batches: Sequence[Batch], greedy: bool
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each micro-batch, in one sweep: the log-probability of every target, at the place of
-        the token that is predicted, fp32 [batch, tokens], 0 elsewhere; and with `greedy`, as bool
-        of the same shape, whether that token is the likeliest."""
+        self, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
+    ) -> list[tuple[Targets, torch.Tensor, torch.Tensor]]:
+        """Each micro-batch's targets and what `head.target_logprobs` says of them, in one sweep.
+
+        targets: others than the labels show; a position may have several.
+        """
         self.skeleton.set_training(False)
-        found = []
-        for mb, hidden in self._through_layers(self._prepare(batches)):
-            rows, place = hidden.flatten(0, 1), mb.targets.index + 1  # a row's last predicts none
-            given = self.skeleton.head, rows, mb.targets, *self._chunks
-            placed = []
-            for values in target_logprobs(*given, greedy):
-                everywhere = values.new_zeros(len(rows))
-                everywhere[place[: len(values)]] = values
-                placed.append(everywhere.view(hidden.shape[:2]))
-            found.append((placed[0], placed[1]))
+        prepared, found = self._prepare(batches), []
+        for mb, given in zip(prepared, targets or (), strict=targets is not None):
+            mb.targets = given.to(self.device)
+        for mb, hidden in self._through_layers(prepared):
+            given_head = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self._chunks
+            found.append((mb.targets, *target_logprobs(*given_head, greedy)))
         return found
 
     def target_logprobs(self, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,12 +160,12 @@ class ForwardPasses:
             for mb in group:
                 assert mb.hidden is not None
                 self._begin_layer(block, mb)
-                keeps = keep and mb.trains
-                if keeps and self.graphs_of[index] != "nowhere":
+                where = self.graphs_of[index] if keep and mb.trains else "unneeded"
+                if where in ("device", "host"):
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
                 output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
-                if keeps:
+                if where == "nowhere":
                     mb.kept[index] = self.boundaries.park(mb.hidden)
                 mb.hidden = output
             if keep and self.balancer:

@@ -85,7 +85,7 @@ class Gradients:
     The order is the same wherever the sums live, so the number of groups does not change a bit.
 
     Args:
-        layouts: of all blocks, in execution order.
+        layouts: of all blocks, in execution order. One of no elements is frozen: it has no sums.
         dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
         resident: number of first blocks that live on the device; their gradients do not leave it.
         own: blocks with an accumulator of their own for the whole step (`schedule.own_sums`); the
@@ -143,7 +143,7 @@ class Gradients:
     def open(self, block: int) -> None:
         """Make the block's sum ready to be added to: empty in the step's first group, else what the
         groups before have left."""
-        if block in self._open:
+        if block in self._open or not self.layouts[block].numel:
             return  # a tied embedding is opened by the head and closed by embed
         buffer = self._own.get(block)
         if buffer is None:
@@ -180,6 +180,8 @@ class Gradients:
 
     def sums(self, block: int) -> dict[str, Sum]:
         """The open sums of a block's tensors by name, to be added to by what is computed next."""
+        if not self.layouts[block].numel:
+            return {}
         opened = self._open[block]
         self.compute.wait(opened.arriving, "upload")  # wait: earlier groups' sums are on their way
         opened.arriving = None
@@ -190,6 +192,8 @@ class Gradients:
 
         In the last group, round, measure and download its gradient, and hand it to the sink.
         """
+        if not self.layouts[block].numel:
+            return
         for open_sum in self.sums(block).values():
             open_sum.fill()
         buffer = self._open.pop(block).buffer

@@ -51,12 +51,16 @@ class Graph:
     saved: SavedTensors | None
 
     def gradients(
-        self, parameters: Collection[Tensor], grad: Tensor | None
+        self, parameters: Collection[Tensor], grad: Tensor | None, *, ends_here: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of input and `parameters` from the output's `grad`. Spends the graph."""
-        wanted: list[Any] = [self.given, *parameters]  # torch annotates no mixture
-        with self.saved or nullcontext():
-            return torch.autograd.grad([self.root], wanted, [grad], allow_unused=True)
+        """Gradients of input and `parameters` from the output's `grad`. Spends the graph.
+
+        ends_here: nothing before the layer is trained, so the input's is None.
+        """
+        wanted: list[Any] = [*parameters] if ends_here else [self.given, *parameters]
+        with self.saved or nullcontext():  # torch annotates no mixture of both
+            found = torch.autograd.grad([self.root], wanted, [grad], allow_unused=True)
+        return (None, *found) if ends_here else found
 
 
 def run_for_graph(

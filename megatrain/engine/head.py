@@ -151,20 +151,20 @@ def target_logprobs(
     fused: bool = False,
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a micro-batch's targets, fp32 [n], without gradients.
-
-    With `greedy` also, as bool [n], whether each is the likeliest token. Args: as
-    `loss_and_gradients`.
-    """
-    values, likeliest = [hidden.new_zeros(0, dtype=torch.float32)], [targets.labels[:0] == 0]
+    """Log-probabilities of a micro-batch's targets, fp32 [n], and, with `greedy`, whether each is
+    the likeliest token, bool [n]. Args: as `loss_and_gradients`."""
+    values = hidden.new_zeros(len(targets), dtype=torch.float32)
+    likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
+    start = 0
     with torch.no_grad():
         for part in targets.chunks(chunk):
             logits = project(hidden.index_select(0, part.index))
+            place = slice(start, start := start + len(part))
             if greedy:
-                likeliest.append(logits.argmax(1) == part.labels)
-            values.append(token_logprobs(logits, part.labels, fused))
+                likeliest[place] = logits.argmax(1) == part.labels
+            values[place] = token_logprobs(logits, part.labels, fused)
             del logits  # or they would live until the next chunk's are there
-    return torch.cat(values), torch.cat(likeliest)
+    return values, likeliest
 
 
 def loss_and_gradients(

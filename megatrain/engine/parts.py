@@ -85,7 +85,7 @@ def open_parts(
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release)
         gradients = Gradients(
-            layouts,
+            [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
@@ -126,7 +126,8 @@ def _updates(
     """The updater of the weights, and the sink that brings it the gradients."""
     ring = None
     if not stores_gradients:
-        largest = max((layout.numel for layout in store.layouts[store.resident :]), default=0)
+        streamed = store.layouts[store.resident :]
+        largest = max((layout.trainable for layout in streamed), default=0)
         ring = GradientRing(largest, store.arrays["weight"].dtype, pinned=compute.is_cuda)
         resources.callback(ring.close)  # after the updates that read it
     updater = Updater(store, optimizer, settings.update_threads, compute)

@@ -37,7 +37,7 @@ def open_store(
     """
     dtype, blocks, several = PRECISIONS[precision], len(layouts), settings.groups > 1
     resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
-    kept = [ArraySpec("weight", dtype, transferred=True)]
+    kept = [ArraySpec("weight", dtype, transferred=True, whole=True)]
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]

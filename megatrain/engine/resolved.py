@@ -131,15 +131,13 @@ def resolve(
 
     Args:
         packing: of examples into sequences of `seq_len`; None: all rows are full.
-        compile: as `compiles`.
         micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
     """
-    device = machine.device.type
     packed = packs(skeleton, packing, seq_len, machine.device)
     lengths_vary = packing is not None and not packed
     compiled = compiles(skeleton, machine, compile, lengths_vary)
-    least, mixture = least_tokens(loss, seq_len), holds_experts(skeleton.layers)
-    sizes = micro_batch_sizes(least, device, micro_batch_tokens, mixture)
+    device, least = machine.device.type, least_tokens(loss, seq_len)
+    sizes = micro_batch_sizes(least, device, micro_batch_tokens, holds_experts(skeleton.layers))
     with balanced_on_meta(skeleton, router_aux_loss_coef):
         shape = shape_of(
             skeleton,
@@ -293,9 +291,14 @@ def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, fl
     """Bytes per parameter of each array; empty where blocks differ, as `whole_update` tells."""
     if optimizer.whole_tensors:
         return ()
-    layouts = layouts_of(skeleton.anatomy)
+    layouts = trained_layouts(skeleton)
     numel = sum(layout.numel for layout in layouts)
     return tuple((name, sum(sizes) / numel) for name, sizes in _bytes_of(optimizer, layouts))
+
+
+def trained_layouts(skeleton: Skeleton) -> list[FlatLayout]:
+    """Of what an update reads and writes."""
+    return [layout.trained for layout in layouts_of(skeleton.anatomy)]
 
 
 def _bytes_of(
@@ -311,7 +314,7 @@ def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None
     """Memory and work of an optimizer of whole tensors for every block; None for any other."""
     if not optimizer.whole_tensors:
         return None
-    whole, layouts = cast(WholeTensors, optimizer), layouts_of(skeleton.anatomy)
+    whole, layouts = cast(WholeTensors, optimizer), trained_layouts(skeleton)
     scratch, state = whole.scratch(layouts), tuple(_bytes_of(optimizer, layouts))
     numel = sum(layout.numel for layout in layouts)
     return WholeUpdate(

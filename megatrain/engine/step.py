@@ -36,6 +36,7 @@ class Passes(ForwardPasses):
     """Runs sweeps forward and backward. Args and further attributes: as `ForwardPasses`.
 
     Attributes:
+        names: of every block, its trained tensors.
         waiting: for the second pass of two-pass clipping: micro-batches and objective of the
             first. None: there is none to come.
     """
@@ -53,7 +54,7 @@ class Passes(ForwardPasses):
         super().__init__(skeleton, streamer, boundaries, settings, seed, balancer)
         self.gradients = gradients
         blocks = skeleton.anatomy.blocks
-        self.names = [[t.name for t in block.layout.tensors] for block in blocks]
+        self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
         self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
         self._repeats = False  # this backward runs twice, from the same activation checkpoints
 
@@ -85,7 +86,7 @@ class Passes(ForwardPasses):
         grouped = cut(wanted, groups)
         total = Tally[torch.Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
-        route = block_order(self.head + 1) * len(grouped)
+        route = block_order(self.head + 1, self.first) * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
@@ -121,7 +122,7 @@ class Passes(ForwardPasses):
         self._set_training(objective)
         self._repeats = False
         self.gradients.begin_step()
-        route = block_order(self.head + 1)[self.head :]
+        route = block_order(self.head + 1, self.first)[self.head :]
         if self.skeleton.anatomy.embed_feeds_head:
             route = (self.embed, *route)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
@@ -196,17 +197,19 @@ class Passes(ForwardPasses):
         return parameters, sums
 
     def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool) -> None:
-        """Sweep the layers in reverse, then embed.
+        """Sweep the layers in reverse to the first that is trained, then embed if that is.
 
         A layer whose activations were not saved is recomputed from its activation checkpoint.
         """
         group = [mb for mb in group if mb.trains]
-        for index in reversed(range(len(self.skeleton.layers))):
+        for index in reversed(range(max(self.first - 1, 0), len(self.skeleton.layers))):
             block = next(visits)
             self.gradients.open(block)
             for mb in group:
                 self._backward_layer(index, block, mb)
             self.gradients.close(block, last_group=last)
+        if self.first > self.embed:
+            return
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
         sums = self.gradients.sums(self.embed)
@@ -238,7 +241,8 @@ class Passes(ForwardPasses):
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
-        grads = graph.gradients(self.parameters[block], mb.grad)
+        ends = block == self.first
+        grads = graph.gradients(self.parameters[block], mb.grad, ends_here=ends)
         mb.grad = grads[0]
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 

@@ -72,6 +72,8 @@ class Update:
         arrays = {"grad": self.gradient.values}
         for lease in self.leases:
             arrays |= lease.wait()
+        # without frozen tensors, which follow
+        arrays["weight"] = arrays["weight"][: len(arrays["grad"])]
         return arrays
 
 
@@ -90,11 +92,12 @@ class Updater:
 
     def __init__(self, store: Store, optimizer: Optimizer, threads: int, compute: Compute) -> None:
         self.store, self.optimizer, self.compute = store, optimizer, compute
+        self.layouts = [layout.trained for layout in store.layouts]
         self._by_range = cast(RangeOptimizer, optimizer)
         self._whole = cast(WholeTensors, optimizer) if optimizer.whole_tensors else None
         self._workspace: HostWorkspace | None = None
         if self._whole is not None:  # before threads are started: there may be no memory for it
-            scratch = self._whole.scratch(store.layouts[store.resident :])
+            scratch = self._whole.scratch(self.layouts[store.resident :])
             self._workspace = HostWorkspace(scratch.host, compute.device, threads)
         self._per = {array.name: array.per for array in optimizer.state_arrays}
         self.lane = Lane("update")
@@ -102,9 +105,9 @@ class Updater:
         self.delay: Callable[[int], None] | None = None
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
-        self._chunks = [chunks(layout, threads) for layout in store.layouts]
+        self._chunks = [chunks(layout, threads) for layout in self.layouts]
         # number of each block's first element in the model
-        self._first = [0, *accumulate(layout.numel for layout in store.layouts)]
+        self._first = [0, *accumulate(layout.numel for layout in self.layouts)]
         self._done: dict[int, Event] = {}  # of each block's last update
         self._failure: BaseException | None = None  # of an update; later ones never begin
         self._given_up: BaseException | None = None
@@ -216,7 +219,7 @@ class Updater:
                         piece()
             return
         optimizer, block, arrays = self._by_range, update.gradient.block, update.arrays()
-        layout = self.store.layouts[block]
+        layout = self.layouts[block]
         ranges = layout.segments()
         if optimizer.weight_decay == 0:  # each range is a launch: one is enough
             ranges = [Segment(0, layout.numel, False)]
@@ -235,13 +238,14 @@ class Updater:
         """The tensors of a block, each with its part of every array that has it."""
         block, flats = update.gradient.block, {}
         for name, array in update.arrays().items():
-            layout = self.store.layouts[block] if name == "grad" else self.store.layout(name, block)
+            of_state = name not in ("grad", "weight")
+            layout = self.store.layout(name, block) if of_state else self.layouts[block]
             flats[name] = layout.flats(array)
         return [
             TensorState(
                 spec, {name: of[spec.name] for name, of in flats.items() if spec.name in of}
             )
-            for spec in self.store.layouts[block].tensors
+            for spec in self.layouts[block].tensors
         ]
 
     def wait_ready(self, block: int) -> None:

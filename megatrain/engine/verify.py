@@ -218,7 +218,8 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for gradient in finished:
         gradient.landed.synchronize()
-        named |= engine.anatomy.blocks[gradient.block].layout.views(gradient.values.clone())
+        layout = engine.anatomy.blocks[gradient.block].layout.trained
+        named |= layout.views(gradient.values.clone())
     return named
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,10 +69,12 @@ class TensorSpec(TensorRange):
         decay: whether weight decay applies.
         hidden: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM
             head, a norm or a bias.
+        frozen: it is computed with and never updated.
     """
 
     decay: bool
     hidden: bool = False
+    frozen: bool = False
 
 
 class Segment(NamedTuple):
@@ -86,7 +89,8 @@ class Segment(NamedTuple):
 class FlatLayout:
     """The tensors of one block, packed. Its arrays (weight, moments, gradient) have this layout.
 
-    Arrays of another granularity have the layout that `per` derives from it.
+    Frozen tensors come last and only the weight has them: the others end before (`trained`). Arrays
+    of another granularity have the layout that `per` derives from it.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -112,6 +116,41 @@ class FlatLayout:
         """Number of real parameters, without padding."""
         return sum(spec.numel for spec in self.tensors)
 
+    def freeze(self, names: Collection[str]) -> FlatLayout:
+        """The same tensors, those of these names frozen."""
+        kept = [spec for spec in self.tensors if spec.name not in names]
+        if len(kept) == len(self.tensors):
+            return self
+        specs, offset = [], 0
+        for spec in kept:
+            specs.append(replace(spec, offset=offset))
+            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
+        offset = round_up(offset, BLOCK_ALIGNMENT)
+        for spec in (spec for spec in self.tensors if spec.name in names):
+            specs.append(replace(spec, offset=offset, frozen=True))
+            offset = round_up(offset + spec.numel, TENSOR_ALIGNMENT)
+        return FlatLayout(tuple(specs), round_up(offset, BLOCK_ALIGNMENT))
+
+    @cached_property
+    def trained(self) -> FlatLayout:
+        """The layout without frozen tensors: of gradient, remainder and the optimizer's arrays.
+
+        Without an element where all tensors are frozen.
+        """
+        ends = [spec.offset for spec in self.tensors if spec.frozen]
+        if not ends:
+            return self
+        return FlatLayout(tuple(t for t in self.tensors if not t.frozen), min(ends))
+
+    @property
+    def trainable(self) -> int:
+        """Elements before the frozen tensors."""
+        return self.trained.numel
+
+    def of(self, array: ArraySpec) -> FlatLayout:
+        """The layout of one array of the block."""
+        return (self if array.whole else self.trained).per(array.per)
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as views into `flat`, a contiguous array [numel] of any dtype."""
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
@@ -126,7 +165,7 @@ class FlatLayout:
 
     def per(self, what: Per) -> FlatLayout:
         """The layout of an array of granularity `what`; tensors keep their names."""
-        if what == "element":
+        if what == "element" or not self.numel:
             return self
         if what == "unhidden":
             return FlatLayout.pack((t.name, t.shape, t.decay) for t in self.tensors if not t.hidden)
@@ -164,9 +203,11 @@ class ArraySpec:
     Attributes:
         transferred: copied to or from the device; pinned when the store serves a GPU.
         per: its granularity.
+        whole: it has frozen tensors, too.
     """
 
     name: str
     dtype: torch.dtype
     transferred: bool = False
     per: Per = "element"
+    whole: bool = False

@@ -122,7 +122,7 @@ class NvmeStore:
     ) -> None:
         self._specs = {spec.name: spec for spec in arrays if blocks.get(spec.name)}
         self._numel = {
-            (name, block): layouts[block].per(spec.per).numel
+            (name, block): layouts[block].of(spec).numel
             for name, spec in self._specs.items()
             for block in blocks[name]
         }

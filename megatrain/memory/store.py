@@ -73,7 +73,7 @@ class Store:
                 in_ram = [block for block in blocks if block not in far.get(name, ())]
                 self._place(spec, in_ram, pinned, threads)
             for block, spec in product(range(resident), resident_arrays):
-                numel = layouts[block].per(spec.per).numel
+                numel = layouts[block].of(spec).numel
                 zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
                 self._arrays[spec.name, block] = zeros
             self._opened = opened.pop_all()  # until here a failure closes what is open
@@ -84,7 +84,11 @@ class Store:
         pinned: pin it for CUDA if it is transferred, and take all memory at once: no later step
             then pays for the first touch, or finds that memory is missing.
         """
-        numels = [self.layouts[block].per(spec.per).numel for block in blocks]
+        numels = [self.layouts[block].of(spec).numel for block in blocks]
+        if not sum(numels):  # all of them are frozen
+            nothing = torch.empty(0, dtype=spec.dtype)
+            self._arrays |= {(spec.name, block): nothing for block in blocks}
+            return
         # whole pages: every array starts on one
         sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
         start = 0
@@ -117,7 +121,7 @@ class Store:
 
     def layout(self, name: str, block: int) -> FlatLayout:
         """The tensors of a block in its array `name`."""
-        return self.layouts[block].per(self.arrays[name].per)
+        return self.layouts[block].of(self.arrays[name])
 
     def array(self, name: str, block: int) -> torch.Tensor:
         """The flat array `name` of a block that is not on NVMe.

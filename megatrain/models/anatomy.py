@@ -27,8 +27,13 @@ class Block:
 
     index: int  # execution order: 0 is embed, then the decoder layers, then the head
     name: str
-    layout: FlatLayout  # of what is trained
-    constants: FlatLayout = NOTHING  # of what is not, and is not streamed
+    layout: FlatLayout  # of what is streamed: trained, or frozen by the user
+    constants: FlatLayout = NOTHING  # of what is not trained either, and is not streamed
+
+    @property
+    def trains(self) -> bool:
+        """True if a step updates the block."""
+        return self.layout.trainable > 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,22 @@ class Anatomy:
     @property
     def parameters(self) -> int:
         """Number of trained parameters; a tied tensor counts once."""
-        return sum(block.layout.parameters for block in self.blocks)
+        return sum(block.layout.trained.parameters for block in self.blocks)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Number of those that are streamed and not trained."""
+        return sum(block.layout.parameters for block in self.blocks) - self.parameters
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The model's own names of frozen tensors."""
+        return tuple(t.name for block in self.blocks for t in block.layout.tensors if t.frozen)
+
+    @property
+    def first_trained(self) -> int:
+        """The first block that a step updates: backward ends there."""
+        return next(block.index for block in self.blocks if block.trains)
 
     @property
     def layers(self) -> int:

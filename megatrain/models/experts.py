@@ -139,6 +139,8 @@ class _Grouped(torch.autograd.Function):
         right = matrices.transpose(-2, -1) if ctx.transposed else matrices
         grad = grad.contiguous()
         to_rows = F.grouped_mm(grad, right, offs=ends)
+        if not ctx.needs_input_grad[1]:
+            return to_rows, None, None, None
         pair = (rows, grad) if ctx.transposed else (grad, rows)
         return to_rows, matrices_gradient(*pair, ends), None, None
 

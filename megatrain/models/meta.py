@@ -140,6 +140,7 @@ def blank_call(
     dtype: torch.dtype,
     call: LayerCall,
     device: str = "meta",
+    frozen: Collection[str] = (),
 ) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A decoder layer's forward on tensors of ones, and its leaves: hidden states, then weights.
 
@@ -149,6 +150,7 @@ def blank_call(
         dtype: of parameters and hidden states.
         call: what the layer receives besides the hidden states.
         device: where the forward computes.
+        frozen: names of weights that need no gradient.
 
     Constants keep their dtypes, and are no leaves.
     """
@@ -156,11 +158,14 @@ def blank_call(
     def blank(tensor: Tensor, as_dtype: torch.dtype | None = None) -> Tensor:
         return torch.ones(tensor.shape, dtype=as_dtype or tensor.dtype, device=device)
 
+    own = dict(layer.named_parameters())
     weights = {
-        name: blank(p, dtype if p.requires_grad else p.dtype).requires_grad_(p.requires_grad)
-        for name, p in layer.named_parameters()
+        name: blank(p, dtype).requires_grad_(name not in frozen)
+        for name, p in own.items()
+        if p.requires_grad
     }
-    tensors = weights | {name: blank(buffer) for name, buffer in layer.named_buffers()}
+    constants = {name: blank(p) for name, p in own.items() if not p.requires_grad}
+    tensors = weights | constants | {name: blank(buffer) for name, buffer in layer.named_buffers()}
     received = (call.args, call.kwargs)
     args, kwargs = pytree.tree_map_only(Tensor, blank, received, is_leaf=is_open_container)
     hidden = torch.empty(hidden_shape, dtype=dtype, device=device, requires_grad=True)
@@ -169,7 +174,7 @@ def blank_call(
         out = torch.func.functional_call(layer, tensors, (hidden, *args), kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
-    return forward, [hidden, *(p for p in weights.values() if p.requires_grad)]
+    return forward, [hidden, *weights.values()]
 
 
 class _LargeOnMeta(TorchFunctionMode):

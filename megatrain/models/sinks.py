@@ -98,9 +98,9 @@ def _with_sinks(
     key = torch.cat([sinks_key, pad(key, (0, 1 + columns))], 2)
     value = pad(value, (0, max(0, key.shape[-1] - width_of_values), 1, 0))
     first = 0
-    if mask is None:
+    if mask is None and query.shape[2] > 1:
         query, first = pad(query, (0, 0, 1, 0)), 1  # a query for the sink: the mask stays causal
-    else:
+    elif mask is not None:  # a single query sees all keys, those that a cache holds included
         mask = pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     options = options | {"scaling": scaling}
     out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)

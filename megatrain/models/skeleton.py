@@ -32,9 +32,10 @@ from megatrain.models.family import (
     layers_in,
     refuse_what_is_not_built,
 )
+from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.passengers import passengers_of, poison
+from megatrain.models.passengers import dtype_of, passengers_of, poison
 from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
@@ -70,6 +71,7 @@ class Skeleton:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
+        self.source_dtype = dtype_of(config)  # that of a folder with this configuration
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
@@ -83,6 +85,8 @@ class Skeleton:
         self.recorders = [
             Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
         ]
+        self._path = path
+        self.freezes: tuple[str, ...] = ()  # the user's patterns
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
@@ -105,6 +109,7 @@ class Skeleton:
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
+        self.stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
@@ -116,19 +121,48 @@ class Skeleton:
 
     # -- binding -----------------------------------------------------------------------------------
 
+    def freeze(self, patterns: Sequence[str], name: str = "freeze") -> None:
+        """Before anything is bound: train none of the tensors whose names match these patterns.
+
+        Raises ConfigError as `models.freezing.freeze`.
+        """
+        if not patterns:
+            return
+        self.anatomy, self.freezes = freeze(self.anatomy, patterns, name), tuple(patterns)
+        # layers' own stay as they are until they are bound: fp8 leaves alone what does not train
+        for block in (self.anatomy.embed, self.anatomy.head):
+            for spec in block.layout.tensors:
+                module, leaf = self.owner(spec.name)
+                module.get_parameter(leaf).requires_grad_(not spec.frozen)
+
+    def frozen_in(self, layer: int) -> frozenset[str]:
+        """The frozen tensors of a decoder layer, named as in its module."""
+        prefix = f"{self._path}.{layer}."
+        tensors = self.anatomy.blocks[layer + 1].layout.tensors
+        return frozenset(t.name.removeprefix(prefix) for t in tensors if t.frozen)
+
     def bind(self, block: Block, flat: torch.Tensor) -> list[nn.Parameter]:
-        """Make the block's parameters views of `flat` (any device); returns them in layout order.
+        """Make the block's parameters views of `flat` (any device); returns those that train, in
+        layout order.
 
         Whoever re-fills `flat` must write through another tensor on its storage, with a version
         counter of its own: autograd refuses graphs whose parameters changed.
         """
-        parameters = [nn.Parameter(view) for view in block.layout.views(flat).values()]
+        views = block.layout.views(flat).values()
+        parameters = [
+            nn.Parameter(view, requires_grad=not spec.frozen)
+            for spec, view in zip(block.layout.tensors, views, strict=True)
+        ]
+        self.place(block, parameters)
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def place(self, block: Block, parameters: Sequence[nn.Parameter | None]) -> None:
+        """Give the block's modules these parameters, in layout order."""
         for spec, parameter in zip(block.layout.tensors, parameters, strict=True):
             aliases = [alias for alias, owner in self.anatomy.tied if owner == spec.name]
             for name in (spec.name, *aliases):
                 module, leaf = self.owner(name)
                 module._parameters[leaf] = parameter
-        return parameters
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """(module, attribute) that holds a tensor, looking through the layers' recorders."""
@@ -152,6 +186,10 @@ class Skeleton:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = buffer.to(device)
+
+    def forget_lengths(self) -> None:
+        """Undo what a long sequence has done to rotary factors."""
+        forget_lengths(self._growing)
 
     def set_training(self, training: bool) -> None:
         """Training mode (dropout active) or evaluation mode, for the model with its layers."""
@@ -280,7 +318,7 @@ class Skeleton:
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
         """Run the model's own forward with `tape` in every recorder."""
-        forget_lengths(self._growing)
+        self.forget_lengths()
         try:
             for recorder in self.recorders:
                 recorder.tape = tape
@@ -335,7 +373,7 @@ class Skeleton:
         none = [False] * len(self.layers)
         if self.behaviour is None or self.behaviour.between is None:
             return none
-        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1] * 2])
         try:
             with self._zeros(), torch.no_grad():
                 _, calls = self.embed({"input_ids": ids, "position_ids": positions})

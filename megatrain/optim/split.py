@@ -44,6 +44,14 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
     return out
 
 
+def as_weight(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of any dtype as a weight of `dtype` without a remainder: rounded as `split_master`
+    does, so that a tensor computes the same whether it has one."""
+    if dtype != torch.bfloat16 or values.dtype == dtype:
+        return values
+    return split_master(values.float())[0]
+
+
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of the same shape,
     a new tensor."""

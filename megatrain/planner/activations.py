@@ -87,7 +87,7 @@ class Activations:
     @cached_property
     def recomputed(self) -> int:
         """Number of recomputed layers."""
-        return self.shape.layers - self.choices.retained - self.choices.retained_on_host
+        return self.shape.layers_back - self.choices.retained - self.choices.retained_on_host
 
     @property
     def row_bytes(self) -> int:
@@ -128,7 +128,8 @@ class Activations:
             return ()
         layers = self.shape.layers
         of_last = [self._saved_by_last(count) for count in range(layers + 1)]
-        where = graphs_of_layers(layers, self.choices.retained, self.choices.retained_on_host)
+        counts = self.choices.retained, self.choices.retained_on_host
+        where = graphs_of_layers(layers, *counts, self.shape.first_trained)
         return tuple(
             of_last[layers - i] - of_last[layers - i - 1]
             for i, place in enumerate(where)
@@ -245,6 +246,8 @@ class Activations:
         """The embedding's working set. Its gradient, rows of fp32, is never stored whole: they are
         added to the accumulator where they belong."""
         tokens, width = self.choices.micro_batch_tokens, self.shape.hidden_size
+        if not self.shape.trains_edges[0]:
+            return self.shape.embed.at(tokens)
         stored_whole = self.shape.vocab_size * width * self.weight
         return self.shape.embed.at(tokens) - stored_whole + tokens * width * SUM_BYTES
 
@@ -291,6 +294,7 @@ def head_bytes(
     bf16 products and fp32 sums, only CUDA has such a matmul, elsewhere the gradient exists as well.
     """
     direct = hardware.gpu is not None or job.precision == "float32"
+    direct = direct and shape.trains_edges[1]  # a frozen matrix has none
     never_stored = shape.vocab_size * shape.hidden_size if direct else 0
     previous = chunk_tokens if chunk_tokens < micro_batch_tokens else 0
     rows = (chunk_tokens + previous + micro_batch_tokens) * shape.hidden_size

@@ -55,6 +55,15 @@ def _changes(plan: Plan) -> Iterable[str]:
             f"not trained: {human_bytes(constants)} of buffers, and of parameters without part in "
             "what layers return; they stay as they are, and are saved so"
         )
+    if plan.frozen_parameters:
+        every = plan.parameters + plan.frozen_parameters
+        where = (
+            "" if plan.layers_back is None else f", and backward visits {_back(plan.layers_back)}"
+        )
+        yield (
+            f"frozen: {plan.frozen_parameters:,} of {every:,} parameters, which saves "
+            f"{human_bytes(plan.frozen_saves)} of state and gradients{where}"
+        )
     if seconds := plan.timing.reference_s:
         yield (
             "before the first step: log-probabilities of all rows under the model as it begins, "
@@ -67,6 +76,12 @@ def _changes(plan: Plan) -> Iterable[str]:
     if plan.drives_assumed:
         doctor = " ".join(["megatrain doctor", *(f"--nvme {name}" for name in plan.drives_assumed)])
         yield f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
+
+
+def _back(layers: int) -> str:
+    return (
+        ("no layer", "the last layer alone")[layers] if layers < 2 else f"the last {layers} layers"
+    )
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -88,8 +88,8 @@ class Layout:
     def _blocks(self) -> dict[str, int]:
         """The rows of `device` that depend on where blocks and gradient accumulators are."""
         choices, shape, weight = self.choices, self.shape, self.activations.weight
-        sizes = shape.block_numel
-        slots = slot_sizes(sizes, choices.resident, shape.tied)
+        slots = slot_sizes(shape.block_numel, choices.resident, shape.tied)
+        sizes = shape.trained_numel
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
         own = own_sums(self._summed, shape.tied)
         sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], choices.groups > 1))
@@ -120,12 +120,14 @@ class Layout:
         # with several groups, accumulators that stay on the device hold the gradient already
         if choices.stores_gradients(self.job) and choices.groups == 1:
             each += self.activations.weight
-        numel = sum(self.shape.block_numel[: choices.resident])
+        numel = sum(self.shape.trained_numel[: choices.resident])
+        frozen = sum(self.shape.block_numel[: choices.resident]) - numel
+        frozen *= self.activations.weight
         if whole is None:
-            return int(numel * each)
+            return int(numel * each) + frozen
         # arrays that differ from block to block are counted block by block, not on average
         of_blocks = sum(whole.of_blocks(0, choices.resident).values())
-        return int(numel * (each - whole.bytes_per_parameter)) + of_blocks
+        return int(numel * (each - whole.bytes_per_parameter)) + of_blocks + frozen
 
     # -- host RAM ----------------------------------------------------------------------------------
 
@@ -133,8 +135,11 @@ class Layout:
     def host(self) -> dict[str, int]:
         """What is in host RAM: every array of the streamed blocks, and the process itself."""
         choices, whole, activations = self.choices, self.job.whole_update, self.activations
-        streamed = self.shape.block_numel[choices.resident :]
-        table = {name: int(sum(streamed) * each) for name, each in self.array_bytes.items()}
+        streamed = self.shape.trained_numel[choices.resident :]
+        table = {
+            name: int(sum(self._numel(name)[choices.resident :]) * each)
+            for name, each in self.array_bytes.items()
+        }
         if whole is not None:
             table |= whole.of_blocks(choices.resident)
         table = {name: size - self.nvme.get(name, 0) for name, size in table.items()}
@@ -145,7 +150,7 @@ class Layout:
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
         staged = sum(stages(name, count) * size for name, size in largest.items())
-        travelling = self.shape.block_numel[self._summed :] if choices.groups > 1 else ()
+        travelling = self.shape.trained_numel[self._summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
             "NVMe staging": int(staged),
@@ -173,9 +178,13 @@ class Layout:
             table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * head)
         return table
 
+    def _numel(self, array: str) -> tuple[int, ...]:
+        """Elements of an array in every block: only the weight has frozen ones."""
+        return self.shape.block_numel if array == "weight" else self.shape.trained_numel
+
     @cached_property
     def array_bytes(self) -> dict[str, float]:
-        """Bytes per parameter of a streamed block's arrays, without those of `whole_update`."""
+        """Bytes per element of a streamed block's arrays, without those of `whole_update`."""
         table: dict[str, float] = {
             "weight": self.activations.weight,
             "remainder": REMAINDER_BYTES[self.job.precision],
@@ -203,8 +212,10 @@ class Layout:
         """Bytes of each array on NVMe in these blocks, combined: their sum, or the largest."""
         if not blocks:
             return {}
-        numel = combined(self.shape.block_numel[block] for block in blocks)
-        arrays = {name: numel * each for name, each in self.array_bytes.items()}
+        arrays = {
+            name: combined(self._numel(name)[block] for block in blocks) * each
+            for name, each in self.array_bytes.items()
+        }
         if self.job.whole_update is not None:
             for name, sizes in self.job.whole_update.state_bytes:
                 arrays[name] = combined(sizes[block] for block in blocks)
@@ -213,10 +224,19 @@ class Layout:
 
     @property
     def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes that a step (reads, writes): each array once, and weights again in every sweep."""
-        once = sum(self.nvme.values())
-        sweeps = 2 * self.choices.groups + self.choices.second_backward
-        return once + sweeps * self.nvme.get("weight", 0), once
+        """Bytes that a step (reads, writes): each array once, and weights again in every sweep.
+
+        A frozen block's weight is only swept, and below the first trained block forward alone.
+        """
+        groups, shape = self.choices.groups, self.shape
+        weights, once = self.nvme.get("weight", 0), sum(self.nvme.values())
+        swept = (2 * groups + self.choices.second_backward) * weights
+        for block in self.far_blocks if weights and shape.frozen else ():
+            nbytes = shape.block_numel[block] * self.activations.weight
+            once -= 0 if shape.trained_numel[block] else nbytes
+            behind = block < shape.first_trained
+            swept -= behind * (groups + self.choices.second_backward) * nbytes
+        return once + swept, once
 
 
 def state_bytes_per_parameter(job: Job) -> float:
@@ -226,15 +246,26 @@ def state_bytes_per_parameter(job: Job) -> float:
     return kept + sum(size for _, size in job.state_bytes) + of_tensors
 
 
+def frozen_bytes(job: Job, shape: ModelShape) -> int:
+    """Of frozen tensors in a run's folder: as its source has them, or as they were drawn."""
+    if shape.frozen is None:
+        return 0
+    drawn = shape.frozen.parameters * WEIGHT_BYTES[job.precision]
+    return drawn if job.draws_weights else shape.frozen.saved_bytes
+
+
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     """Checkpoints at the peak: those kept, an older `best`, and the one being written."""
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
     tensors = int(shape.parameters * state_bytes_per_parameter(job)) + shape.constant_bytes
-    carried = {"weights carried along": shape.carried_bytes} if shape.carried_bytes * copies else {}
+    once = {
+        "weights carried along": shape.carried_bytes,
+        "frozen weights": frozen_bytes(job, shape),
+    }
     return (
         {f"checkpoint {i + 1}": tensors for i in range(copies)}
-        | carried
+        | {name: nbytes for name, nbytes in once.items() if nbytes * copies}
         | {"their other files, at most": copies * SMALL_FILES_BYTES}
     )

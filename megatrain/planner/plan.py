@@ -13,7 +13,12 @@ from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
 from megatrain.planner.job import Budget, Choices, Job
-from megatrain.planner.memory import NOT_ALLOCATED, Layout, disk_bytes
+from megatrain.planner.memory import (
+    NOT_ALLOCATED,
+    Layout,
+    disk_bytes,
+    state_bytes_per_parameter,
+)
 from megatrain.planner.reasons import Reason, reasons
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
@@ -45,6 +50,9 @@ class Plan:
     timing: Timing  # predicted; of a plan that does not fit, too
     bound_by_update: bool  # a mixture that waits most for the host to update idle experts as well
     fix: str | None  # what would make it fit, if it does not
+    frozen_parameters: int = 0  # besides `parameters`, which are trained
+    frozen_saves: int = 0  # bytes of state and gradients that they would have
+    layers_back: int | None = None  # that backward visits, if not all
     economy: Economy | None = None  # predicted: of all steps, if their number is known, else of one
     steps: int | None = None  # of the whole run, if known
     drives_assumed: tuple[str, ...] = ()  # folders on drives for NVMe whose rates nobody measured
@@ -179,4 +187,19 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
         timing=timing,
         bound_by_update=bound_by_update(timing, layout.shape),
         fix=None,
+        **_frozen(layout),
     )
+
+
+def _frozen(layout: Layout) -> dict[str, Any]:
+    """What a plan says of frozen tensors."""
+    shape, job, weight = layout.shape, layout.job, layout.activations.weight
+    if shape.frozen is None:
+        return {}
+    each = state_bytes_per_parameter(job) - weight
+    each += weight if layout.choices.stores_gradients(job) else 0
+    return {
+        "frozen_parameters": shape.frozen.parameters,
+        "frozen_saves": int(shape.frozen.parameters * each),
+        "layers_back": shape.layers_back if shape.layers_back < shape.layers else None,
+    }

@@ -58,7 +58,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             else "a layer computes a whole micro-batch at once",
         ),
         "resident": (counted(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
-        "retained": _retained(choices, blocks - 2),
+        "retained": _retained(choices, layout.shape.layers_back, blocks - 2),
         "offload_activations": (
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
@@ -107,7 +107,8 @@ def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
     return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"
 
 
-def _retained(choices: Choices, layers: int) -> tuple[str, str]:
+def _retained(choices: Choices, layers: int, every: int) -> tuple[str, str]:
+    """layers: those that backward visits."""
     retained, on_host = choices.retained, choices.retained_on_host
     value = counted(retained, "layer") + (f", {on_host} more in host RAM" if on_host else "")
     kinds = ["recomputed"] if retained + on_host < layers else []
@@ -117,6 +118,11 @@ def _retained(choices: Choices, layers: int) -> tuple[str, str]:
         which = _part("last", retained, layers, "layer")
         saved = "what matmuls and attention need" if choices.cheap_retention else "activations"
         why = f"{saved} of {which} are saved" + (f"; the others are {others}" if others else "")
+    if layers < every:
+        first = (
+            "the first layer needs" if every - layers == 1 else f"the first {every - layers} need"
+        )
+        why = f"{why}; {first} no backward" if layers else "no layer needs a backward"
     return value + (", selectively" if choices.cheap_retention else ""), why
 
 

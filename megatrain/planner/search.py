@@ -135,14 +135,14 @@ class Search:
         found = layout.choices
         tokens, groups, chunk = found.micro_batch_tokens, found.groups, found.head_chunk_tokens
         if self.job.retained is None and not found.second_backward:
-            for retained in _around(found.retained, self.shape.layers):
+            for retained in _around(found.retained, self.shape.layers_back):
                 yield from self.placed(tokens, groups, retained, chunk)
 
     def nearby_on_host(self, layout: Layout) -> Iterator[Layout]:
         """The same for layers with saved activations in host RAM."""
         found = layout.choices
         if self.job.retained_on_host is None and found.retained_on_host:
-            for count in _around(found.retained_on_host, self.shape.layers - found.retained):
+            for count in _around(found.retained_on_host, self.shape.layers_back - found.retained):
                 yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
@@ -174,8 +174,9 @@ class Search:
 
     def retained_counts(self) -> list[int]:
         if self.job.retained is not None or self.job.second_backward:
-            return [min(self.job.retained or 0, self.shape.layers)]
-        return [*range(0, self.shape.layers, -(-self.shape.layers // PARTS)), self.shape.layers]
+            return [min(self.job.retained or 0, self.shape.layers_back)]
+        layers = self.shape.layers_back
+        return [*range(0, layers, max(1, -(-layers // PARTS))), layers]
 
     def cheap_retentions(self) -> list[bool]:
         """Only compiled layers can save selectively."""
@@ -195,7 +196,7 @@ class Search:
         With several groups there is more room on the device, and less time to send them. If left
         open, only the smaller form is sent.
         """
-        others = self.shape.layers - retained
+        others = self.shape.layers_back - retained
         if self.job.retained_on_host is not None:
             asked = min(self.job.retained_on_host, others)
             return [asked] if offload or not asked else []

@@ -51,6 +51,7 @@ class BlockTasks:
     nvme_write: float = 0.0  # after it
     nvme_gradient: float = 0.0  # writing a gradient
     nvme_weight: float = 0.0  # reading a weight for a sweep
+    frozen: bool = False  # without gradient and update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class StepOptions(Chosen):
     micro_batches: float  # of a group, on average
     stored: bool  # gradients wait for their norm; else each is applied as soon as it is there
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
+    first_trained: int = 0  # block, where backward ends
 
 
 @dataclass
@@ -94,9 +96,14 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
     forward = groups * _total("forward", others)
     weights = groups * _total("upload", streamed)
-    sweeps = 2 * groups - 1 + options.second_backward
+    weights_back = groups * _total("upload", blocks[max(options.resident, options.first_trained) :])
+    back = groups - 1 + options.second_backward
     drive = sum(
-        b.nvme_read + b.nvme_write + b.nvme_gradient + sweeps * b.nvme_weight for b in blocks
+        b.nvme_read
+        + b.nvme_write
+        + b.nvme_gradient
+        + (groups + back * (block >= options.first_trained)) * b.nvme_weight
+        for block, b in enumerate(blocks)
     )
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
@@ -113,7 +120,7 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     }
     backward = timeline.waits["backward"]
     backward["upload"] = (
-        weights
+        weights_back
         + groups * _total("boundary_up", others)
         + (groups - 1) * _total("sum_up", travelling)
     )
@@ -160,7 +167,8 @@ class StepSimulator:
 
     def __init__(self, blocks: Sequence[BlockTasks], options: StepOptions) -> None:
         self.blocks, self.options = blocks, options
-        self.head, self.order = len(blocks) - 1, block_order(len(blocks))
+        self.head = len(blocks) - 1
+        self.order = block_order(len(blocks), options.first_trained)
         self.slots = slots_of_blocks(len(blocks), options.resident, options.tied)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
@@ -234,6 +242,8 @@ class StepSimulator:
 
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
+        if tasks.frozen:
+            return
         arrived = 0.0
         if tasks.nvme_read:
             # state is read ahead of its update, when a write has freed a staging buffer
@@ -275,7 +285,8 @@ class StepSimulator:
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
         """Back-propagate a group's micro-batches through a block. The first needs no sum yet."""
         tasks = self.blocks[block]
-        travels = self.options.groups > 1 and block >= self.options.sums_on_device
+        sums_here = block < self.options.sums_on_device or tasks.frozen
+        travels = self.options.groups > 1 and not sums_here
         each = tasks.backward / max(1.0, self.options.micro_batches)
         if travels:
             self.turn = (self.turn + 1) % TRAVELLING_SUMS
@@ -294,7 +305,7 @@ class StepSimulator:
         self._wait(phase, arriving, "upload")  # wait: the next gradient is added to the sum
         self._compute(phase, tasks.backward - each)
         self._wait(phase, back, "upload")  # wait: the last micro-batch needs its activations
-        if last:
+        if last and not tasks.frozen:
             self._finish(phase, block)
         elif travels:
             self.download = max(self.download, self.compute) + tasks.sum_down

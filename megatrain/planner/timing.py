@@ -8,7 +8,6 @@ order is the engine's (simulation.py). tests/planner/test_timing.py holds all of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,8 @@ from megatrain.machine.profile import (
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
+from megatrain.planner.predicted import WORTH_NAMING
+from megatrain.planner.predicted import Timing as Timing
 from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, StepTimeline
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
@@ -55,41 +56,6 @@ LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
 BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two matmuls forward, five backward
 ROUNDING = 1e-9  # of a quotient that is whole but for floating point
-WORTH_NAMING = 0.05  # share of a phase's time: it is bound by what it waits for longer than that
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A steady step, predicted. Seconds unless said otherwise.
-
-    Attributes:
-        phases: update (resident blocks, on the device), forward, head, backward, second backward;
-            they add up to the step.
-        waits: of the computation: upload, update, download or nvme.
-        bound_by: of each phase, where most of its time goes: compute, or one of the waits.
-        tokens_per_s: of the data, without padding.
-        tflops: 6 x active parameters x these, in TFLOP/s.
-        reference_s: of a forward alone over as many tokens, which all rows have before the first
-            step where a loss refers to the model as it begins; 0: none does.
-    """
-
-    seconds: float
-    phases: dict[str, float]
-    waits: dict[str, float]
-    bound_by: dict[str, str]
-    tokens_per_s: float
-    tflops: float
-    reference_s: float = 0.0
-
-    def waits_most_for(self, wait: str) -> bool:
-        """True if no other wait takes longer than this one, which is worth naming."""
-        seconds = self.waits[wait]
-        return seconds == max(self.waits.values()) and seconds > WORTH_NAMING * self.seconds
-
-    @property
-    def busy(self) -> float:
-        """Share of the step in which the device computes."""
-        return 1 - sum(self.waits.values()) / self.seconds
 
 
 class StepCosts:
@@ -110,7 +76,10 @@ class StepCosts:
         self.micro_batches = step.mean_micro_batches / self.choices.groups
         self.tokens = min(step.micro_batch, step.mean / step.mean_micro_batches)
         self.where = graphs_of_layers(
-            self.shape.layers, self.choices.retained, self.choices.retained_on_host
+            self.shape.layers,
+            self.choices.retained,
+            self.choices.retained_on_host,
+            self.shape.first_trained,
         )
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = (
@@ -136,7 +105,7 @@ class StepCosts:
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
-            tflops=6 * self.shape.active_parameters * tokens_per_s / 1e12,
+            tflops=6 * self.shape.counted_parameters * tokens_per_s / 1e12,
             reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
 
@@ -153,17 +122,19 @@ class StepCosts:
             micro_batches=self.micro_batches,
             stored=self.choices.stores_gradients(self.job),
             tied=self.shape.tied,
+            first_trained=self.shape.first_trained,
         )
 
     @cached_property
     def blocks(self) -> list[BlockTasks]:
         """The tasks of every block for a group of micro-batches."""
-        known: dict[tuple[int, int, Where, float, bool, bool], BlockTasks] = {}
+        known: dict[tuple[int, int, int, Where, float, bool, bool], BlockTasks] = {}
         tasks = [self._embedding()]
         for block, work in enumerate(self.shape.cost.layers, start=1):  # mostly of one kind
             where, sent = self.where[block - 1], self.sent_bytes[block - 1]
             resident, far = block < self.choices.resident, block in self.far
-            kind = id(work), self.shape.block_numel[block], where, sent, resident, far
+            numels = self.shape.block_numel[block], self.shape.trained_numel[block]
+            kind = id(work), *numels, where, sent, resident, far
             if kind not in known:
                 known[kind] = self._layer(block, work)
             tasks.append(known[kind])
@@ -186,7 +157,7 @@ class StepCosts:
             for seconds in self._forward_and_backward(work, tokens, rate, traffic, chunks)
         )
         # each chunk after the first adds its weight gradient to the ones before
-        adding = (chunks - 1) * self._adding(numel)
+        adding = (chunks - 1) * self._adding(self.shape.trained_numel[block])
         # selective checkpointing repeats what is between matmuls
         again = work.cheap_bytes * tokens / memory if choices.cheap_retention else 0.0
         gathering = 2 * sent / memory if where == "host" else 0.0
@@ -198,6 +169,8 @@ class StepCosts:
                 kept = self.layout.activations
                 coding = tokens * (kept.row_bytes + kept.checkpoint_row_bytes) / memory
         offloaded = sent if choices.offload_activations else 0.0
+        if where == "unneeded":
+            return self._block(block, forward, 0.0)
         return self._block(
             block, forward + gathering + coding, backward + again + adding + coding, offloaded
         )
@@ -207,11 +180,12 @@ class StepCosts:
         forward, backward = self._forward_and_backward(
             self.shape.cost.embed, self.tokens, self._matmul_rate(0)
         )
-        return self._block(0, forward, forward + backward)
+        trained = self.shape.first_trained == 0
+        return self._block(0, forward, forward + backward if trained else 0.0)
 
     def _head(self) -> BlockTasks:
         """Forward and backward at once, chunk by chunk, each of which adds its weight gradient."""
-        sizes = self.shape.block_numel
+        sizes = self.shape.trained_numel
         adding = self._adding(sizes[-1] + (sizes[0] if self.shape.tied else 0))
         chunks, forward, backward = self._head_chunks()
         each = forward + backward + (forward if self.job.head_twice else 0.0)
@@ -247,7 +221,7 @@ class StepCosts:
         if kind == "eager":
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
 
-        def seconds(one_way: PassCost, attention: float, products: int) -> float:
+        def seconds(one_way: PassCost, attention: float, products: float) -> float:
             moved, kernels = one_way.eager_bytes, one_way.eager_kernels
             if kind == "compiled":
                 moved, kernels = one_way.compiled_bytes, one_way.compiled_kernels
@@ -262,9 +236,10 @@ class StepCosts:
             return max(computing, launching) if self.on_gpu else computing + launching
 
         ahead = ATTENTION_FORWARD_SHARE
+        back = 2 - work.frozen_expert_flops / max(1, work.expert_flops)
         return (
             seconds(work.forward, attention * ahead, 1),
-            seconds(work.backward, attention * (1 - ahead), 2),
+            seconds(work.backward, attention * (1 - ahead), back),
         )
 
     def _matmul_rate(self, tokens: float) -> float:
@@ -294,8 +269,9 @@ class StepCosts:
         forward, backward: seconds of one micro-batch. offloaded: bytes that it sends to host RAM
         in forward and gets back in backward.
         """
-        numel, resident = self.shape.block_numel[number], number < self.choices.resident
+        numel, resident = self.shape.trained_numel[number], number < self.choices.resident
         streamed = 0 if resident else numel
+        uploaded = 0 if resident else self.shape.block_numel[number]
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
@@ -304,13 +280,14 @@ class StepCosts:
             on_device = (numel - streamed) / self.device_update_rate + self._products(number)
         # each array on NVMe is read and written once
         far = self.layout.far_arrays([number], sum) if number in self.far else {}
-        all_far, grad, weight = sum(far.values()), far.get("grad", 0.0), far.get("weight", 0.0)
+        grad, weight = far.get("grad", 0.0), far.get("weight", 0.0)
+        all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
             # read the sum, write the gradient and measure it
             finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
-            upload=streamed * self.weight / self.up,
+            upload=uploaded * self.weight / self.up,
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
             sum_down=numel * SUM_BYTES / self.down,
@@ -322,6 +299,7 @@ class StepCosts:
             nvme_write=(all_far - grad) / self.drive_write,
             nvme_gradient=grad / self.drive_write,
             nvme_weight=weight / self.drive_read,
+            frozen=numel == 0,
         )
 
     def _products(self, number: int, travelling: bool = False) -> float:
@@ -333,7 +311,7 @@ class StepCosts:
             return 0.0
         seconds = flops / interpolate(self.machine.matmul, self.shape.hidden_size)
         if travelling and self.on_gpu:
-            seconds += 2.0 * self.shape.block_numel[number] * (1 / self.up + 1 / self.down)
+            seconds += 2.0 * self.shape.trained_numel[number] * (1 / self.up + 1 / self.down)
         return seconds
 
     @cached_property
@@ -380,8 +358,9 @@ class StepCosts:
         if not (self.on_gpu and self.choices.offload_activations and nbytes):
             return self.down
         alone = self.machine.download
-        streamed, seconds = sum(self.shape.block_numel[self.choices.resident :]), nbytes / alone
-        uploading = streamed * self.weight / self.machine.upload
+        first, seconds = self.choices.resident, nbytes / alone
+        streamed = sum(self.shape.trained_numel[first:])
+        uploading = sum(self.shape.block_numel[first:]) * self.weight / self.machine.upload
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
         if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
             updating = min(1.0, streamed / self.host_update_rate / seconds)

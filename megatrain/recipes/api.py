@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.config.evaluating import check_prompts
 from megatrain.config.sources import check_sources
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
 from megatrain.recipes.shapes import bench_config
+from megatrain.recipes.tasks import TaskOptions
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
 from megatrain.storage.manifest import verifying
@@ -70,6 +72,7 @@ def train(
     """
     settings = config_of(config, keys)
     check_sources(settings)
+    check_prompts(settings)
     with verifying(verify):
         return run.train(settings, None if profile is None else _path_of(profile))
 
@@ -91,22 +94,42 @@ def evaluate(
     folder: str | Path,
     data: str | Path | None = None,
     *,
+    tasks: Sequence[str] | str = (),
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | Path | None = None,
+    apply_chat_template: bool = False,
     verify: bool = True,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
 
+    With `tasks` what these find instead: checkpoint, and results by task.
+
     Args:
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
         data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+        tasks: of lm-eval (the extra `megatrain[eval]`), groups or tags, or YAML files.
+        limit: rows of each task, at most; below 1 a share of them.
+        num_fewshot: examples before each question; None: as the task says.
+        include_path: folder of further tasks.
+        apply_chat_template: ask in the model's chat format.
         verify: as for `train`.
         trust_remote_code: run code that comes with the model; its run's config does not count.
 
     Raises MegaTrainError.
     """
+    names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
     with verifying(verify):
-        rows = None if data is None else str(data)
-        return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
+        if not names:
+            rows = None if data is None else str(data)
+            return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
+        if data is not None:
+            raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
+        own = None if include_path is None else _path_of(include_path)
+        options = TaskOptions(names, limit, num_fewshot, own, apply_chat_template)
+        found = inspect.evaluate_tasks(_path_of(folder), options, "tasks", trust_remote_code)
+        return {"checkpoint": found[0], "results": found[1].to_dict()}
 
 
 def export(

@@ -31,14 +31,18 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
         f"`{base}`" if config.model.init == "pretrained" else f"the shape of `{base}`, at random"
     )
     rows: dict[str, object] = {"data": public_name(config.data.train), "steps": f"{run.step:,}"}
-    rows |= {"tokens": f"{run.tokens:,}", "parameters": f"{anatomy.parameters:,}"}
+    every = anatomy.parameters + anatomy.frozen_parameters
+    rows |= {"tokens": f"{run.tokens:,}", "parameters": f"{every:,}"}
     rows |= {f"held-out loss {when}": f"{x:.4f}" for when, x in losses.items() if x is not None}
     rows |= settings_of(config, run.engine.precision)
     table = [f"| {name} | `{value}` |" for name, value in rows.items()]
     head = [f"{name}: {json.dumps(value)}" for name, value in metadata.items()]
-    words = f"{METHODS[config.method].words.format(config.method)} {start}, with every"
+    trained = "every parameter"
+    if anatomy.frozen_parameters:
+        trained = f"{anatomy.parameters:,} of its {every:,} parameters"
+    words = f"{METHODS[config.method].words.format(config.method)} {start}, with {trained}"
     title = f"# {printable(config.output.resolve().name)}"
-    text = [title, "", f"{words} parameter trained by MegaTrain.", "", "| | |", "|---|---|", *table]
+    text = [title, "", f"{words} trained by MegaTrain.", "", "| | |", "|---|---|", *table]
     return "\n".join(["---", *head, "---", "", *text, ""])
 
 

@@ -111,6 +111,7 @@ def choices_in_words(plan: Plan) -> str:
         f"activations kept as {codec}": codec != UNCHANGED,
         "gradients computed twice": choices.second_backward,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
+        f"{plan.frozen_parameters:,} more parameters frozen": plan.frozen_parameters,
         f"routers balanced with {(weight := plan.made_of.router_aux_loss_coef):g}": weight,
     }
     words = (
@@ -147,7 +148,7 @@ def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
         layers=blocks - 2,
-        recomputed=blocks - 2 - choices.retained - choices.retained_on_host,
+        recomputed=parts.resolved.shape.layers_back - choices.retained - choices.retained_on_host,
         streams=choices.resident < blocks,
         second_backward=choices.second_backward,
         update_threads=choices.update_threads,
@@ -162,6 +163,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     stop: the request that ended the run early; None if it came to its end.
     """
     question, reply, folder = None, None, run.config.output
+    metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     return RunSummary(
@@ -171,7 +173,9 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         seconds=seconds,
         **held_out_losses(folder),
         best_step=run.best.get("step"),
-        best_loss=run.best.get("loss"),
+        best_metric=metric,
+        best_value=run.best.get(metric),
+        figures=run.figures,
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks, sizes_for
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.saves import find_checkpoint
@@ -77,14 +79,7 @@ def evaluate(
         raise ConfigError(f"{named}: {neither}; name rows with --data")
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_weights(str(checkpoint))
-    rows_of = {"data.train": data, "data.eval": None} if data else {}
-    if run_dir is not None:
-        config = load_config(run_dir / CONFIG_FILE, rows_of)
-        day = day_of(load_config(run_dir / RESOLVED_FILE))
-    else:
-        whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
-        config = load_config(whole, rows_of)
-        day = day_of(config)
+    config, day = config_to_evaluate(run_dir, checkpoint, model, data)
     trained, held_out = read_rows(config, model, day)
     rows = trained if data else held_out
     if rows is None:
@@ -125,6 +120,19 @@ def evaluate(
     return about | {"eval_target_tokens": found.target_tokens}
 
 
+def config_to_evaluate(
+    run_dir: Path | None, checkpoint: Path, model: Model, data: str | None
+) -> tuple[Config, date]:
+    """The config of a run, or one for a model that no run wrote, and the day that rows are told."""
+    rows_of = {"data.train": data, "data.eval": None} if data else {}
+    if run_dir is not None:
+        day = day_of(load_config(run_dir / RESOLVED_FILE))
+        return load_config(run_dir / CONFIG_FILE, rows_of), day
+    whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+    config = load_config(whole, rows_of)
+    return config, day_of(config)
+
+
 def reference_of_run(
     config: Config, run_dir: Path | None, rows: Rows, batches: Batches, trust_remote_code: bool
 ) -> ReferenceArray:
@@ -143,6 +151,29 @@ def reference_of_run(
         of_model = fingerprint(engine)
         found = kept(of_model, rows)
         return computed(engine, of_model, rows, batches) if found is None else found
+
+
+def evaluate_tasks(
+    named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
+) -> tuple[str, TaskResults]:
+    """(the model that was asked, what tasks of lm-eval found) of any model.
+
+    Args:
+        named, trust_remote_code: as for `evaluate`.
+        where: what names the tasks, for errors.
+
+    Raises ConfigError for tasks that are not known, DataError for those that fail.
+    """
+    quiet_libraries()
+    checkpoint = checkpoint_of(Path(named))
+    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_weights(str(checkpoint))
+    tasks = load_tasks(options, where)  # before weights are read
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
+        sizes = sizes_for(engine, longest_row(model))
+        results = run_tasks(tasks, engine, model, sizes, generation=model.generation)
+    assert results is not None, "nobody asked it to stop"
+    return str(checkpoint), results
 
 
 def perplexity(loss: float) -> float:

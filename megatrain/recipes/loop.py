@@ -23,6 +23,14 @@ from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
+from megatrain.recipes.examination import Examination, examine, figures_of
+from megatrain.recipes.judging import (
+    Figures,
+    better,
+    check_metric,
+    out_of_patience,
+    without_patience,
+)
 from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
@@ -75,16 +83,19 @@ class Run:
     asked: Mapping[str, Any]  # of the config and of held-out rows, kept with every checkpoint
     step: int  # finished ones, skipped ones included
     tokens: int
-    best: dict[str, Any]  # step and loss of the best evaluation
+    best: dict[str, Any]  # step and figure, by its name, of the best evaluation
     non_finite: int  # steps in a row
     waited: int  # evaluations since the best one
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
+    examination: Examination
+    greater_is_better: bool  # of the figure by which the best is chosen
     unproven: Path | None = None  # the last checkpoint, until the step after it was finite
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process
+    figures: Figures = field(default_factory=dict)  # the latest of tasks
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     load: LoadMeter = field(default_factory=LoadMeter)
@@ -110,8 +121,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
     """Train to the end of the data. False: a signal stopped the run before, and it is saved."""
     config = run.config
     if run.step == 0:
-        loss = evaluate(run, stop)
-        if loss is not None and not math.isfinite(loss):
+        found = evaluate(run, stop)
+        if found and not math.isfinite(loss := found.get("eval_loss", 0.0)):
             raise DivergedError(
                 f"the held-out loss before the first step is {loss}: the model's weights or "
                 f"settings do not compute; check {config.model.source}"
@@ -119,6 +130,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if stop.came():
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
+        check_metric(run, found)
     for batch, data_s in timed(() if without_patience(run) else run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
@@ -127,23 +139,34 @@ def fit(run: Run, stop: StopRequest) -> bool:
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
-        loss = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
-        saving = saving or better(run, loss)
-        enough = out_of_patience(run, loss)
+        found = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
+        saving = saving or better(run, found)
+        enough = out_of_patience(run, found)
         if last or enough or request.came():
-            save(run, loss)
-        elif not saving or not try_to_save(run, loss):
+            save(run, found)
+        elif not saving or not try_to_save(run, found):
             continue
         if enough:
             break
         if request.came():  # perhaps while the checkpoint was written
             return stop.says(f"after step {run.step}; the run is saved")
-    finish(run)
+    finish(run, stop)
     return True
 
 
-def finish(run: Run) -> None:
-    """Write `final/`, as the config asks for it. Raises StorageError."""
+def finish(run: Run, stop: StopRequest) -> None:
+    """Run the tasks of the end, and write `final/` as the config asks for it. Raises StorageError.
+
+    A request to stop ends the tasks alone.
+    """
+    if (tasks := run.examination.tasks_at_the_end) is not None:
+        started = time.perf_counter()
+        with run.progress.doing("evaluating"):
+            figures = figures_of(run, tasks, stop)
+        seconds = time.perf_counter() - started
+        run.progress.evaluated(run.step, None, seconds)
+        if figures:
+            run.writer.write_eval(run.step, None, 0, seconds, figures)
     if (wanted := run.config.checkpoint.final) != "none":
         losses = held_out_losses(run.config.output)
         held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
@@ -249,56 +272,40 @@ def traced(run: Run) -> Iterator[None]:
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def evaluate(run: Run, stop: StopRequest) -> float | None:
-    """Mean loss over the held-out rows, written and shown.
+def evaluate(run: Run, stop: StopRequest) -> Figures | None:
+    """Mean loss over the held-out rows and what else is asked, by name, written and shown.
 
-    None if nothing is held out, or the run was asked to stop before the end.
+    None if there is nothing to ask, or the run was asked to stop before the end.
     """
-    if run.held_out is None:
+    if run.held_out is None and not run.examination.asks_each_time:
         return None
-    started, loader = time.perf_counter(), run.loader
-    size, limit = loader.micro_batch_tokens, run.config.train.eval_rows
-    batches = held_out_batches(
-        *(run.held_out, size, loader.pad_id, limit, loader.pack_to, loader.regimes),
+    started, found, given = time.perf_counter(), None, Figures()
+    with run.progress.doing("evaluating"):
+        if run.held_out is not None:
+            batches = held_out(run, run.held_out)
+            found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
+            if found is None:
+                return None
+            given = {f"eval_{name}": value for name, value in found.metrics.items()}
+        figures = examine(run, stop)
+    if figures is None:
+        return None
+    figures, seconds = {**given, **figures}, time.perf_counter() - started
+    loss, targets = (None, 0) if found is None else (found.loss, found.target_tokens)
+    run.writer.write_eval(run.step, loss, targets, seconds, figures)
+    run.progress.evaluated(run.step, loss, seconds)
+    return figures if loss is None else {"eval_loss": loss, **figures}
+
+
+def held_out(run: Run, rows: Rows) -> Iterator[MicroBatch]:
+    """The micro-batches of an evaluation."""
+    loader, limit = run.loader, run.config.train.eval_rows
+    size, pad_id, pack_to = loader.micro_batch_tokens, loader.pad_id, loader.pack_to
+    return held_out_batches(
+        *(rows, size, pad_id, limit, pack_to, loader.regimes),
         references=run.held_out_references,
         prompts_too=loader.prompts_too,
     )
-    with run.progress.doing("evaluating"):
-        found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
-    if found is None:
-        return None
-    seconds = time.perf_counter() - started
-    run.writer.write_eval(run.step, found.loss, found.target_tokens, seconds, found.metrics)
-    run.progress.evaluated(run.step, found.loss, seconds)
-    return found.loss
-
-
-def better(run: Run, loss: float | None) -> bool:
-    """Whether a held-out loss is the best so far: then the step is saved, and `best` points to it.
-
-    That of the weights that a run begins with does not count: they lie elsewhere.
-    """
-    return loss is not None and math.isfinite(loss) and loss < run.best.get("loss", math.inf)
-
-
-def out_of_patience(run: Run, loss: float | None) -> bool:
-    """Count evaluations that were not better; say so when they are as many as may be."""
-    if loss is None:
-        return False
-    run.waited = 0 if better(run, loss) else run.waited + 1
-    if not without_patience(run):
-        return False
-    logger.info(
-        f"step {run.step}: the last {run.waited} evaluations were not better than step "
-        f"{run.best.get('step')}; training ends (checkpoint.patience)"
-    )
-    return True
-
-
-def without_patience(run: Run) -> bool:
-    """Whether evaluations were no better so often that training ends, or has ended before."""
-    patience = run.config.checkpoint.patience
-    return patience is not None and run.waited >= patience
 
 
 def evaluated(
@@ -335,16 +342,17 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def save(run: Run, loss: float | None) -> None:
+def save(run: Run, found: Figures | None) -> None:
     """Write a checkpoint of this step while its update still finishes. Raises StorageError.
 
-    loss: held-out loss of this step, if it was computed.
+    found: by the evaluation of this step, if there was one.
     """
     model, before, started = run.model, run.best, time.perf_counter()
     if not run.lock.in_place():
         write_folder_anew(run)
-    if better(run, loss):
-        run.best = {"step": run.step, "loss": loss}
+    if found and better(run, found):
+        metric = run.config.checkpoint.metric
+        run.best = {"step": run.step, metric: found[metric]}
     state = {name: getattr(run, name) for name in BEGINNING}
     about = {"position": run.loader.position(), "metrics": run.writer.state()}
     try:
@@ -381,10 +389,10 @@ def write_folder_anew(run: Run) -> None:
     run.unproven, run.abandoned = None, ()
 
 
-def try_to_save(run: Run, loss: float | None) -> bool:
+def try_to_save(run: Run, found: Figures | None) -> bool:
     """`save` in the middle of a run, which goes on if that fails: its weights are nowhere else."""
     try:
-        save(run, loss)
+        save(run, found)
     except StorageError as error:
         logger.error(f"step {run.step} is not saved, training goes on: {error}")
         return False

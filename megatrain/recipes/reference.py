@@ -11,22 +11,31 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatrain.data.dataset import Rows, default_cache
+from megatrain.data.loader import held_out_batches
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
+from megatrain.losses import SequenceLoss
+from megatrain.recipes.loop import sweeps
+from megatrain.reporting.progress import Progress
+from megatrain.storage.restore import Resumable, read_about
+
+if TYPE_CHECKING:
+    from megatrain.recipes.run import Ready
 
 logger = logging.getLogger("megatrain")
 
@@ -160,3 +169,52 @@ def _keep(path: Path, body: bytes) -> None:
             f"{path.parent}: cannot keep the reference's log-probabilities here "
             f"({error.strerror}); set MEGATRAIN_CACHE to another folder"
         ) from error
+
+
+# -- of a run -----------------------------------------------------------------------------------
+
+
+def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
+    """The fingerprint of the model that a run began with, if its method has a reference and it goes
+    on."""
+    loss = ready.parts.resolved.loss
+    if not (isinstance(loss, SequenceLoss) and loss.reference) or resuming is None:
+        return None
+    assert resuming.path is not None
+    return str(read_about(resuming.path)["state"].get("reference"))
+
+
+def compare_with_reference(
+    ready: Ready,
+    engine: Engine,
+    of_model: str | None,
+    anew: bool,
+    progress: Progress,
+) -> References | None:
+    """The reference's log-probabilities, which the loader gives out from now on; None for methods
+    without.
+
+    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
+
+    Raises StorageError if they are gone, and the model is another.
+    """
+    loss, loader, config = ready.parts.resolved.loss, ready.loader, ready.parts.config
+    if not (isinstance(loss, SequenceLoss) and loss.reference):
+        return None
+
+    def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
+        given = loader.micro_batch_tokens, loader.pad_id, None, loader.pack_to, loader.regimes
+        return sweeps(held_out_batches(rows, *given, references=references), ready.sweep_tokens)
+
+    with progress.doing("the reference's log-probabilities"):
+        here = fingerprint(engine) if anew else of_model
+        if of_model not in (None, here):
+            raise StorageError(
+                f"{config.model.source}: is not the model that this run began with, whose "
+                "log-probabilities are gone from the cache; bring that model back, or start a new "
+                "run"
+            )
+        assert here is not None
+        found = references_of(engine, here, *ready.rows, batches)
+    loader.references = found.train
+    return found

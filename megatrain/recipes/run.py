@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, MicroBatch, held_out_batches
-from megatrain.data.micro_batches import ReferenceArray
+from megatrain.data.loader import Loader
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.models.passengers import without_source
@@ -37,11 +37,18 @@ from megatrain.recipes.describe import (
     summarize,
     work_of,
 )
+from megatrain.recipes.examination import Examination, open_examination
 from megatrain.recipes.going_on import final_is_whole, where_to_go_on
-from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come, sweeps
+from megatrain.recipes.judging import greater_is_better
+from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
-from megatrain.recipes.reference import References, are_kept, fingerprint, references_of
+from megatrain.recipes.reference import (
+    References,
+    are_kept,
+    compare_with_reference,
+    known_reference,
+)
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
@@ -51,12 +58,13 @@ from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
 from megatrain.reporting.progress import LOG_FILE, Progress
+from megatrain.reporting.samples import cut_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed, tracking
 from megatrain.storage.checkpoint import reopen
-from megatrain.storage.restore import Resumable, load_resumable, read_about
+from megatrain.storage.restore import Resumable, load_resumable
 from megatrain.storage.run_folder import RunLock, checkpoint_name, checkpoints, folder_bytes
 from megatrain.storage.saves import newer_than
 
@@ -71,11 +79,17 @@ class Ready:
     plan: Plan
     loader: Loader
     held_out: Rows | None
+    examination: Examination
 
     @property
     def rows(self) -> tuple[Rows, Rows | None]:
         """To train on, and held out."""
         return self.loader.rows, self.held_out
+
+    @property
+    def sweep_tokens(self) -> int:
+        """Padded tokens that share one sweep of the weights where nothing is trained."""
+        return self.plan.job.tokens_per_step // self.plan.choices.groups
 
 
 def plan(
@@ -107,6 +121,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
+    check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
         if checkpoints(config.output) or (config.output / "final").exists():
@@ -132,6 +147,7 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     check_installed(asked.track, asked.where("track"))
+    check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
         going = where_to_go_on(run_dir, asked, checkpoint)
@@ -178,6 +194,7 @@ def get_ready(
     setup.make_run_plan(parts, checkpoints_written=1).check()
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     may_end_here()
+    examination = open_examination(config, parts.model)
     rows, held_out = read_rows(config, parts.model, parts.day, expected)
     may_end_here()
     say_rows(rows, held_out)
@@ -187,7 +204,7 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)
     plan.check()
-    return Ready(parts, plan, loader, held_out)
+    return Ready(parts, plan, loader, held_out, examination)
 
 
 def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
@@ -263,56 +280,26 @@ def load(
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
     reopen(config.output, source)  # only now: before this nothing in the folder has changed
+    if "loss" in state["best"]:  # of a release that knew no other figure
+        state["best"]["eval_loss"] = state["best"].pop("loss")
     if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
         state["best"] = {}  # another may be the best of what is there
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
 
 
-def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
-    """The fingerprint of the model that a run began with, if its method has a reference and it goes
-    on."""
-    loss = ready.parts.resolved.loss
-    if not (isinstance(loss, SequenceLoss) and loss.reference) or resuming is None:
-        return None
-    assert resuming.path is not None
-    return str(read_about(resuming.path)["state"].get("reference"))
-
-
-def compare_with_reference(
-    ready: Ready,
-    engine: Engine,
-    of_model: str | None,
-    anew: bool,
-    sweep_tokens: int,
-    progress: Progress,
-) -> References | None:
-    """The reference's log-probabilities, which the loader gives out from now on; None for methods
-    without.
-
-    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
-
-    Raises StorageError if they are gone, and the model is another.
-    """
-    loss, loader, config = ready.parts.resolved.loss, ready.loader, ready.parts.config
-    if not (isinstance(loss, SequenceLoss) and loss.reference):
-        return None
-
-    def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        given = loader.micro_batch_tokens, loader.pad_id, None, loader.pack_to, loader.regimes
-        return sweeps(held_out_batches(rows, *given, references=references), sweep_tokens)
-
-    with progress.doing("the reference's log-probabilities"):
-        here = fingerprint(engine) if anew else of_model
-        if of_model not in (None, here):
-            raise StorageError(
-                f"{config.model.source}: is not the model that this run began with, whose "
-                "log-probabilities are gone from the cache; bring that model back, or start a new "
-                "run"
-            )
-        assert here is not None
-        found = references_of(engine, here, *ready.rows, batches)
-    loader.references = found.train
-    return found
+def open_engine(
+    ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> tuple[Engine, References | None]:
+    """The engine with its first weights, or without any where a checkpoint follows; and what a
+    method with a reference compares with."""
+    parts, plan = ready.parts, ready.plan
+    read = parts.config.model.init == "pretrained" and resuming is None
+    weights = plan.parameters + plan.frozen_parameters if read else None
+    of_model = known_reference(ready, resuming)
+    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
+    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
+        engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
+    return engine, compare_with_reference(ready, engine, of_model, anew, progress)
 
 
 def open_run(
@@ -327,13 +314,7 @@ def open_run(
     if resuming is None:
         describe_run(parts, plan)
     may_end_here()
-    weights = plan.parameters if config.model.init == "pretrained" and resuming is None else None
-    of_model = known_reference(ready, resuming)
-    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
-    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
-        engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
-    sweep_tokens = plan.job.tokens_per_step // plan.choices.groups
-    references = compare_with_reference(ready, engine, of_model, anew, sweep_tokens, progress)
+    engine, references = open_engine(ready, progress, stack, resuming)
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = load(ready, engine, resuming, progress)
@@ -341,14 +322,17 @@ def open_run(
     named = resuming is not None and resuming.named
     kept = {"held_out": ready.held_out.digest if ready.held_out else None}
     kept |= {"reference": references.of_model} if references else {}
+    evaluates = ready.held_out is not None or ready.examination.asks_each_time
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
-    progress.begin(total, step, partial(still_to_come, config, ready.held_out is not None, total))
+    progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     also = stack.enter_context(tracking(config.track, config.output, step, about))
     writer = stack.enter_context(MetricsWriter(config.output, also))
     # a run that begins with step 0 begins with an evaluation
     writer.truncate_to(step or -1, state.get("metrics"))
+    cut_samples(config.output, step or -1)
+    tasks = ready.examination.tasks
     return Run(
         config=config,
         model=parts.model,
@@ -357,7 +341,7 @@ def open_run(
         loader=loader,
         held_out=ready.held_out,
         held_out_references=references.held_out if references else None,
-        sweep_tokens=sweep_tokens,
+        sweep_tokens=ready.sweep_tokens,
         writer=writer,
         progress=progress,
         meter=meter,
@@ -370,6 +354,8 @@ def open_run(
         abandoned=newer_than(config.output, source) if named and source else [],
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
+        examination=ready.examination,
+        greater_is_better=greater_is_better(config, tasks.higher_is_better() if tasks else {}),
         lock=lock,
         describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)) | kept,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.data.dataset import Rows
+from megatrain.data.prompts import Turns
 from megatrain.data.rendering import limited
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, ModelError
@@ -85,13 +86,22 @@ def answer(
 
     show: gets the text in pieces of whole words as it grows.
     """
-    tokenizer = model.tokenizer
-    turns, text = [{"role": "user", "content": prompt}], prompt
+    ids = ids_of(model, [{"role": "user", "content": prompt}])
+    return continuation(engine, model, ids, max_new_tokens, sampling, show)
+
+
+def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
+    """Token ids of a prompt in the model's chat format; without one, of its only turn.
+
+    Raises ModelError for turns that cannot be rendered. what: they are, for errors.
+    """
+    tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
         text = rendered(tokenizer, turns)
+    elif len(turns) > 1:
+        raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
     # a template writes the special tokens itself
-    ids = tokenizer(text, add_special_tokens=not chats).input_ids
-    return continuation(engine, model, list(ids), max_new_tokens, sampling, show)
+    return list(tokenizer(text, add_special_tokens=not chats).input_ids)
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:

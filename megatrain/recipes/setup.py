@@ -98,16 +98,16 @@ def prepare(
     model = model or read_model(config)
     machine = machine or find_machine(config, may_measure=may_measure)
     say_if_without_bfloat16(machine)
-    train, source = config.train, config.model
+    train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
         model.config,
         attention=config.attention,
         dtype=PRECISIONS[machine.precision],
         trust_remote_code=source.trust_remote_code,
     )
+    skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
     packing = None if METHODS[config.method].whole_documents else config.data.packing
-    loss = make_loss(config)
     if packing is True and not skeleton.separates_documents(machine.device):
         why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
         raise ConfigError(
@@ -224,7 +224,7 @@ def make_run_plan(
         trained_share=parts.trained_share,
         activations=config.memory.activations,
         checkpoints_kept=config.checkpoint.keep,
-        keeps_best=config.data.eval is not None,
+        keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,
         **asked,
     )
@@ -312,16 +312,17 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
 def fill(engine: Engine, config: Config) -> None:
     """Draw the weights at random, or read them, from the hub if need be. Raises ModelError."""
     model, constants = config.model, list(engine.constants)
+    weights = engine.anatomy.parameters + engine.anatomy.frozen_parameters
     if constants:
         logger.info(
             f"{len(constants)} tensors are not trained and stay as they are: {constants[0]} and "
             "others like it"
         )
     if model.init == "random":
-        logger.info(f"drawing {engine.anatomy.parameters:,} weights at random")
+        logger.info(f"drawing {weights:,} weights at random")
         engine.draw_weights()
     else:
-        logger.info(f"reading {engine.anatomy.parameters:,} weights from {model.source}")
+        logger.info(f"reading {weights:,} weights from {model.source}")
         engine.load_weights(resolve_source(model.source, model.revision), model.trust_remote_code)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()  # what that took on the GPU

@@ -22,6 +22,7 @@ logger = logging.getLogger("megatrain")
 
 METRICS_FILE = "metrics.jsonl"
 # Not through a link that somebody else may have put there.
+NO_FIGURES: Mapping[str, float] = {}
 APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
 SHARE_DIGITS = 4
@@ -196,17 +197,17 @@ class MetricsWriter:
     def write_eval(
         self,
         step: int,
-        eval_loss: float,
+        eval_loss: float | None,
         eval_target_tokens: int,
         eval_s: float,
-        metrics: Mapping[str, float] | None = None,
+        figures: Mapping[str, float] = NO_FIGURES,
     ) -> None:
         """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step.
 
-        metrics: the loss's further ones, which get `eval_` before their names.
+        eval_loss: None if nothing is held out. figures: what else it found, by name.
         """
-        found = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens, "eval_s": eval_s}
-        found |= {f"eval_{name}": value for name, value in (metrics or {}).items()}
+        loss = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens}
+        found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
     def state(self) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from megatrain.machine.datasheets import peak_tflops
 from megatrain.models.family import layer_configs
+from megatrain.models.freezing import counted_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megatrain.memory.layout import TensorSpec
     from megatrain.models.anatomy import Anatomy
 
 
@@ -42,9 +44,11 @@ class Attention:
 class ModelFlops:
     """A model's arithmetic: the FLOP of one step over given sequences, forward and backward."""
 
-    active_parameters: int  # all trained ones but those of idle experts
+    # all trained ones but those of idle experts, and frozen ones by the matmuls that they take
+    active_parameters: int
     matrix_parameters: int  # of these, the ones that a token is multiplied with
     attention: tuple[Attention, ...]  # one per decoder layer
+    first_trained: int = 0  # block: attention has no backward in layers before it
 
     @classmethod
     def of(cls, anatomy: Anatomy, config: PretrainedConfig, idle: int) -> ModelFlops:
@@ -53,7 +57,17 @@ class ModelFlops:
         idle: parameters of experts that are not a token's own (planner/cost/shape.py).
         """
         attention = tuple(_attention(config, anatomy.layers))
-        return cls(anatomy.parameters - idle, _matrix_parameters(anatomy) - idle, attention)
+        owners = {owner for _, owner in anatomy.tied}
+
+        def multiplied(tensor: TensorSpec, block: int) -> bool:
+            """An embedding is looked up, unless the head is tied; experts' biases are added."""
+            looked_up = block == anatomy.embed.index and tensor.name not in owners
+            return len(tensor.shape) > 1 and not tensor.name.endswith("bias") and not looked_up
+
+        every, matrices = (
+            counted_parameters(anatomy, idle, wanted) for wanted in (lambda *_: True, multiplied)
+        )
+        return cls(every, matrices, attention, anatomy.first_trained)
 
     def flops(self, lengths: Iterable[int]) -> int:
         """FLOP of forward and backward over sequences of these lengths, nothing computed twice.
@@ -63,9 +77,11 @@ class ModelFlops:
         """
         lengths = list(lengths)
         pairs = sum(
-            layer.width * layer.pairs(length) for layer in self.attention for length in lengths
+            layer.width * layer.pairs(length) * (3 if block >= self.first_trained else 1)
+            for block, layer in enumerate(self.attention, start=1)
+            for length in lengths
         )
-        return 6 * self.matrix_parameters * sum(lengths) + 12 * pairs
+        return 6 * self.matrix_parameters * sum(lengths) + 4 * pairs
 
     def tflops(self, tokens: int, seconds: float) -> float:
         """6 x active parameters x tokens / seconds, in TFLOP/s."""
@@ -75,17 +91,6 @@ class ModelFlops:
         """Share of the GPU's peak, 0 to 1; None where the peak is unknown, as on a CPU."""
         peak = peak_tflops(gpu_name)
         return None if peak is None else self.flops(lengths) / seconds / (peak * 1e12)
-
-
-def _matrix_parameters(anatomy: Anatomy) -> int:
-    """Elements of multiplied matrices, those of all experts: an embedding is only looked up, unless
-    the head is tied, and experts' biases are added."""
-    tied_to = {owner for _, owner in anatomy.tied}
-    first, *others = anatomy.blocks
-    matrices = [tensor for block in others for tensor in block.layout.tensors]
-    matrices += [tensor for tensor in first.layout.tensors if tensor.name in tied_to]
-    multiplied = (t for t in matrices if len(t.shape) > 1 and not t.name.endswith("bias"))
-    return sum(tensor.numel for tensor in multiplied)
 
 
 def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:

@@ -235,11 +235,12 @@ class Progress:
         logger.info(f"saved {path} in {human_seconds(seconds)}")
         self._show()
 
-    def evaluated(self, step: int, eval_loss: float, seconds: float) -> None:
-        """Show an evaluation after `step` steps."""
-        self._eval = (step, eval_loss)
+    def evaluated(self, step: int, eval_loss: float | None, seconds: float) -> None:
+        """Show an evaluation after `step` steps; eval_loss: None if nothing is held out."""
         self._spent("evaluating", seconds)
-        logger.info(f"step {step}: held-out loss {eval_loss:.4f}")
+        if eval_loss is not None:
+            self._eval = (step, eval_loss)
+            logger.info(f"step {step}: held-out loss {eval_loss:.4f}")
         self._show()
 
     def _spent(self, what: str, seconds: float) -> None:

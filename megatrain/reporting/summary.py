@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,9 @@ class RunSummary:
     eval_loss_before: float | None = None  # held out; None without an evaluation set
     eval_loss_after: float | None = None
     best_step: int | None = None  # of the best evaluation, whose checkpoint is kept
-    best_loss: float | None = None
+    best_metric: str = "eval_loss"  # by which it is the best
+    best_value: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)  # of tasks, the latest
     final_dir: Path | None = None  # loads in transformers and vLLM; None for a stopped run
     prompt: str | None = None
     answer: str | None = None  # of the trained model to `prompt`
@@ -97,6 +99,13 @@ class RunSummary:
             again = f"megatrain resume {self.run_dir}" if self.resumable else "start it again"
             console.print(Text(f"to go on: {again}"))
 
+    def _best(self) -> str:
+        """The best evaluation; empty if there was none."""
+        if self.best_value is None:
+            return ""
+        where = self.run_dir / f"checkpoint-{self.best_step}"
+        return f"best {self.best_value:.4f} at step {self.best_step} in {where}"
+
     def _rows(self) -> list[tuple[str, str]]:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
         trained = f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.seconds)}"
@@ -106,12 +115,14 @@ class RunSummary:
             nothing = "nothing: it was stopped before its first step"
         rows = [("trained", trained if self.steps else nothing)]
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
-            best = ""
-            if self.best_loss is not None:
-                where = self.run_dir / f"checkpoint-{self.best_step}"
-                best = f", best {self.best_loss:.4f} at step {self.best_step} in {where}"
             losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after"
+            best = f", {self._best()}" if self._best() and self.best_metric == "eval_loss" else ""
             rows.append(("held-out loss", losses + best))
+        if self.figures:
+            found = [f"{name.removeprefix('eval_')} {n:.4f}" for name, n in self.figures.items()]
+            rows.append(("tasks", ", ".join(found)))
+        if self._best() and self.best_metric != "eval_loss":
+            rows.append((self.best_metric, self._best()))
         if self.step_s.measured is not None:
             rows.append(("step", self.step_s.words(step_seconds)))
         if self.time is not None:

@@ -1,21 +1,25 @@
 """What goes unchanged from the folder that a model is read from into those that are written.
 
 Passengers (`models/passengers.py`), tensors that transformers drops on loading, config.json as it
-came and the files of the processor. A run keeps the tensors once, in a folder of its own: hard
-links of that are in every checkpoint, so the run outlives the folder that it began with.
+came and the files of the processor; and frozen tensors (`models/freezing.py`), which are computed
+with. A run keeps the tensors once, in a folder of its own: hard links of that are in every
+checkpoint, so the run outlives the folder that it began with.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megatrain.errors import ModelError, StorageError
+from megatrain.memory.store import Store
+from megatrain.models.names import Place
 from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, without_source
 from megatrain.models.quantised import KEY
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
@@ -35,18 +39,20 @@ class Carried:
     """Attributes:
     tensors: by the names that the source has for them.
     files: config.json as it came and the processor's files, by name.
+    frozen: what the source has of frozen tensors whose dtype the engine does not compute in, by the
+        model's own names.
     """
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, bytes]
+    frozen: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
 
     def sources(self) -> list[TensorSource]:
         """The tensors, to be written."""
-        return list(map(as_stored, self.tensors.values()))
+        return list(map(as_stored, self._all()))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    def _all(self) -> list[StoredTensor]:
+        return [*self.tensors.values(), *(t for parts in self.frozen.values() for t in parts)]
 
 
 NOTHING = Carried({}, {})
@@ -67,6 +73,31 @@ def carried_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> Carried:
         return NOTHING
     found = (path for pattern in (CONFIG, *OF_PROCESSOR) for path in sorted(folder.glob(pattern)))
     return Carried(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
+
+
+def with_frozen(
+    carried: Carried, found: Mapping[Place, StoredTensor | None], store: Store, where: Path | None
+) -> Carried:
+    """The same, and the frozen tensors of a folder, by place, that the store has in other dtypes.
+
+    where: the folder, to say their bytes of.
+    """
+    frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
+    held = store.arrays["weight"].dtype
+    for place, stored in found.items():
+        if place.constant or stored is None or stored.dtype == held:
+            continue
+        if place.tensor.offset >= store.layouts[place.block].trainable:
+            frozen[place.own] += (stored,)
+    if frozen and where:
+        parts = [tensor for of_own in frozen.values() for tensor in of_own]
+        names = listed(sorted({str(part.dtype)[len("torch.") :] for part in parts}))
+        nbytes = sum(part.nbytes for part in parts)
+        logger.info(
+            f"{where}: frozen tensors are {names}; they are computed with in "
+            f"{str(held)[len('torch.') :]} and saved as they came, once: {nbytes / 1e9:.3g} GB"
+        )
+    return replace(carried, frozen=dict(frozen))
 
 
 def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: Passengers) -> str:
@@ -155,15 +186,17 @@ def put_into(folder: Path, run_dir: Path, files: Collection[WrittenFile]) -> Non
         link_or_copy(run_dir / PASSENGERS / file.name, folder / file.name)
 
 
-def room_for(run_dir: Path, carried: Carried) -> int:
-    """Bytes that `keep_once` has still to write."""
-    return 0 if _kept(run_dir / PASSENGERS) is not None else carried.nbytes
+def is_kept(run_dir: Path) -> bool:
+    """True if `keep_once` has nothing to write."""
+    return _kept(run_dir / PASSENGERS) is not None
 
 
 def at_home(run_dir: Path, carried: Carried) -> Carried:
     """The same, read from the run's own folder where the files that it was read from are gone."""
-    if all(path.exists() for path in {tensor.path for tensor in carried.tensors.values()}):
+    if all(path.exists() for path in {tensor.path for tensor in carried._all()}):
         return carried
     kept = _kept(run_dir / PASSENGERS)
     stored = (read_header(run_dir / PASSENGERS / name).tensors for name in kept or ())
-    return replace(carried, tensors={name: t for file in stored for name, t in file.items()})
+    here = {name: tensor for file in stored for name, tensor in file.items()}
+    frozen = {own: tuple(here[t.name] for t in parts) for own, parts in carried.frozen.items()}
+    return replace(carried, tensors={n: here[n] for n in carried.tensors}, frozen=frozen)

@@ -24,11 +24,12 @@ from megatrain.models.constants import names_in
 from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
-from megatrain.storage.carried import at_home, keep_once, put_into, room_for
+from megatrain.storage.carried import at_home, is_kept, keep_once, put_into
 from megatrain.storage.export import (
     Exportable,
     array_sources,
     carried_files,
+    unchanged,
     weight_plan,
     write_description,
 )
@@ -101,15 +102,15 @@ def save_checkpoint(
             (folder / "optimizer").mkdir()
             metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
             carried = carried_files(engine, plan)
-            unchanged = keep_once(run_dir, carried)
-            put_into(folder, run_dir, unchanged)
+            kept = keep_once(run_dir, carried)
+            put_into(folder, run_dir, kept)
             files = write_model(folder, plan, metadata, _optimizer_plan(engine), there=carried)
             files.append(write_bytes(folder / saves.STATE, encoded))
             write_description(folder, engine, tokenizer, generation_config)
             files += [write_bytes(folder / name, text) for name, text in (code or {}).items()]
             sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)
             manifest = Manifest(step, sequence, {}, constants=constants)
-            _write_manifest(folder, manifest, files, unchanged)
+            _write_manifest(folder, manifest, files, kept)
         run_folder.point(run_dir, "last", target)
         if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
             run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
@@ -125,15 +126,18 @@ def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
 
 
 def checkpoint_bytes(engine: Checkpointable) -> int:
-    """Bytes of tensors in one checkpoint."""
+    """Bytes of tensors in one checkpoint, but for those that no step changes."""
     layout, blocks, arrays = engine.store.layout, engine.anatomy.blocks, saved_arrays(engine)
-    of_arrays = (layout(a, b.index).parameters * arrays[a].itemsize for a in arrays for b in blocks)
+    of_arrays = (
+        layout(a, b.index).trained.parameters * arrays[a].itemsize for a in arrays for b in blocks
+    )
     return sum(of_arrays) + engine.constants.nbytes
 
 
 def _check_space(run_dir: Path, engine: Checkpointable) -> None:
-    need = checkpoint_bytes(engine) + room_for(run_dir, engine.carried)
-    need += run_folder.SMALL_FILES_BYTES
+    need = checkpoint_bytes(engine) + run_folder.SMALL_FILES_BYTES
+    if not is_kept(run_dir):
+        need += sum(source.nbytes for source in unchanged(engine))
     free = shutil.disk_usage(run_dir).free
     if need > free:
         raise StorageError(
@@ -181,9 +185,11 @@ def saved_tensors(
     """The tensors of an array of a block in a checkpoint whose weights are these.
 
     Arrays with an element for each parameter are cut alike, others into the model's own tensors.
+    Only the weight has frozen ones.
     """
-    if engine.store.arrays[array].per == "element":
-        return weights[block]
+    spec, trainable = engine.store.arrays[array], engine.store.layouts[block].trainable
+    if spec.per == "element":
+        return [t for t in weights[block] if spec.whole or t.offset < trainable]
     names = engine.anatomy.published.whole_names
     tensors = engine.store.layout(array, block).tensors
     return [TensorRange(names[spec.name], spec.shape, spec.offset) for spec in tensors]
@@ -199,6 +205,7 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
     return {
         "model": engine.anatomy.family,
         "parameters": engine.anatomy.parameters,
+        **({"frozen parameters": frozen} if (frozen := engine.anatomy.frozen_parameters) else {}),
         "precision": engine.precision,
         "optimizer": engine.optimizer.name,
         "arrays": {name: str(dtype).removeprefix("torch.") for name, dtype in arrays},

@@ -87,23 +87,40 @@ def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
     """The weight files of a model folder: tied tensors once, in the dtype the store has, and
     constants in their own.
 
-    What is carried along has files of its own. Raises ModelError if it is nowhere.
+    What no step changes has files of its own. Raises ModelError if something of it is nowhere.
     """
     check_carried(engine.carried, engine.anatomy.passengers)
     own = []
     for block, tensors in enumerate(engine.published):
-        own += array_sources(engine, "weight", block, tensors)
+        trainable = engine.store.layouts[block].trainable
+        trained = (tensor for tensor in tensors if tensor.offset < trainable)
+        own += array_sources(engine, "weight", block, trained)
         for name, values in engine.constants.of_block(block):
             whole = partial(iter, [values])
             own.append(TensorSource(name, values.dtype, tuple(values.shape), whole))
-    return plan_shards(own, engine.carried.sources())
+    return plan_shards(own, unchanged(engine))
+
+
+def unchanged(engine: Exportable) -> list[TensorSource]:
+    """What no step changes: what is carried along, and frozen tensors as the source has them."""
+    found = engine.carried.sources()
+    for block, layout in enumerate(engine.store.layouts):
+        named = zip(engine.anatomy.published.places[block], engine.published[block], strict=True)
+        held = (
+            tensor
+            for place, tensor in named
+            if tensor.offset >= layout.trainable and place.own not in engine.carried.frozen
+        )
+        found += array_sources(engine, "weight", block, held)
+    return found
 
 
 def carried_files(
     engine: Exportable, plan: Mapping[str, list[TensorSource]]
 ) -> dict[str, list[TensorSource]]:
-    """The files of a `weight_plan` that hold what is carried along."""
-    return {file: ts for file, ts in plan.items() if ts[0].name in engine.carried.tensors}
+    """The files of a `weight_plan` that hold what no step changes."""
+    names = {source.name for source in unchanged(engine)}
+    return {file: sources for file, sources in plan.items() if sources[0].name in names}
 
 
 def save_pretrained(

@@ -23,8 +23,10 @@ from typing import Any
 from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.constants import FLOATS
 from megatrain.models.names import Place, Tensors, in_blocks
-from megatrain.storage.carried import carried_of
+from megatrain.optim.split import as_weight
+from megatrain.storage.carried import carried_of, with_frozen
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
@@ -180,7 +182,9 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     hashed = verifies()
     in_parallel([partial(_restore, engine, path, *file, hashed) for file in files])
     engine.published = engine.anatomy.published.named_as(places)
-    engine.carried = carried_of(path, {name: weights[name] for name in found.carried})
+    carried = carried_of(path, {name: weights[name] for name in found.carried})
+    held = {place: weights[name] for place, name in places.items()}
+    engine.carried = with_frozen(carried, held, engine.store, None)
     engine.load_state(about["engine"])
     state: dict[str, Any] = about["state"]
     return state
@@ -202,10 +206,12 @@ def _damage() -> Iterator[None]:
 
 
 def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    for key, value in running.items():
-        if saved[key] != value:
+    # where nothing is frozen neither side says so
+    for key in (*running, *(key for key in saved if key == "frozen parameters")):
+        then, now = (made_of.get(key, 0) for made_of in (saved, running))
+        if then != now:
             raise ConfigError(
-                f"{path}: was saved with {key} {saved[key]!r} and this run has {value!r}; "
+                f"{path}: was saved with {key} {then!r} and this run has {now!r}; "
                 "resume with the run's own config"
             )
 
@@ -231,10 +237,12 @@ def _transfers(
             for tensor in saved_tensors(engine, array, block.index, tensors):
                 name = tensor.name
                 stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
-                if stored is None or stored.shape != tensor.shape or stored.dtype != dtype:
+                frozen = tensor.offset >= engine.store.layouts[block.index].trainable
+                dtypes = FLOATS if frozen and array == "weight" else (dtype,)
+                if stored is None or stored.shape != tensor.shape or stored.dtype not in dtypes:
                     raise ConfigError(
                         f"{path}: has no {array} of {name} with shape {list(tensor.shape)}; "
-                        "it is of another model"
+                        "it is of another model, or of a run that froze other tensors"
                     )
                 file = str(stored.path.relative_to(path))
                 found[file].append((stored, array, block.index, tensor))
@@ -262,8 +270,15 @@ def _restore(
                         for begin, values in file.chunks(stored):
                             engine.constants.write(target, begin, values)
                         continue
+                    flat = target.flat(arrays[array])
+                    if stored.dtype != flat.dtype:  # frozen, as its source has it
+                        for begin, values in file.chunks(stored):
+                            flat.narrow(0, begin, values.numel()).copy_(
+                                as_weight(values, flat.dtype)
+                            )
+                        continue
                     file.skip_to(stored.offset)
-                    file.read_into(target.flat(arrays[array]))
+                    file.read_into(flat)
         with _damage():
             file.skip_to(written.nbytes)
         if hashed and file.sha256 != written.sha256:

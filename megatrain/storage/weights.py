@@ -21,8 +21,8 @@ from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
-from megatrain.optim.split import split_master
-from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of
+from megatrain.optim.split import as_weight, split_master
+from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of, with_frozen
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
@@ -94,7 +94,8 @@ def load_weights(
     dropped = [name for name, place in carried.items() if place is None]
     if said := about_carried(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
-    return anatomy.published.named_as(found), kept
+    held = {place: candidates[name].stored for place, name in found.items()}
+    return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
 
 
 def _unchanged(
@@ -122,10 +123,11 @@ def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[st
         for name, q in quantised.items():
             found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
         dtype = store.arrays["weight"].dtype
+        streamed = anatomy.parameters + anatomy.frozen_parameters
         logger.info(
             f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
             f"and what it saves is {str(dtype).removeprefix('torch.')}: "
-            f"{anatomy.parameters * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
+            f"{streamed * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
         )
     for name, t in stored.items():
         found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
@@ -340,9 +342,12 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
 def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
     """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
 
+    A frozen one has no remainder.
+
     Raises ModelError if a value is NaN, infinite, or too large for bf16.
     """
-    split = store.arrays["weight"].dtype == torch.bfloat16
+    frozen = place.tensor.offset >= store.layouts[place.block].trainable
+    split = store.arrays["weight"].dtype == torch.bfloat16 and not frozen
     names = ["weight", "remainder"] if split else ["weight"]
     # not soon: the block's other tensors follow
     with store.lease(place.block, names, changes=True, soon=False) as arrays:
@@ -353,7 +358,9 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             may_end_here()
             part = weight.narrow(0, begin, values.numel())
             if not remainders:
-                part.copy_(values)
+                part.copy_(as_weight(values, weight.dtype))
+                if frozen:
+                    _check_finite(part, candidate.where)  # rounding up may have overflowed
                 continue
             low = remainders[0].narrow(0, begin, values.numel())
             if values.dtype == torch.bfloat16:

@@ -32,6 +32,7 @@ data:
   columns: {text: body}
   chat_template: chatml
   prompts: chat
+  truncation_mode: keep_end
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
@@ -50,6 +51,7 @@ train:
   decay: 0.3
   max_grad_norm: 0.5
   router_aux_loss_coef: 0.01
+  freeze: [model.embed_tokens.weight]
   eval_every: 10
   eval_rows: 16
   log_every: 2
@@ -59,7 +61,18 @@ checkpoint:
   every: 10
   keep: 3
   patience: 5
+  metric: eval_quiz_acc
+  greater_is_better: true
   final: full
+eval:
+  tasks: [quiz, "more.yaml"]
+  tasks_at: evaluations
+  limit: 0.5
+  num_fewshot: 2
+  include_path: some/tasks
+  apply_chat_template: true
+  prompts: asked.txt
+  max_new_tokens: 64
 optimizer:
   name: adamw
   moments: float32
@@ -89,6 +102,26 @@ economy:
   currency: EUR
   gpu_power_w: 600
   host_power_w: 250
+dpo:
+  beta: 0.1
+  loss_type: sigmoid
+  loss_weights: null
+  label_smoothing: 0.0
+  discopop_tau: 0.05
+orpo:
+  beta: 0.1
+simpo:
+  beta: null
+  simpo_gamma: 0.5
+cpo:
+  beta: 0.1
+  cpo_alpha: 1.0
+  loss_type: sigmoid
+  label_smoothing: 0.0
+kto:
+  beta: 0.1
+  desirable_weight: 1.0
+  undesirable_weight: 1.0
 precision: float32
 attention: sdpa
 compile: false
@@ -121,7 +154,8 @@ def keys_of(text: str) -> list[tuple[int, str]]:
 
 FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
-FREE_TEXT |= {"memory.nvme"}
+FREE_TEXT |= {"memory.nvme", "train.freeze"}
+FREE_TEXT |= {"eval.tasks", "eval.include_path", "eval.prompts"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
 

@@ -50,6 +50,8 @@ MEANINGS = {
     "save_steps": ("500", "checkpoint.every", 500),
     "save_total_limit": ("3", "checkpoint.keep", 3),
     "early_stopping_patience": ("3", "checkpoint.patience", 3),
+    "metric_for_best_model": ("quiz_acc", "checkpoint.metric", "eval_quiz_acc"),
+    "greater_is_better": ("true", "checkpoint.greater_is_better", True),
     "output_dir": ("out", "output", Path("out")),
     "optim": ("adamw_torch_fused", "optimizer.name", "adamw"),
     "weight_decay": ("0.01", "optimizer.weight_decay", 0.01),
@@ -82,6 +84,7 @@ MEANINGS = {
     "sample_packing": ("false", "data.packing", False),
     "use_cpu": ("true", "device", "cpu"),
     "no_cuda": ("true", "device", "cpu"),
+    "freeze": ("lm_head.weight", "train.freeze", ("lm_head.weight",)),
     "report_to": ("tensorboard", "track", ("tensorboard",)),
 }
 

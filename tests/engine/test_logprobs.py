@@ -81,3 +81,21 @@ def test_they_change_nothing():
             engine.logprobs(batches, greedy=True)
         assert losses == undisturbed.losses
         assert differing(undisturbed.state, state_of(engine)) == []
+
+
+def test_a_position_may_have_several_tokens_and_a_last_one_its_next():
+    config = tiny_config("qwen3")
+    model: Any = plain_model(config).eval()
+    batches = full_batches(3, [(2, config.max_position_embeddings), (1, 5)])
+    targets = [
+        (torch.tensor([63, 127, 127, 127, 4]), torch.tensor([5, 6, 7, 8, 9])),
+        (torch.tensor([4]), torch.tensor([11])),
+    ]
+    with engine_of(config, weights=model) as engine:
+        found = engine.score([{"input_ids": batch["input_ids"]} for batch in batches], targets)
+    for batch, (index, tokens), (values, likeliest) in zip(batches, targets, found, strict=True):
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits.flatten(0, 1)[index]
+        expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(likeliest, logits.argmax(-1) == tokens)

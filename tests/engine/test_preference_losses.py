@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from megatrain.engine.results import StepResult
 from megatrain.engine.verify import gradients_of
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, SequenceLoss
 from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES
@@ -48,20 +50,15 @@ OF_LOGITS = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_
 def verdict(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict]:
     folder: Path = tmp_path_factory.mktemp("trl")
 
-    def judged(name: str, family: str = "llama") -> Verdict:
+    def judged(name: str, family: str = "llama", **more: Any) -> Verdict:
         method, keys, _ = CASES[name]
-        return judge_by_trl(trainers()[method], family, folder, **keys)
+        return judge_by_trl(trainers()[method], family, folder, **keys, **more)
 
     return judged
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
-    theirs, loss = verdict(name), CASES[name][2]
-    with engine_of("llama") as engine:
-        result = engine.forward_backward(theirs.micro_batches(size=len(theirs.rows)), loss)
-        ours = gradients_of(engine)
-    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+def compare(theirs: Verdict, result: StepResult, ours: dict[str, Tensor]) -> None:
+    """Gradients and metrics, those of TRL that need whole logits left out."""
     assert set(ours) == set(theirs.gradients)
     for tensor, gradient in ours.items():
         expected = theirs.gradients[tensor]
@@ -69,3 +66,36 @@ def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
     assert result.metrics.keys() == theirs.metrics.keys() - OF_LOGITS
     for metric, value in result.metrics.items():
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
+    theirs, loss = verdict(name), CASES[name][2]
+    with engine_of("llama") as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
+        ours = gradients_of(engine)
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    compare(theirs, result, ours)
+
+
+@pytest.mark.parametrize("name", ["dpo-ipo", "orpo", "kto"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma2"])
+def test_they_are_in_other_families(verdict, name, family):
+    theirs, loss = verdict(name, family), CASES[name][2]
+    with engine_of(family) as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=3), loss)
+        ours = gradients_of(engine)
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    compare(theirs, result, ours)
+
+
+@pytest.mark.parametrize("name", ["dpo-sigmoid", "kto"])
+def test_a_mixture_s_routers_are_balanced_as_by_trl(verdict, name):
+    theirs, loss = verdict(name, "mixtral", router_aux_loss_coef=0.3), CASES[name][2]
+    with engine_of("mixtral", router_aux_loss_coef=0.3) as engine:
+        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
+        ours = gradients_of(engine)
+    aux = theirs.metrics.pop("aux_loss")
+    assert result.aux_loss == pytest.approx(aux, rel=1e-5)
+    assert result.loss == pytest.approx(theirs.loss - 0.3 * aux, rel=1e-5)
+    compare(theirs, result, ours)

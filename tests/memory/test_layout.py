@@ -9,6 +9,7 @@ from megatrain.memory.layout import (
     BLOCK_ALIGNMENT,
     GROUP,
     TENSOR_ALIGNMENT,
+    ArraySpec,
     FlatLayout,
     Segment,
     round_up,
@@ -115,3 +116,36 @@ def test_an_array_may_leave_out_hidden_matrices():
     ]
     assert FlatLayout.pack(tensors).per("unhidden") == FlatLayout.pack(tensors)
     assert layout.per("element") is layout
+
+
+def test_frozen_tensors_are_a_tail_that_only_the_weight_has():
+    layout = FlatLayout.pack(TENSORS)
+    frozen = layout.freeze({"w", "norm"})
+    assert [spec.name for spec in frozen.tensors] == ["w.bias", "v", "scalar", "w", "norm"]
+    assert [spec.frozen for spec in frozen.tensors] == [False] * 3 + [True] * 2
+    assert frozen.parameters == layout.parameters
+    assert frozen.trained.parameters == 50 + 128 + 1
+    assert frozen.trainable == frozen.tensors[3].offset == BLOCK_ALIGNMENT
+    assert all(spec.offset % TENSOR_ALIGNMENT == 0 for spec in frozen.tensors)
+    assert frozen.numel % BLOCK_ALIGNMENT == 0
+    weight, state = ArraySpec("weight", torch.bfloat16, whole=True), ArraySpec("m", torch.float32)
+    scale = ArraySpec("scale", torch.uint8, per="group")
+    assert frozen.of(weight) is frozen
+    assert frozen.of(state) is frozen.trained
+    assert frozen.of(scale).numel == frozen.trainable // GROUP
+
+
+def test_a_block_whose_tensors_are_all_frozen_has_arrays_of_no_element():
+    frozen = FlatLayout.pack(TENSORS, layer=True).freeze({name for name, *_ in TENSORS})
+    for per in ("element", "group", "unhidden"):
+        assert frozen.of(ArraySpec("m", torch.float32, per=per)).numel == 0
+    assert (frozen.trained.segments(), frozen.trained.gaps()) == ([], [])
+    assert frozen.trained.views(torch.empty(0)) == {}
+
+
+def test_without_frozen_tensors_the_trained_layout_is_the_layout_itself():
+    layout = FlatLayout.pack(TENSORS)
+    assert layout.trained is layout.freeze(()) is layout
+    nothing = FlatLayout.pack(())
+    assert nothing.trained is nothing
+    assert nothing.trainable == BLOCK_ALIGNMENT  # as it ever was

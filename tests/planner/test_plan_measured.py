@@ -59,6 +59,7 @@ class Case:
     offload: bool = False
     second_backward: bool = False
     activations: str = "none"
+    freeze: tuple[str, ...] = ()
 
     @property
     def config(self) -> LlamaConfig:
@@ -80,6 +81,7 @@ class Case:
                 self.precision,
                 vocab=self.vocab,
                 micro_batch_tokens=self.micro_batch_tokens,
+                freeze=self.freeze,
             )
         )
         job = Job(
@@ -120,6 +122,7 @@ class Case:
                 max_grad_norm=limit,
                 device="cpu",
                 settings=settings,
+                freeze=self.freeze,
                 weights=Weights(None),
             )
             engine = Engine(**prepared.arguments())
@@ -139,9 +142,12 @@ def shape_for(case: Case) -> ModelShape:
         return token_logprobs(logits, targets).sum()
 
     skeleton = Skeleton(case.config, dtype=PRECISIONS[case.precision])
+    skeleton.freeze(case.freeze)
     return shape_of(skeleton, ROW, [case.micro_batch_tokens], head_loss=loss)
 
 
+EMBEDDING, HEAD = ("model.embed_tokens.weight",), ("lm_head.weight",)
+FIRST_FOUR = (*EMBEDDING, "model.layers.[0-3].*")
 CASES = {
     "bf16": Case(),
     "fp32": Case(precision="float32"),
@@ -176,6 +182,27 @@ CASES = {
         layers=16, activations="int6", groups=2, micro_batch_tokens=128, precision="float32"
     ),
     "offloaded as int4": Case(layers=8, activations="int4", offload=True),
+    "embedding frozen": Case(freeze=EMBEDDING),
+    "embedding frozen, large": Case(freeze=EMBEDDING, vocab=8192, micro_batch_tokens=512),
+    "head frozen, large": Case(freeze=HEAD, vocab=8192, micro_batch_tokens=512),
+    "head frozen, large, fp32": Case(
+        freeze=HEAD, vocab=8192, micro_batch_tokens=512, precision="float32"
+    ),
+    "tied and frozen": Case(freeze=HEAD, vocab=8192, micro_batch_tokens=512, tied=True),
+    "first half frozen": Case(layers=8, freeze=FIRST_FOUR),
+    "first half frozen, resident": Case(layers=8, freeze=FIRST_FOUR, resident=3),
+    "first half frozen, in groups": Case(
+        layers=8, freeze=FIRST_FOUR, groups=2, micro_batch_tokens=128, sums=7
+    ),
+    "first half frozen, retained": Case(
+        layers=8, freeze=FIRST_FOUR, groups=2, micro_batch_tokens=128, retained=8
+    ),
+    "first half frozen, offloaded": Case(layers=8, freeze=FIRST_FOUR, offload=True),
+    "first half frozen, computed twice": Case(layers=8, freeze=FIRST_FOUR, second_backward=True),
+    "first half frozen, not clipped": Case(layers=8, freeze=FIRST_FOUR, clipping=False),
+    "MLPs frozen": Case(freeze=("*.mlp.*",)),
+    "one layer frozen": Case(freeze=("*.layers.2.*",)),
+    "the head alone": Case(freeze=(*EMBEDDING, "*.layers.*", "*.norm.*")),
 }
 
 

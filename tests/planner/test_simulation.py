@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ from megatrain.planner.simulation import (
     serial,
 )
 
-NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})
+NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
+OF_FROZEN = ("forward", "backward", "upload", "boundary_down", "boundary_up", "nvme_weight")
 LAYERS = 6
 ONE_GROUP = StepOptions(
     groups=1, micro_batches=4.0, resident=0, sums_on_device=0, stored=True, tied=False
@@ -35,7 +37,8 @@ COMPUTING = model(
 
 def with_tasks(**seconds: float) -> list[BlockTasks]:
     """The computing model, with these tasks beside every block."""
-    return [replace(block, **seconds) for block in COMPUTING]
+    changes: dict[str, Any] = seconds
+    return [replace(block, **changes) for block in COMPUTING]
 
 
 def waits(timeline: StepTimeline) -> dict[str, float]:
@@ -194,11 +197,20 @@ def test_where_everything_shares_the_cores_it_adds_up():
 def test_no_step_beats_its_bound(seed):
     draw = random.Random(seed)
     resident = draw.randrange(LAYERS + 3)
+    frozen = {number for number in range(LAYERS + 1) if seed % 2 and draw.random() < 0.4}
+    first = min(set(range(LAYERS + 2)) - frozen)
 
     def block(number: int) -> BlockTasks:
-        names = [field.name for field in fields(BlockTasks)]
-        tasks = {name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names}
-        here = ("upload", "download", "host_update") if number < resident else ("device_update",)
+        names = [field.name for field in fields(BlockTasks) if field.name != "frozen"]
+        tasks: dict[str, Any] = {
+            name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names
+        }
+        if number in frozen:
+            tasks |= {name: tasks[name] * (name in OF_FROZEN) for name in names}
+            tasks["frozen"] = True
+            tasks["backward"] *= number >= first
+        on_host = ("upload", "download", "host_update", *(n for n in names if "nvme" in n))
+        here = on_host if number < resident else ("device_update",)
         edge = ("boundary_down", "boundary_up") if number in (0, LAYERS + 1) else ()
         head = ("forward",) if number == LAYERS + 1 else ()
         return BlockTasks(**tasks | dict.fromkeys((*here, *edge, *head), 0.0))
@@ -211,5 +223,6 @@ def test_no_step_beats_its_bound(seed):
         sums_on_device=draw.randrange(resident, LAYERS + 3),
         stored=draw.random() < 0.7,
         tied=draw.random() < 0.5,
+        first_trained=first,
     )
     assert at_least(blocks, options) <= overlapped(blocks, options).seconds * (1 + 1e-9)

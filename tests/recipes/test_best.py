@@ -22,15 +22,16 @@ CONFIG = ("train.eval_every=1", "checkpoint.every=4", "checkpoint.keep=1")
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """scripted(stop=3): evaluations give LOSSES; SIGTERM comes in the evaluation after step 3."""
+    """scripted(stop=3): evaluations give LOSSES, and the figures of `more`; SIGTERM comes in the
+    evaluation after step 3."""
 
-    def script(stop: int | None = None) -> None:
-        def evaluate(run: loop.Run, _: Any) -> float:
+    def script(stop: int | None = None, more: dict[str, float] | None = None) -> None:
+        def evaluate(run: loop.Run, _: Any) -> dict[str, float]:
             if run.step == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss = LOSSES[run.step]
             run.writer.write_eval(run.step, loss, 9, 0.1)
-            return loss
+            return {"eval_loss": loss, **(more or {})}
 
         monkeypatch.setattr(loop, "evaluate", evaluate)
 
@@ -46,7 +47,7 @@ def best_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
 def test_a_better_evaluation_saves(megatrain, project, scripted):
     scripted()
     done = megatrain("train cfg.yaml train.max_steps=7", *CONFIG)
-    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "loss": 3.0})
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "eval_loss": 3.0})
     assert "saved run/checkpoint-2" in done.err
     assert "saved run/checkpoint-3" not in done.err
     where = "6.0000 before, 3.1000 after, best 3.0000 at step 4 in run/checkpoint-4"
@@ -74,7 +75,7 @@ def test_a_resume_in_between_counts_on(megatrain, project, scripted, stop):
     scripted()
     megatrain("resume run")
     assert steps_of(project / "run")[-1]["step"] == 8
-    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "loss": 3.0})
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "eval_loss": 3.0})
 
 
 def test_where_patience_ended_a_run_it_stays_ended_without_its_final(megatrain, project, scripted):
@@ -91,6 +92,17 @@ def test_more_patience_lets_it_go_on(megatrain, project, scripted):
     megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=2")
     megatrain("resume run checkpoint.patience=9")
     assert steps_of(project / "run")[-1]["step"] == 10
+
+
+def test_another_figure_begins_anew(megatrain, project, scripted):
+    """The best so far was so by another figure, which cannot be compared."""
+    scripted(stop=5)
+    megatrain("train cfg.yaml", *CONFIG, code=75)
+    assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "eval_loss": 3.0})
+    scripted(more={"eval_quiz_acc": 0.5})
+    done = megatrain("resume run checkpoint.metric=eval_quiz_acc --json")
+    assert best_of(project / "run") == ("checkpoint-6", {"step": 6, "eval_quiz_acc": 0.5})
+    assert (done.json["best_metric"], done.json["best_value"]) == ("eval_quiz_acc", 0.5)
 
 
 def test_patience_without_held_out_rows_is_refused(megatrain, project):

@@ -44,7 +44,9 @@ PROCESSOR = {
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]  # of text, and of passengers
 
 
-def open_engine(source: Path, precision: str = "float32", device: str = "cpu") -> Engine:
+def open_engine(
+    source: Path, precision: str = "float32", device: str = "cpu", freeze: str = ""
+) -> Engine:
     return Engine.from_pretrained(
         source,
         optimizer=AdamW(lr=RATES[0], weight_decay=0.1, eps=EPS),
@@ -52,6 +54,7 @@ def open_engine(source: Path, precision: str = "float32", device: str = "cpu") -
         device=device,
         max_grad_norm=0.5,
         router_aux_loss_coef=0,
+        freeze=[freeze] if freeze else (),
         settings=Settings(head_chunk_tokens=7),
     )
 
@@ -342,3 +345,27 @@ def test_another_run_in_the_folder_of_one_has_its_own(tmp_path, source, engine):
     assert differing(passengers_of(saved), other) == []
     kept = read_manifest(runs / PASSENGERS).files
     assert read_manifest(saved).files[SHARDS[1]] == kept[SHARDS[1]]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_frozen_tensors_go_with_them(source, tmp_path, precision):
+    before, freeze = tensors_of(source), "*language_model.layers.0.*"
+    frozen = {n: t for n, t in before.items() if "language_model.layers.0." in n}
+    assert frozen
+    with open_engine(source, precision, freeze=freeze) as engine:
+        engine.train_step(STEPS[0])
+        first = save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    with open_engine(source, precision, freeze=freeze) as engine:
+        load_checkpoint(first, engine)
+        shutil.rmtree(source)
+        for step in (2, 3):  # the first goes, from which it was read
+            engine.train_step(STEPS[1])
+            save_checkpoint(tmp_path / "run", step, engine, None, {}, keep=1)
+    last = tmp_path / "run" / "checkpoint-3"
+    after = tensors_of(last)
+    unchanged = frozen | {
+        n: t for n, t in before.items() if n.startswith(("mtp.", "model.visual."))
+    }
+    assert after.keys() == before.keys()
+    assert differing({name: after[name] for name in unchanged}, unchanged) == []
+    assert config_in(last)["architectures"] == ["Qwen3_5ForConditionalGeneration"]

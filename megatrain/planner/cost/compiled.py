@@ -19,7 +19,7 @@ compiler. Plans for eager layers and training itself use none of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +76,7 @@ def predict_compiled(
     fused_attention: bool,
     runs_on: str,
     skipped: Sequence[str] = (),
+    frozen: Collection[str] = (),
 ) -> CompiledLayer | None:
     """What torch.compile would make of a decoder layer.
 
@@ -88,12 +89,13 @@ def predict_compiled(
         fused_attention: False for eager attention.
         runs_on: "cpu" or "cuda".
         skipped: modules left out when it is recomputed (models/transforms/skippable.py).
+        frozen: names of weights that need no gradient.
 
     Returns:
         None if it cannot be traced whole, because what it computes depends on values.
     """
     rows = hidden_shape[0]
-    function, inputs = _as_function(layer, hidden_shape, dtype, call)
+    function, inputs = _as_function(layer, hidden_shape, dtype, call, frozen)
     attention = FusedAttention(runs_on, _traced_attention) if fused_attention else nullcontext()
 
     def attending(*tensors: Tensor) -> Tensor:
@@ -124,7 +126,11 @@ def predict_compiled(
 
 
 def _as_function(
-    layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall
+    layer: nn.Module,
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    call: LayerCall,
+    frozen: Collection[str],
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """The layer as a function of tensors alone, and meta tensors for it.
 
@@ -138,10 +144,10 @@ def _as_function(
     inputs = [
         torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True),
         *(
-            torch.empty_like(p, dtype=dtype, device="meta", requires_grad=True)
+            torch.empty_like(p, dtype=dtype, device="meta", requires_grad=name not in frozen)
             if p.requires_grad
             else torch.empty_like(p, device="meta")
-            for p in weights.values()
+            for name, p in weights.items()
         ),
         *(torch.empty_like(tensor, device="meta") for tensor in others),
     ]

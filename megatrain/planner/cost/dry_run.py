@@ -128,7 +128,9 @@ class DryRun:
         """
         layers, calls, dtype = self.skeleton.layers, self._calls(1), self.skeleton.dtype
         eager = {
-            kind: graph_keeps_input(layers[kind], self._shape(1), dtype, calls[kind])
+            kind: graph_keeps_input(
+                layers[kind], self._shape(1), dtype, calls[kind], self.skeleton.frozen_in(kind)
+            )
             for kind in set(self.kinds)
         }
         known = self.compiled.items()
@@ -153,8 +155,9 @@ class DryRun:
 
     def _layer(self, index: int, rows: int, call: LayerCall) -> Footprint:
         layer = self.skeleton.layers[index]
+        frozen = self.skeleton.frozen_in(index)
         return call_peak_bytes(
-            *blank_call(layer, self._shape(rows), self.skeleton.dtype, call),
+            *blank_call(layer, self._shape(rows), self.skeleton.dtype, call, frozen=frozen),
             fused_attention=self.fused,
             runs_on=self.runs_on,
             what=type(layer).__name__,
@@ -186,8 +189,9 @@ class DryRun:
         weights = [layer.get_parameter(f"{name}.weight") for name in self._skippable(index)]
 
         def run(rows: int) -> Tally:
-            shape, call = self._shape(rows), self._calls(rows)[index]
-            forward, (hidden, *own) = blank_call(layer, shape, self.skeleton.dtype, call)
+            given = self._shape(rows), self.skeleton.dtype, self._calls(rows)[index]
+            frozen = self.skeleton.frozen_in(index)
+            forward, (hidden, *own) = blank_call(layer, *given, frozen=frozen)
             return tally(forward, [hidden], own, fused=self.fused, runs_on=self.runs_on)
 
         cost = cost_per_token(run, self.seq_len)
@@ -254,6 +258,7 @@ class DryRun:
             fused_attention=self.fused,
             runs_on=self.runs_on,
             skipped=self._skippable(index),
+            frozen=self.skeleton.frozen_in(index),
         )
 
     def _skippable(self, index: int) -> tuple[str, ...]:
@@ -277,7 +282,7 @@ class DryRun:
         first: dict[Any, int] = {}
         pairs = zip(self.skeleton.layers, self._calls(1), strict=True)
         return [
-            first.setdefault(kind_of(layer, call), index)
+            first.setdefault((kind_of(layer, call), self.skeleton.frozen_in(index)), index)
             for index, (layer, call) in enumerate(pairs)
         ]
 

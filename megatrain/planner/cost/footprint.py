@@ -9,7 +9,7 @@ allocator would see it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -180,13 +180,17 @@ def fused_attention(call: Attention, runs_on: str = "cpu") -> Tensor:
 
 
 def graph_keeps_input(
-    layer: nn.Module, hidden_shape: tuple[int, int, int], dtype: torch.dtype, call: LayerCall
+    layer: nn.Module,
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    call: LayerCall,
+    frozen: Collection[str] = (),
 ) -> bool:
     """True if the graph of a decoder layer saves its input hidden states.
 
     Arguments as for `blank_call`.
     """
-    forward, (hidden, *_) = blank_call(layer, hidden_shape, dtype, call)
+    forward, (hidden, *_) = blank_call(layer, hidden_shape, dtype, call, frozen=frozen)
     seen = set()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -213,7 +217,8 @@ def call_peak_bytes(
     Neither the inputs nor the incoming gradient are counted.
 
     Args:
-        inputs: leaf tensors that require gradients, made before the call.
+        inputs: leaf tensors, made before the call; without one that requires a gradient there is no
+            backward.
         fused_attention: False for eager attention.
         runs_on: "cpu" or "cuda", the device whose kernels count.
         what: names the computation in errors.
@@ -222,13 +227,15 @@ def call_peak_bytes(
     Raises:
         ModelError: the computation cannot run without data, because shapes depend on values.
     """
-    wanted = list(inputs)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
     live = LiveBytes()
     try:
         with without_data(runs_on), torch.enable_grad():
             with FusedAttention(runs_on) if fused_attention else nullcontext(), live:
                 out = forward()
             saved_bytes = live.live
+            if not wanted:
+                return Footprint(saved_bytes, live.peak)
             grad_out = torch.ones_like(out)  # outside the mode: it belongs to the caller
             root = get_gradient_edge(out)
             if not output_stays:

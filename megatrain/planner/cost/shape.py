@@ -10,10 +10,12 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from megatrain.models.freezing import counted_parameters, share_of_experts_trained
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.dry_run import DryRun, MicroBatchBytes, cross_entropy
 from megatrain.planner.cost.footprint import LayerBytes
 from megatrain.planner.cost.work import ModelCost
+from megatrain.schedule import layers_back
 
 # Chunks, in tokens, in which the head may go through a micro-batch.
 HEAD_CHUNK_TOKENS = tuple(1 << power for power in range(7, 14))
@@ -76,6 +78,29 @@ class CompiledSets:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """What frozen tensors change of a model.
+
+    Attributes:
+        parameters: number of frozen ones.
+        saved_bytes: of them in a run's folder, once, in the dtype that the configuration states.
+        trained_numel: elements of every block's arrays but the weight.
+        first_trained: number of the first block that is trained.
+        counted_parameters: as many trained ones would take a step's matmuls.
+        idle_parameters: of experts that are not a token's own.
+        edges: whether the embedding's and the head's matrices are trained.
+    """
+
+    parameters: int
+    saved_bytes: int
+    trained_numel: tuple[int, ...]
+    first_trained: int
+    counted_parameters: int
+    idle_parameters: int
+    edges: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What the planner knows of a model.
 
@@ -84,7 +109,7 @@ class ModelShape:
     """
 
     parameters: int  # trained ones, tied counted once
-    block_numel: tuple[int, ...]  # elements of the flat arrays, padded: embed, layers, head
+    block_numel: tuple[int, ...]  # elements of the weight arrays, padded: embed, layers, head
     tied: bool  # the head computes with a tensor of embed
     hidden_size: int
     vocab_size: int
@@ -104,6 +129,7 @@ class ModelShape:
     # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
     graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
+    frozen: Frozen | None = None  # what the user does not train
 
     @property
     def layers(self) -> int:
@@ -116,8 +142,34 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that act on a token: what "6 x parameters" means of a mixture."""
-        return self.parameters - self.idle_parameters
+        """Those trained ones that act on a token."""
+        of_frozen = self.frozen.idle_parameters if self.frozen else 0
+        return self.parameters - (self.idle_parameters - of_frozen)
+
+    @property
+    def counted_parameters(self) -> int:
+        """What "6 x parameters" means of a mixture, or where tensors are frozen."""
+        return self.frozen.counted_parameters if self.frozen else self.active_parameters
+
+    @property
+    def trained_numel(self) -> tuple[int, ...]:
+        """Elements of every block's gradient, and of what the update reads besides the weight."""
+        return self.frozen.trained_numel if self.frozen else self.block_numel
+
+    @property
+    def first_trained(self) -> int:
+        """The first block that is trained, where backward ends."""
+        return self.frozen.first_trained if self.frozen else 0
+
+    @property
+    def layers_back(self) -> int:
+        """Number of layers that backward visits."""
+        return layers_back(self.layers, self.first_trained)
+
+    @property
+    def trains_edges(self) -> tuple[bool, bool]:
+        """Whether the matrices of embedding and head are trained."""
+        return self.frozen.edges if self.frozen else (True, True)
 
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:
         """Working set of the largest layer.
@@ -205,6 +257,7 @@ def _assembled(
             sums.append([(tokens, total) for total in totals])
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
+    cost = dry.cost(HEAD_CHUNK_TOKENS[0])
     return ModelShape(
         parameters=anatomy.parameters,
         carried_bytes=anatomy.passengers.nbytes,
@@ -219,7 +272,7 @@ def _assembled(
         retained=of_last(lambda run: run.eager),
         retained_compiled=of_last(lambda run: run.compiled),
         retained_cheap=of_last(lambda run: run.cheap),
-        cost=dry.cost(HEAD_CHUNK_TOKENS[0]),
+        cost=cost,
         layer_chunked=chunked,
         compiled=CompiledSets(
             recomputed=by_tokens(lambda run: run.layer_compiled),
@@ -232,6 +285,29 @@ def _assembled(
         else None,
         graphs_keep_inputs=dry.graphs_keep_inputs(),
         constant_bytes=dry.skeleton.constants.nbytes,
+        frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
+    )
+
+
+def _frozen(skeleton: Skeleton, cost: ModelCost) -> Frozen:
+    anatomy = skeleton.anatomy
+    idle = sum(layer.idle_parameters for layer in cost.layers)
+    idle_frozen = round(idle * (1 - share_of_experts_trained(anatomy)))
+    owners = {owner for _, owner in anatomy.tied}
+    embedding, head = (
+        any(len(t.shape) > 1 and not t.frozen for t in block.layout.tensors)
+        for block in (anatomy.embed, anatomy.head)
+    )
+    if owners:
+        head = not owners & set(anatomy.frozen)
+    return Frozen(
+        parameters=anatomy.frozen_parameters,
+        saved_bytes=anatomy.frozen_parameters * skeleton.source_dtype.itemsize,
+        trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),
+        first_trained=anatomy.first_trained,
+        counted_parameters=counted_parameters(anatomy, idle),
+        idle_parameters=idle_frozen,
+        edges=(embedding, head),
     )
 
 

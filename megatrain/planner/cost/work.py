@@ -61,6 +61,7 @@ class BlockCost:
     backward: PassCost
     expert_parameters: int = 0  # in matrices of all experts
     expert_flops: int = 0  # of forward.matmul_flops, what a token's own experts take
+    frozen_expert_flops: int = 0  # of these, with frozen matrices
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
 
@@ -101,6 +102,8 @@ class Tally:
     backward: Traffic
     expert_flops: int  # of matmul_flops, those whose rows are divided among experts
     expert_parameters: int  # of all experts together
+    frozen_flops: int = 0  # of matmul_flops, those with parameters that are frozen
+    frozen_expert_flops: int = 0  # of these, the experts'
 
 
 def tally(
@@ -113,16 +116,20 @@ def tally(
 ) -> Tally:
     """Count the operations of `forward()` and of its gradients by `inputs` and `parameters`.
 
-    All on the meta device. Matmuls without any of `parameters` are attention's.
+    All on the meta device. Matmuls without any of `parameters` are attention's. Those of them that
+    require no gradient are frozen.
     fused: False for eager attention. runs_on: "cpu" or "cuda".
     """
-    ahead, back, attention = Operations(parameters), Operations(()), AttentionCalls(runs_on)
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    wanted = [leaf for leaf in (*inputs, *parameters) if leaf.requires_grad]
+    ahead, back = Operations(parameters, frozen), Operations(())
+    attention = AttentionCalls(runs_on)
     with without_data(runs_on), torch.enable_grad():
         with FusedAttention(runs_on, attention) if fused else nullcontext(), ahead:
             out = forward()
-        grad = torch.empty_like(out)
-        with back:
-            torch.autograd.grad(out, [*inputs, *parameters], grad, allow_unused=True)
+        if wanted:
+            with back:
+                torch.autograd.grad(out, wanted, torch.empty_like(out), allow_unused=True)
     return Tally(
         ahead.matmul_flops,
         ahead.attention_flops + attention.flops,
@@ -130,6 +137,8 @@ def tally(
         Traffic(back.bytes, back.kernels + FUSED_BACKWARD_KERNELS * attention.count),
         ahead.expert_flops,
         sum(ahead.experts.values()),
+        ahead.frozen_flops,
+        ahead.frozen_expert_flops,
     )
 
 
@@ -146,26 +155,31 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
     matmul = grown(once.matmul_flops, twice.matmul_flops)
     attention = grown(once.attention_flops, twice.attention_flops)
 
-    def one_way(times: int, small: Traffic, large: Traffic) -> PassCost:
+    frozen = grown(once.frozen_flops, twice.frozen_flops)
+
+    def one_way(times: int, products: int, small: Traffic, large: Traffic) -> PassCost:
         moved, kernels = grown(small.bytes, large.bytes), small.kernels
-        return PassCost(times * matmul, times * attention, moved, moved, kernels, kernels)
+        return PassCost(products, times * attention, moved, moved, kernels, kernels)
 
     return BlockCost(
-        one_way(1, once.forward, twice.forward),
-        one_way(BACKWARD_FLOPS, once.backward, twice.backward),
+        one_way(1, matmul, once.forward, twice.forward),
+        # a frozen matrix has no gradient of its own
+        one_way(BACKWARD_FLOPS, BACKWARD_FLOPS * matmul - frozen, once.backward, twice.backward),
         expert_parameters=once.expert_parameters,
         expert_flops=grown(once.expert_flops, twice.expert_flops),
+        frozen_expert_flops=grown(once.frozen_expert_flops, twice.frozen_expert_flops),
     )
 
 
 class Operations(Watch):  # type: ignore[no-untyped-call]
-    """Counts what runs under it."""
+    """Counts what runs under it. frozen: some of the parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._parameters = set(map(storage_of, parameters))
+        self._frozen = set(map(storage_of, frozen))
         self.matmul_flops = self.attention_flops = self.bytes = self.kernels = 0
-        self.expert_flops = 0
+        self.expert_flops = self.frozen_flops = self.frozen_expert_flops = 0
         self.experts: dict[int, int] = {}  # elements of experts' matrices, by their storage
 
     def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
@@ -180,6 +194,9 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
                 self.attention_flops += flops
             else:
                 self.matmul_flops += flops
+                frozen = not self._frozen.isdisjoint(map(storage_of, read))
+                self.frozen_flops += frozen * flops
+                self.frozen_expert_flops += frozen * grouped * flops
                 if grouped:
                     self.expert_flops += flops
                     self.experts[storage_of(b)] = b.numel()

