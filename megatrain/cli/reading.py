@@ -149,7 +149,8 @@ def verify(
 ) -> None:
     """Compare a small model of the same family with plain PyTorch: loss, gradients, steps, folder.
 
-    Loads no weights and needs no GPU. Exits 8 unless all agree.
+    Needs no GPU. Of a checkpoint or final every file is compared with MANIFEST.json first: exits
+    7 for one that was changed. Exits 8 unless all agree.
     """
     find_shape(model)
     from megatrain.recipes.verify import verify as check

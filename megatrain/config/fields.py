@@ -295,7 +295,8 @@ class Config(Options):
     hang_timeout: v.CountOrNull = key(
         600,
         "Seconds, at least three planned steps, in which nothing moves before a run shows every "
-        "thread's stack and ends with exit code 1; null: never.",
+        "thread's stack and ends with exit code 1; null: never. Until the run is planned, "
+        "computing, reading and writing count as moving.",
     )
     output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
     sample_prompt: v.TextOrNull = key(

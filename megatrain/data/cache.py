@@ -235,7 +235,7 @@ def sets_asked(cache: Path, asked: str) -> Iterator[str]:
 def cached_set(cache: Path, key: str) -> TokenRows | None:
     """`load_cached_set`, with a warning of each piece for which it gives None."""
     rows, folder = load_cached_set(cache, key), cache / key
-    if rows is None and folder.exists():
+    if rows is None and os.path.exists(folder):
         for path in _damaged(folder):
             logger.warning(f"{path}: the tokenised rows are damaged; they are made anew")
     return rows

@@ -8,11 +8,12 @@ import glob
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.data.readers import PACKED, READERS, type_of
-from megatrain.errors import DataError
+from megatrain.errors import DataError, if_forbidden
 
 HUB_TIMEOUT_S = 4.0
 SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
@@ -82,19 +83,21 @@ def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote the folder."""
-    names = {found.name for found in folder.iterdir()}
+    with if_forbidden(DataError, folder):
+        names = {found.name for found in folder.iterdir()}
     return any(marks <= names for marks in SAVED)
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """(data files, other files) of a folder and those below it, in order, but for hidden ones.
 
-    Raises DataError if no file has data, and for devices, pipes and links that lead out of it.
+    Raises DataError if no file has data, and for devices, pipes, links that lead out of it and
+    folders that may not be read.
     """
     files, others = list[Path](), list[Path]()
-    for path in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
+    with if_forbidden(DataError, folder):
+        found = sorted(_below(folder))
+    for path in found:
         is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
         if path.is_symlink() and (is_data or path.is_dir()):
             _refuse_link_out(folder, path)
@@ -106,6 +109,17 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     if not files:
         raise DataError(f"{folder}: no data files in this folder; {_known_types()}")
     return files, others
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files and folders below a folder, but for hidden ones. May raise OSError."""
+
+    def stop(error: OSError) -> None:  # `os.walk` and `rglob` pass over what they may not list
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in [*folders, *files] if not name.startswith("."))
 
 
 def _path(text: str) -> Path:
@@ -156,7 +170,8 @@ def _known_types() -> str:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f", and no folder {path.parent}"
-    names = [found.name for found in path.parent.iterdir()]
+    with if_forbidden(DataError, path.parent):
+        names = [found.name for found in path.parent.iterdir()]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 

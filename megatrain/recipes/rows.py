@@ -14,7 +14,7 @@ from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
-from megatrain.heartbeat import may_end_here
+from megatrain.heartbeat import beat, may_end_here
 from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
 from megatrain.recipes.day import day_of
@@ -88,6 +88,7 @@ def rows_logger() -> Callable[[int], None]:
     def note(rows: int) -> None:
         nonlocal logged
         may_end_here()
+        beat()
         if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
             logged = time.monotonic()
             logger.info(f"reading and tokenising rows: {rows:,} so far")

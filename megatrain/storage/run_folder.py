@@ -25,6 +25,7 @@ from megatrain.storage.system_calls import storage_error, system_errors
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
 FINAL = "final"
+CARD = "README.md"  # of `final/`
 PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 FICLONE = 0x40049409  # of linux/fs.h
