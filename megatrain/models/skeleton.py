@@ -17,6 +17,7 @@ from torch import nn
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
 from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead, why_together
+from megatrain.models.classifiers import is_classifier, unwarned
 from megatrain.models.constants import Constants
 from megatrain.models.documents import (
     BEGINNINGS,
@@ -102,8 +103,10 @@ class Skeleton:
             max_positions=longest_sequence(text),
             published=published(self.model, text.model_type, blocks, tied, passengers.names),
             passengers=passengers,
+            labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
+        self.pad_id: int | None = text.pad_token_id
         self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model, passengers.modules)
         self.has_kernels = findings.kernels
@@ -307,14 +310,14 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of n positions from the last layer's output [n, hidden].
+        """Logits [n, vocab], or a classifier's scores [n, labels], of the last layer's [n, hidden].
 
         Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
         """
         # never seen; not `hidden`, because some families scale their input in place
         unseen = hidden.new_zeros(len(hidden), 1, self._embedding_width)
         output = self._play(Tape(injected=hidden.unsqueeze(1)), inputs_embeds=unseen)
-        return output.logits.squeeze(1)  # type: ignore[no-any-return]
+        return output.logits.flatten(1)  # type: ignore[no-any-return]
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
         """Run the model's own forward with `tape` in every recorder."""
@@ -340,11 +343,8 @@ class Skeleton:
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
     def separates_documents(self, device: torch.device) -> bool:
-        """True if documents packed into one sequence cannot see each other in any layer.
-
-        The masks that layers receive for positions that begin anew must say so, and a small model
-        of the family do so. Where it does not, kernels on `device` must, told of documents.
-        """
+        """True if documents packed into one sequence cannot see each other in any layer: by masks,
+        as a small model of the family shows, or by kernels on `device` that are told of them."""
         return self._by_masks or self.told_documents(device)
 
     def told_documents(self, device: torch.device) -> bool:
@@ -359,8 +359,8 @@ class Skeleton:
         if found is None or found.between is None or found.separates or not self.has_kernels:
             return ""
         if device not in self._why_together:
-            where = device, self.dtype, self._trust_remote_code
-            self._why_together[device] = why_together(found.small, attention, *where)
+            given = found.small, attention, device, self.dtype, self._trust_remote_code
+            self._why_together[device] = why_together(*given)
         return self._why_together[device]
 
     @property
@@ -387,13 +387,13 @@ class Skeleton:
         family = type(self.model).__name__
         hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
         try:
-            with self._zeros(), torch.no_grad():
+            with self._zeros(), unwarned(), torch.no_grad():
                 shape = tuple(self.head(hidden).shape)
         except UNSUPPORTED as error:
             raise ModelError(
                 f"{family}: its head cannot run by itself ({error}); it cannot be streamed yet"
             ) from error
-        if shape != (2, self.anatomy.vocab_size):
+        if shape != (2, self.anatomy.outputs):
             raise ModelError(
                 f"{family}: its head returns {list(shape)} for 2 positions; "
                 "it cannot be streamed yet"

@@ -21,12 +21,13 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.resolved import least_tokens
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
+from megatrain.models.classifiers import is_classifier
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.day import day_of
 from megatrain.recipes.loop import evaluated, sweeps
-from megatrain.recipes.model import Model, check_weights, describe_model, read_model
+from megatrain.recipes.model import Model, check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, computed, fingerprint, kept
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
@@ -129,6 +130,7 @@ def config_to_evaluate(
         day = day_of(load_config(run_dir / RESOLVED_FILE))
         return load_config(run_dir / CONFIG_FILE, rows_of), day
     whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+    whole |= {"method": "reward"} if is_classifier(model.config) else {}
     config = load_config(whole, rows_of)
     return config, day_of(config)
 
@@ -167,6 +169,7 @@ def evaluate_tasks(
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_writes(model, str(named))
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
@@ -204,11 +207,14 @@ def generate(
         named, trust_remote_code: as for `evaluate`.
         sampling: fields of `Sampling`; by default greedy.
         show: gets the text as it grows.
+
+    Raises ModelError for a reward model.
     """
     drawn = Sampling(**(sampling or {}))
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_writes(model, str(named))
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 

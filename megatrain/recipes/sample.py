@@ -156,13 +156,13 @@ def end_tokens(model: Model) -> list[int]:
 def sample(
     engine: Engine, model: Model, held_out: Rows | None, prompt: str | None
 ) -> tuple[str | None, str | None]:
-    """(prompt, answer) for the summary, or (None, None) if there is nothing to ask.
+    """(prompt, answer) for the summary, or (None, None) if there is nothing to ask, or nobody.
 
     prompt: the config's; by default the context of the first held-out row.
     """
     if prompt is not None:
         return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
-    if held_out is None:
+    if held_out is None or engine.anatomy.labels is not None:
         return None, None
     row, mask = held_out.row(0)
     context = min(TEXT_PROMPT_TOKENS, len(row) // 2)

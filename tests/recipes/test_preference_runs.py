@@ -24,6 +24,7 @@ FURTHER = {
     "simpo": OF_PAIRS | {"nll_loss"},
     "cpo": OF_PAIRS | {"nll_loss"},
     "kto": OF_PAIRS - {"rewards/accuracies"} | {"kl"},
+    "reward": {"accuracy", "margin", "mean_reward"},
 }
 KEYS = {"simpo": ["simpo.beta=2.0"], "kto": ["train.rows_per_step=12"]}
 REFERRED = [name for name, loss in LOSSES.items() if getattr(loss, "reference", False)]
