@@ -106,7 +106,7 @@ class Skeleton:
             labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
-        self.pad_id: int | None = text.pad_token_id
+        self.pad_id: int | None = getattr(text, "pad_token_id", None)
         self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model, passengers.modules)
         self.has_kernels = findings.kernels
