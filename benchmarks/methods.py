@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.records import RESULTS, ROOT
 from benchmarks.write_page import filled
 from megatrain.engine.verify import gradients_of
-from tests.engine.test_preference_losses import CASES, OTHERS
+from tests.engine.test_preference_losses import CASES, WITHOUT
 from tests.support import engine_of, tiny_config
 from tests.trl_oracle import judge_by_trl, trainers
 
@@ -49,7 +49,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "gradient": worst,
         "metrics": metrics,
         "names": named,
-        "without": sorted(set(theirs.metrics) & OTHERS),
+        "without": sorted(set(theirs.metrics) & WITHOUT),
     }
 
 
@@ -58,9 +58,8 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "| method | loss | TRL's trainer | loss off by | worst gradient off by | metrics off by |"
     yield "|---|---|---|---|---|---|"
     for row in found:
-        kind = row["keys"].get("loss_type", "")
+        kind = row["keys"].get("loss_type", row["case"].partition("-")[2])
         kind = " + ".join(kind) if isinstance(kind, list) else kind
-        kind = kind or row["case"].removeprefix(row["method"]).lstrip("-")
         figures = (row["loss"], row["gradient"], row["metrics"])
         cells = (row["method"], kind, row["trainer"], *(f"{value:.0e}" for value in figures))
         yield f"| {' | '.join(cells)} |"

@@ -139,7 +139,7 @@ class ForwardPasses:
                 number,
                 self.device,
                 loss=loss,
-                pad_id=self.skeleton.pad_id,
+                pad_id=getattr(self.skeleton.config.get_text_config(), "pad_token_id", None),
                 marks_real=marks_real,
                 tells_documents=tells,
             )

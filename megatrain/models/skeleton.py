@@ -106,7 +106,6 @@ class Skeleton:
             labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
-        self.pad_id: int | None = getattr(text, "pad_token_id", None)
         self.constants = Constants(self.model, blocks, places, self.owner)
         self.has_dropout = draws_random_numbers(self.model, passengers.modules)
         self.has_kernels = findings.kernels
@@ -310,7 +309,7 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab], or a classifier's scores [n, labels], of the last layer's [n, hidden].
+        """Logits [n, vocab] or scores [n, labels] from the last layer's output [n, hidden].
 
         Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
         """
@@ -343,8 +342,11 @@ class Skeleton:
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
     def separates_documents(self, device: torch.device) -> bool:
-        """True if documents packed into one sequence cannot see each other in any layer: by masks,
-        as a small model of the family shows, or by kernels on `device` that are told of them."""
+        """True if documents packed into one sequence cannot see each other in any layer.
+
+        The masks that layers receive for positions that begin anew must say so, and a small model
+        of the family do so. Where it does not, kernels on `device` must, told of documents.
+        """
         return self._by_masks or self.told_documents(device)
 
     def told_documents(self, device: torch.device) -> bool:
@@ -359,8 +361,8 @@ class Skeleton:
         if found is None or found.between is None or found.separates or not self.has_kernels:
             return ""
         if device not in self._why_together:
-            given = found.small, attention, device, self.dtype, self._trust_remote_code
-            self._why_together[device] = why_together(*given)
+            where = device, self.dtype, self._trust_remote_code
+            self._why_together[device] = why_together(found.small, attention, *where)
         return self._why_together[device]
 
     @property
@@ -394,7 +396,5 @@ class Skeleton:
                 f"{family}: its head cannot run by itself ({error}); it cannot be streamed yet"
             ) from error
         if shape != (2, self.anatomy.outputs):
-            raise ModelError(
-                f"{family}: its head returns {list(shape)} for 2 positions; "
-                "it cannot be streamed yet"
-            )
+            what = f"its head returns {list(shape)} for 2 positions"
+            raise ModelError(f"{family}: {what}; it cannot be streamed yet")

@@ -46,9 +46,9 @@ CASES: dict[str, Case] = {
     "reward-margins": ("reward-margins", {}, Reward()),
     "kto": ("kto", {"desirable_weight": 1.3, "beta": 0.2}, Kto(0.2, 1.3)),
 }
-# not means over a step, or of whole logits
-OTHERS = {"min_reward", "max_reward"}
-OTHERS |= {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+# of TRL's metrics: of whole logits, or no means over a step
+WITHOUT = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+WITHOUT |= {"min_reward", "max_reward"}
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def verdict(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict
 
 
 def compare(theirs: Verdict, result: StepResult, ours: dict[str, Tensor]) -> None:
-    """Gradients and metrics, those of TRL that need whole logits left out."""
+    """Gradients and metrics, but for those that are not had here."""
     assert set(ours) == set(theirs.gradients)
     for tensor, gradient in ours.items():
         expected = theirs.gradients[tensor]
         assert float((gradient - expected).norm() / expected.norm()) < 1e-5, tensor
-    assert result.metrics.keys() == theirs.metrics.keys() - OTHERS
+    assert result.metrics.keys() == theirs.metrics.keys() - WITHOUT
     for metric, value in result.metrics.items():
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
 
