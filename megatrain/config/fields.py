@@ -129,7 +129,7 @@ class DataOptions(Options):
     )
     processes: v.CountOrAuto = key(
         "auto",
-        "Processes that tokenise a set of more than a few thousand rows; auto: one for each core, "
+        "Processes that tokenise a set of more than a thousand rows; auto: one for each core, "
         "16 at most.",
     )
 
