@@ -126,6 +126,11 @@ class DataOptions(Options):
     columns: v.ColumnsOrNull = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )
+    processes: v.CountOrAuto = key(
+        "auto",
+        "Processes that tokenise a set of more than a few thousand rows; auto: one for each core, "
+        "16 at most.",
+    )
 
 
 class TrainOptions(Options):

@@ -15,12 +15,14 @@ from megatrain.data.dataset import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.heartbeat import beat, may_end_here
+from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
+MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens
 # of the config's data section: options of the rows, too
 SAME_KEYS = (
     *("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts"),
@@ -45,7 +47,11 @@ def read_rows(
     same = data.model_dump(include=set(SAME_KEYS))
     day = day or day_of(config)
     method = METHODS[config.method]
-    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, kind=method.kind, **same)
+    processes = min(physical_cores(), MOST_PROCESSES)
+    if isinstance(data.processes, int):
+        processes = data.processes
+    about = {"vocab_size": model.vocab_size, "day": day, "kind": method.kind, **same}
+    options = DataOptions(seq_len, processes=processes, **about)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
         train,

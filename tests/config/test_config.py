@@ -33,6 +33,7 @@ data:
   chat_template: chatml
   prompts: chat
   truncation_mode: keep_end
+  processes: 3
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512

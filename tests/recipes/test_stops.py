@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 import megatrain as mt
-from megatrain.data import build, row_writer, tokenize, writing
+from megatrain.data import build, encoding, row_writer, tokenize
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, setup
 from megatrain.recipes.signals import STOPS
@@ -159,7 +159,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     megatrain, project, interrupt, monkeypatch, when, number, code
 ):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
-    monkeypatch.setattr(writing, "BATCH_ROWS", 8)
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 8)
     megatrain("plan cfg.yaml")  # for what that keeps: `train` need not compare a small model
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     (owner, name, later, work), after = EARLY[when], Mock(side_effect=AssertionError("goes on"))
