@@ -43,6 +43,7 @@ from megatrain.recipes.judging import greater_is_better
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
+from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.reference import (
     References,
     are_kept,
@@ -106,6 +107,8 @@ def plan(
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
+    if machine is None and not shape_alone:
+        check_place(config)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
@@ -120,6 +123,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
+    check_place(config)
     check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
@@ -149,6 +153,7 @@ def resume(
     check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
+        check_links(run_dir)
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
