@@ -225,11 +225,12 @@ def generate(
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
     from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     live = sys.stdout.isatty() and not as_json
     say = _say if live else None
-    with reading(no_verify):
+    with logging_on(console_on(stderr=True)), reading(no_verify):
         answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
     if as_json:
         print_json({"prompt": question, "answer": answer})

@@ -51,6 +51,7 @@ from megatrain.recipes.reference import (
     known_reference,
 )
 from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.verify import check_once
@@ -193,6 +194,7 @@ def get_ready(
     passengers = parts.resolved.skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
+    check_sample_prompt(config, parts.model)
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
