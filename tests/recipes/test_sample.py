@@ -129,6 +129,7 @@ def test_a_run_whose_rows_fill_the_positions_ends_with_a_sample(
     megatrain, gpt2, project, monkeypatch
 ):
     monkeypatch.setattr(sample, "end_tokens", lambda model: [])
+    monkeypatch.setattr(sample, "SAMPLE_TOKENS", 48)
     rows = [conversation(f"{LONG[:60]} {n}", "1 2 3 4 5 6 7 8 9") for n in range(6)]
     write_jsonl(project / "rows.jsonl", rows)
     said = megatrain("train cfg.yaml train.max_steps=1 data.eval=1").err
