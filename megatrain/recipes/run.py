@@ -50,7 +50,7 @@ from megatrain.recipes.reference import (
     compare_with_reference,
     known_reference,
 )
-from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.rows import read_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
@@ -210,6 +210,7 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)
     plan.check()
+    say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
 
 
