@@ -179,7 +179,7 @@ def _held_out_set(
         raise DataError(f"held-out rows: {error}; {way_on}") from error
     if whole(held).digest != expected:
         held.counts.warned.append(
-            "are not those that the run began with, which are gone from the cache, too; their "
+            "they are not those that the run began with, which are gone from the cache, too; their "
             "losses do not compare"
         )
     return held

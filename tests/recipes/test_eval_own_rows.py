@@ -63,7 +63,7 @@ def test_so_is_a_source_of_their_own(megatrain, project, monkeypatch):
     assert done.json["eval_loss"] == pytest.approx(loss_of(project / "run"), rel=1e-5)
     shutil.rmtree("cache")
     done = megatrain("eval run --json")
-    assert "warning: held-out rows: are not those that the run began with" in done.err
+    assert "warning: they are not those that the run began with" in done.err
 
 
 def test_a_final_alone_does_not_know_its_rows_and_says_so(megatrain, own):
