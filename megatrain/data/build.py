@@ -93,7 +93,7 @@ class DataOptions:
 class Expected:
     """Digests of the rows of a run that goes on; None: not known, or others are asked for."""
 
-    train: str
+    train: str | None
     held_out: str | None = None
 
 
@@ -142,12 +142,14 @@ def load_data(
         before = None if wanted is None else _of_a_changed_source(*source, wanted)
         return before or encode_source(*source, on_progress)
 
-    def trained_before(rows: TokenRows) -> bool:
-        return expected is not None and whole(chosen(rows)[0]).digest == expected.train
+    before = None if expected is None else expected.train
 
-    rows, held = chosen(read(train, options, trained_before if expected else None))
-    if expected is not None:
-        check_digest(whole(rows), expected.train)
+    def trained_before(rows: TokenRows) -> bool:
+        return whole(chosen(rows)[0]).digest == before
+
+    rows, held = chosen(read(train, options, trained_before if before else None))
+    if before is not None:
+        check_digest(whole(rows), before)
     if not isinstance(held_out, int | float | None):
         known = None if expected is None else expected.held_out
         held = _held_out_set(held_out, replace(options, split=None), read, whole, known)
@@ -177,7 +179,7 @@ def _held_out_set(
         raise DataError(f"held-out rows: {error}; {way_on}") from error
     if whole(held).digest != expected:
         held.counts.warned.append(
-            "are not those that the run began with, which are gone from the cache, too; their "
+            "they are not those that the run began with, which are gone from the cache, too; their "
             "losses do not compare"
         )
     return held
