@@ -131,6 +131,8 @@ class ForwardPasses:
         loss: SequenceLoss | None = None,
         marks_real: bool = False,
     ) -> list[MicroBatch]:
+        text = self.skeleton.config.get_text_config()
+        pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
         packed = any("position_ids" in batch for batch in batches)
         tells = packed and self.skeleton.told_documents(self.device)
         return [
@@ -139,7 +141,7 @@ class ForwardPasses:
                 number,
                 self.device,
                 loss=loss,
-                pad_id=getattr(self.skeleton.config.get_text_config(), "pad_token_id", None),
+                pad_id=pad_id,
                 marks_real=marks_real,
                 tells_documents=tells,
             )

@@ -124,6 +124,8 @@ kto:
   beta: 0.1
   desirable_weight: 1.0
   undesirable_weight: 1.0
+reward:
+  center_rewards_coefficient: null
 precision: float32
 attention: sdpa
 compile: false
