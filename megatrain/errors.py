@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 UNEXPECTED = 1
 OF_UNIX = ("fcntl", "resource", "termios")  # modules that Python lacks on Windows
@@ -78,6 +81,24 @@ class VerificationError(MegaTrainError):
     exit_code = 8
 
 
+@contextmanager
+def if_forbidden(kind: type[MegaTrainError], path: Path | str) -> Iterator[None]:
+    """Raise an error of this kind where the block may not look at `path`, or below it.
+
+    pathlib asks whether something is there, and raises where modes forbid to know.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise kind(forbidden(error, path)) from error
+
+
+def forbidden(error: PermissionError, path: Path | str = "") -> str:
+    """The sentence of one."""
+    name = error.filename or path
+    return f"{name}: {error.strerror}; change its mode, or that of a folder it lies in"
+
+
 def exit_code_of(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence for any error that ended a command."""
     if isinstance(error, MegaTrainError):
@@ -88,6 +109,8 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
     if isinstance(error, ImportError) and error.name in OF_UNIX:
         instead = "on Windows run it inside WSL 2, elsewhere in a Linux container"
         return ConfigError.exit_code, f"MegaTrain needs Linux (there is no {error.name}); {instead}"
+    if isinstance(error, PermissionError) and error.filename:
+        return StorageError.exit_code, forbidden(error)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         what = f"{error.filename or 'storage'}: {error.strerror}"
         return StorageError.exit_code, f"{what}; free some space or choose another folder"

@@ -187,8 +187,8 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.setsid()
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):  # whoever ignored them
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU", "ALRM"):  # whoever ignored them
+            signal.signal(getattr(signal, "SIG" + name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

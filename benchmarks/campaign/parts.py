@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.campaign.caches import KilledCaches
 from benchmarks.campaign.damage import DamagedCheckpoints, DamagedFiles
 from benchmarks.campaign.failures import FailingRuns, FailingSaves
 from benchmarks.campaign.fuzz import Configs, Models, Rows
@@ -51,4 +52,5 @@ PARTS = {
     "odd configs": Part(Configs, "odd input", 3),
     "odd models": Part(Models, "odd input", 3),
     **{f"kills of {name}": Part(partial(RandomKills, name), "kills", 4) for name in CONFIGURATIONS},
+    "kills of tokenising": Part(KilledCaches, "kills", 1),
 }

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError, if_forbidden
 from megatrain.reporting.streams import console_on
 
 app = typer.Typer(
@@ -117,8 +117,12 @@ def find_model(source: str, revision: str | None = None) -> None:
 
     Raises ModelError.
     """
-    if Path(expanduser(source)).exists():
-        return
+    path = Path(expanduser(source))
+    with if_forbidden(ModelError, path):
+        if path.exists():
+            if path.is_dir():  # what is missing from it may only be hidden
+                next(path.iterdir(), None)
+            return
     import huggingface_hub
 
     from megatrain.models.pretrained import resolve_source
@@ -146,7 +150,7 @@ def find_shape(name: str) -> None:
 
     if name in SHAPES:
         return
-    if "/" not in name and not Path(expanduser(name)).exists():
+    if "/" not in name and not os.path.exists(expanduser(name)):
         raise ConfigError(
             f"{name}: is no local folder or file; known shapes are {', '.join(SHAPES)}; a model of "
             "the hub is named with its owner: owner/model"

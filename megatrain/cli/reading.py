@@ -24,7 +24,7 @@ from megatrain.cli.app import (
     reading,
     show,
 )
-from megatrain.errors import ConfigError, VerificationError, printable
+from megatrain.errors import ConfigError, DataError, VerificationError, printable
 from megatrain.reporting.streams import console_on
 
 RunOrModel = Annotated[
@@ -96,6 +96,13 @@ def evaluate(
         option = next(iter(asked)).replace("_", "-")
         raise ConfigError(f"--{option}: has no effect without --tasks; name some")
     find_model(model)
+    if data is not None:
+        from megatrain.data.files import check_source
+
+        try:
+            check_source(data)
+        except DataError as error:
+            raise DataError(f"--data: {error}") from error
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
 
@@ -149,7 +156,8 @@ def verify(
 ) -> None:
     """Compare a small model of the same family with plain PyTorch: loss, gradients, steps, folder.
 
-    Loads no weights and needs no GPU. Exits 8 unless all agree.
+    Needs no GPU. Of a checkpoint or final every file is compared with MANIFEST.json first: exits
+    7 for one that was changed. Exits 8 unless all agree.
     """
     find_shape(model)
     from megatrain.recipes.verify import verify as check
@@ -217,11 +225,12 @@ def generate(
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
     from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     live = sys.stdout.isatty() and not as_json
     say = _say if live else None
-    with reading(no_verify):
+    with logging_on(console_on(stderr=True)), reading(no_verify):
         answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
     if as_json:
         print_json({"prompt": question, "answer": answer})

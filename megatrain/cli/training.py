@@ -28,6 +28,7 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, PlanError
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.signals import stop_requests
+from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.streams import console_on
 
 
@@ -45,7 +46,8 @@ def train(
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
     with stop_requests():
-        find_model(settings.model.source, settings.model.revision)
+        with watchdog(settings.hang_timeout):
+            find_model(settings.model.source, settings.model.revision)
         from megatrain.recipes import run
         from megatrain.storage.manifest import verifying
 

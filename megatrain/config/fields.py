@@ -127,6 +127,11 @@ class DataOptions(Options):
     columns: v.ColumnsOrNull = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )
+    processes: v.CountOrAuto = key(
+        "auto",
+        "Processes that tokenise a set of more than a thousand rows; auto: one for each core, "
+        "16 at most.",
+    )
 
 
 class TrainOptions(Options):
@@ -293,7 +298,8 @@ class Config(Options):
     hang_timeout: v.CountOrNull = key(
         600,
         "Seconds, at least three planned steps, in which nothing moves before a run shows every "
-        "thread's stack and ends with exit code 1; null: never.",
+        "thread's stack and ends with exit code 1; null: never. Until the run is planned, "
+        "computing, reading and writing count as moving.",
     )
     output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
     sample_prompt: v.TextOrNull = key(

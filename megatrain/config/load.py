@@ -187,10 +187,11 @@ class _Collector:
                 self._add(Leaf(key, beta, leaf.place, leaf.typed))
             return
         first = self.leaves.get(leaf.key)
-        # the same name twice only happens on the command line, where the last counts
-        if first is not None and first.typed != leaf.typed:
-            reason = f"means the same as {first.typed} at {first.place}; keep one"
-            self.problems.append(leaf.problem(reason))
+        if first is not None:
+            same = f"means the same as {first.typed} at {first.place}"
+            # the same name twice only happens on the command line and in keywords
+            reason = same if first.typed != leaf.typed else "is set twice"
+            self.problems.append(leaf.problem(f"{reason}; keep one"))
         self.leaves[leaf.key] = leaf
 
     def _refuse_rivals(self) -> None:

@@ -125,6 +125,7 @@ def _all(names: str, meaning: T) -> dict[str, T]:
 
 _on_cpu = Alias(("device",), _one_of((True, "cpu"), (False, "auto")))
 _only_answers = Alias(("data", "train_on"), _one_of((True, "assistant"), (False, "all")))
+_PROCESSES = "dataset_num_proc dataset_processes preprocessing_num_workers"
 _SEQ_LEN = "max_length max_seq_length max_seq_len sequence_len cutoff_len block_size"
 
 ALIASES: dict[str, Alias] = {
@@ -169,6 +170,7 @@ ALIASES: dict[str, Alias] = {
     **_all("validation_file eval_file val_set_size", Alias(("data", "eval"))),
     "dataset_train_split": Alias(("data", "split")),
     "dataset_text_field": Alias(("data", "text_field")),
+    **_all(_PROCESSES, Alias(("data", "processes"), lambda n: "auto" if n is None else n)),
     **_all("assistant_only_loss completion_only_loss", _only_answers),
     **_all("eval_strategy evaluation_strategy", Alias(("data", "eval"), _evaluation)),
     "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),

@@ -39,6 +39,7 @@ REFUSED = {
 FLAGGED = {
     "model": "configuration, tokenizer and weights are the checkpoint's all the same",
     "data.packing": "rows are summed in another order from here on",
+    "data.processes": "",  # the rows are the same
     "data": "the rows are read anew, and must be those of the checkpoint",
     "optimizer": "the update differs from here on",
     "train.seq_len": "the rows are cut anew, and must be those of the checkpoint",

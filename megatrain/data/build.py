@@ -9,29 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.data import cuts, dataset, show
-from megatrain.data.dataset import Counts, Rows, TokenRows, check_digest
+from megatrain.data import cache as cached_sets
+from megatrain.data import cuts, show
+from megatrain.data.dataset import Counts, Rows, TokenRows, check_digest, default_cache
 from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
 from megatrain.data.samples import KINDS, PLAIN
+from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.data.tokenize import Encoder
-from megatrain.data.writing import write_rows
-from megatrain.errors import DataError, StorageError
+from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatrain.data.sources import Given
 
-CACHE_VERSION = 6  # raise it when the same input gives other tokens
+CACHE_VERSION = 7  # raise it when the same input gives other tokens
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
@@ -53,6 +55,7 @@ class DataOptions:
         truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
         vocab_size: token ids from here on are refused; None allows all.
         day: told to chat templates that ask for the time; None: today's.
+        processes: that tokenise a set of more than a thousand rows.
     """
 
     seq_len: int | None
@@ -67,6 +70,7 @@ class DataOptions:
     split: str | None = None
     vocab_size: int | None = None
     day: date | None = None
+    processes: int = 1
 
     def __post_init__(self) -> None:
         known = {
@@ -89,7 +93,7 @@ class DataOptions:
 class Expected:
     """Digests of the rows of a run that goes on; None: not known, or others are asked for."""
 
-    train: str
+    train: str | None
     held_out: str | None = None
 
 
@@ -138,12 +142,14 @@ def load_data(
         before = None if wanted is None else _of_a_changed_source(*source, wanted)
         return before or encode_source(*source, on_progress)
 
-    def trained_before(rows: TokenRows) -> bool:
-        return expected is not None and whole(chosen(rows)[0]).digest == expected.train
+    before = None if expected is None else expected.train
 
-    rows, held = chosen(read(train, options, trained_before if expected else None))
-    if expected is not None:
-        check_digest(whole(rows), expected.train)
+    def trained_before(rows: TokenRows) -> bool:
+        return whole(chosen(rows)[0]).digest == before
+
+    rows, held = chosen(read(train, options, trained_before if before else None))
+    if before is not None:
+        check_digest(whole(rows), before)
     if not isinstance(held_out, int | float | None):
         known = None if expected is None else expected.held_out
         held = _held_out_set(held_out, replace(options, split=None), read, whole, known)
@@ -173,7 +179,7 @@ def _held_out_set(
         raise DataError(f"held-out rows: {error}; {way_on}") from error
     if whole(held).digest != expected:
         held.counts.warned.append(
-            "are not those that the run began with, which are gone from the cache, too; their "
+            "they are not those that the run began with, which are gone from the cache, too; their "
             "losses do not compare"
         )
     return held
@@ -195,21 +201,21 @@ def encode_source(
     """
     source = open_source(given, options.split)
     encoder = Encoder(tokenizer, options.train_on, options.prompts, options.day)
-    folder = cache or dataset.default_cache()
+    folder = cache or default_cache()
     asked = _asked(given, tokenizer, options)
     key = _key(asked, source)
-    rows = dataset.cached_set(folder, key)
+    rows = cached_sets.cached_set(folder, key)
     if rows is None:
-        with dataset.new_cached_set(folder, key, options.kind) as writer:
-            counts = write_rows(source, encoder, options, writer, on_progress or (lambda _: None))
-            _refuse(source, counts, options, written=len(writer))
-            writer.finish(counts, asked)
-        rows = dataset.load_cached_set(folder, key, check=False)
+        on_progress = on_progress or (lambda _: None)
+        with cached_sets.making_set(folder, key, options.kind, partial(on_progress, 0)) as making:
+            counts, shards = make_shards(making, source, encoder, options, on_progress)
+            if (reason := _refused(source, counts, options)) is not None:
+                making.remove()
+                raise reason
+            making.finish(counts, asked, shards)
+        rows = cached_sets.load_cached_set(folder, key, check=False)
         if rows is None:
-            raise StorageError(
-                f"{folder / key}: cannot be read back after it was written; check the disk, or set "
-                "MEGATRAIN_CACHE to another folder"
-            )
+            raise cached_sets.unreadable(folder / key)
     return _ready(rows, source.notes, tokenizer, options)
 
 
@@ -225,33 +231,36 @@ def _ready(
     return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
 
 
-def _refuse(source: Source, counts: Counts, options: DataOptions, written: int) -> None:
+def _refused(source: Source, counts: Counts, options: DataOptions) -> DataError | None:
+    """Why the rows of a source are not to be trained on, if they are not."""
+    written = sum(counts.parts)
     if not counts.read:
-        raise DataError(f"{source.name}: holds no rows")
+        return DataError(f"{source.name}: holds no rows")
     if counts.bad == counts.read:
-        raise DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
+        return DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
     if counts.bad and options.on_bad_row == "refuse":
         rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
-        raise DataError(
+        return DataError(
             f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
             "skip)"
         )
     if not written and counts.kept:
-        raise DataError(
+        return DataError(
             f"{source.name}: holds one row; method: {KINDS[options.kind].methods} also takes each "
             "prompt with another row's answer, so give it two rows or more"
         )
     if not written and counts.too_long:
-        raise DataError(
+        return DataError(
             f"{source.name}: {counts.too_long} of {counts.read} rows are longer than train.seq_len "
             f"{options.seq_len} and no other has an answer; set a larger one"
         )
     if not written:
         cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
-        raise DataError(
+        return DataError(
             f"{source.name}: no token to train on in {counts.read - counts.bad} rows"
             f"{cut if counts.truncated else ''}; no row has an answer left"
         )
+    return None
 
 
 def _check_vocabulary(
@@ -273,17 +282,17 @@ def _of_a_changed_source(
     wanted: Wanted,
 ) -> TokenRows | None:
     """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
-    folder, asked, current = cache or dataset.default_cache(), _asked(given, tokenizer, options), ""
+    folder, asked, current = cache or default_cache(), _asked(given, tokenizer, options), ""
     with suppress(DataError):
         current = _key(asked, open_source(given, options.split))
-    for key in sorted(dataset.sets_asked(folder, asked), key=lambda key: key != current):
-        rows = dataset.load_cached_set(folder, key, check=False)
+    for key in sorted(cached_sets.sets_asked(folder, asked), key=lambda key: key != current):
+        rows = cached_sets.load_cached_set(folder, key, check=False)
         with suppress(DataError):
             if rows is None or not wanted(rows):
                 continue
             if key == current:
                 return None
-            if (rows := dataset.cached_set(folder, key)) is not None:
+            if (rows := cached_sets.cached_set(folder, key)) is not None:
                 note = "the data has changed or is gone since the run began; its rows come from"
                 return _ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
     return None

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import shutil
-import uuid
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
-from tokenize import TokenError
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.row_writer import ABOUT, INDEX, OF_SIDES, RowWriter, hash_of
-from megatrain.data.samples import JUDGED, KINDS, PLAIN
-from megatrain.durable import sync_folder
-from megatrain.errors import ConfigError, DataError, StorageError
+from megatrain.data.samples import KINDS, PLAIN
+from megatrain.errors import ConfigError, DataError
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -31,21 +23,13 @@ IndexArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
 ValueArray = npt.NDArray[np.float32]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
-# what is left of a damaged file may be anything
-UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    EOFError,
-    RecursionError,
-    SyntaxError,  # numpy parses headers of arrays as Python
-    TokenError,
-)
 UNREAD_KEPT = 50  # names of columns
+SUMMED = (
+    *("read", "bad", "truncated", "truncated_tokens", "too_long", "without_target"),
+    *("rewritten_turns", "split_texts", "cut_answers"),
+)  # of Counts
 
-logger = logging.getLogger("megatrain")
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass
@@ -73,6 +57,29 @@ class Counts:
     longest: int = 0  # before it was cut
     enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
     warned: list[str] = field(default_factory=list)
+
+    def add(self, later: Counts) -> None:
+        """Count the rows that come next in the source, too, but for what `cuts.measure` finds of
+        all, and for what is said of them."""
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.first_bad += later.first_bad[: BAD_ROWS_KEPT - len(self.first_bad)]
+        self.saw(later.max_token_id, later.max_token_where)
+        self.parts = [sum(rows) for rows in zip_longest(self.parts, later.parts, fillvalue=0)]
+        for counted, more in ((self.notes, later.notes), (self.wrapped, later.wrapped)):
+            for what, count in more.items():
+                counted[what] = counted.get(what, 0) + count
+        self.add_unread(later.unread)
+
+    def keep(self, part: int) -> None:
+        """Count a row that is kept, of this source."""
+        self.parts += [0] * (part + 1 - len(self.parts))
+        self.parts[part] += 1
+
+    def saw(self, token_id: int, where: str) -> None:
+        """Note a row's largest token id if none of an earlier row is as large."""
+        if token_id > self.max_token_id:
+            self.max_token_id, self.max_token_where = token_id, where
 
     @property
     def kept(self) -> int:
@@ -176,6 +183,22 @@ def check_digest(rows: Rows, expected: object) -> None:
         )
 
 
+class Joined(Generic[Number]):
+    """Arrays one behind the other, of which a slice lies within one."""
+
+    def __init__(self, pieces: Sequence[npt.NDArray[Number]]) -> None:
+        self.pieces = pieces
+        self._begins = np.cumsum([0, *map(len, pieces)])[:-1]
+
+    def __getitem__(self, span: slice) -> npt.NDArray[Number]:
+        number = int(np.searchsorted(self._begins, span.start, side="right")) - 1
+        begin = int(self._begins[number])
+        return self.pieces[number][span.start - begin : span.stop - begin]
+
+    def __array__(self, *given: Any, **named: Any) -> npt.NDArray[Number]:
+        return np.concatenate(self.pieces)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenRows:
     """Rows `chosen` of flat arrays, in which sequence i is [offsets[i], offsets[i + 1]).
@@ -183,8 +206,8 @@ class TokenRows:
     Sequences i * sides and on are those of row i.
     """
 
-    ids: IdArray
-    mask: MaskArray
+    ids: IdArray | Joined[np.int32]
+    mask: MaskArray | Joined[np.bool_]
     offsets: IndexArray
     targets: IndexArray
     hashes: HashArray  # of what of each row is trained on, ids and mask; equal rows have equal ones
@@ -257,90 +280,3 @@ def default_cache() -> Path:
             "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
         ) from error
     return folder / "megatrain" / "tokens"
-
-
-@contextmanager
-def new_cached_set(cache: Path, key: str, kind: str = PLAIN) -> Iterator[RowWriter]:
-    """Write a set of a kind of rows under `cache/key`, where it appears whole, or not at all if the
-    block raises.
-
-    Raises StorageError on a full disk.
-    """
-    folder = cache / f"{key}.tmp-{uuid.uuid4().hex[:8]}"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)
-        with closing(RowWriter(folder, kind)) as writer:
-            yield writer
-        # else another process was quicker, and wrote the same
-        if load_cached_set(cache, key) is None:
-            shutil.rmtree(cache / key, ignore_errors=True)
-            folder.rename(cache / key)
-            sync_folder(cache)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(
-            f"{cache}: cannot keep the tokenised data here ({reason}); "
-            "set MEGATRAIN_CACHE to another folder"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def sets_asked(cache: Path, asked: str) -> Iterator[str]:
-    """The keys of all sets that were finished as `asked`."""
-    for path in sorted(cache.glob(f"*/{ABOUT}")):
-        try:
-            found = json.loads(path.read_bytes()).get("asked")
-        except UNREADABLE:
-            continue
-        if found == asked and "." not in path.parent.name:
-            yield path.parent.name
-
-
-def cached_set(cache: Path, key: str) -> TokenRows | None:
-    """`load_cached_set`, with a warning where it gives None for a damaged set."""
-    rows = load_cached_set(cache, key)
-    if rows is None and (cache / key).exists():
-        logger.warning(f"{cache / key}: the tokenised rows are damaged; they are made anew")
-    return rows
-
-
-def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk; None if it is missing or not as it was written.
-
-    With `check` every byte is read, at about 1 GB/s and core.
-    """
-    folder = cache / key
-    try:
-        about = json.loads((folder / ABOUT).read_bytes())
-        own = about.pop("own")
-        written = about["blake2b"]
-        if own != hash_of(about) or (check and written != _hashes_of(folder, written)):
-            return None
-        offsets, targets, hashes, contexts, joined = (np.load(folder / name) for name in INDEX)
-        ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
-        mask = np.memmap(folder / "mask.bin", np.bool_, mode="r")
-        counts, kind = Counts(**about["counts"]), about["kind"]
-        values = mismatches = None
-        if kind != PLAIN:
-            values, mismatches = (np.load(folder / name) for name in OF_SIDES)
-    except UNREADABLE:
-        return None
-    chosen = np.arange(len(targets))
-    return TokenRows(
-        *(ids, mask, offsets, targets, hashes, joined.astype(np.bool_), contexts, chosen, counts),
-        *(kind, values, mismatches if kind == JUDGED else None),
-    )
-
-
-def _hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The hash of each file by name, several files at a time."""
-
-    def hash_of(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            return found.hexdigest()
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(names, threads.map(hash_of, names), strict=True))

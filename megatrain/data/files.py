@@ -8,11 +8,12 @@ import glob
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.data.readers import PACKED, READERS, type_of
-from megatrain.errors import DataError
+from megatrain.errors import DataError, if_forbidden
 
 HUB_TIMEOUT_S = 4.0
 SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
@@ -82,19 +83,21 @@ def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote the folder."""
-    names = {found.name for found in folder.iterdir()}
+    with if_forbidden(DataError, folder):
+        names = {found.name for found in folder.iterdir()}
     return any(marks <= names for marks in SAVED)
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """(data files, other files) of a folder and those below it, in order, but for hidden ones.
 
-    Raises DataError if no file has data, and for devices, pipes and links that lead out of it.
+    Raises DataError if no file has data, and for devices, pipes, links that lead out of it and
+    folders that may not be read.
     """
     files, others = list[Path](), list[Path]()
-    for path in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
+    with if_forbidden(DataError, folder):
+        found = sorted(_below(folder))
+    for path in found:
         is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
         if path.is_symlink() and (is_data or path.is_dir()):
             _refuse_link_out(folder, path)
@@ -106,6 +109,17 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     if not files:
         raise DataError(f"{folder}: no data files in this folder; {_known_types()}")
     return files, others
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files and folders below a folder, but for hidden ones. May raise OSError."""
+
+    def stop(error: OSError) -> None:  # `os.walk` and `rglob` pass over what they may not list
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in [*folders, *files] if not name.startswith("."))
 
 
 def _path(text: str) -> Path:
@@ -156,16 +170,16 @@ def _known_types() -> str:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f", and no folder {path.parent}"
-    names = [found.name for found in path.parent.iterdir()]
+    with if_forbidden(DataError, path.parent):
+        names = [found.name for found in path.parent.iterdir()]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _ask_hub(named: Named) -> None:
-    """Raise DataError for a name that the hub does not know.
+    """Raise DataError for a name that the hub does not know, or that it does not answer for.
 
-    What the hub does not say in time is left to `datasets`, which may have the set in its cache;
-    but for a name without an owner, which is more likely a file or folder that is not there.
+    What is in the caches of `datasets` is left to that, which takes it without the hub.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -174,18 +188,35 @@ def _ask_hub(named: Named) -> None:
         RepositoryNotFoundError,
     )
 
-    neither = f"{named.spec}: is neither a file or folder here nor a data set of the hub"
+    near, name = _nearest(Path(named.name)), named.spec
     try:
         hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
-    except (HFValidationError, RepositoryNotFoundError):
-        raise DataError(f"{neither}{_nearest(Path(named.name))}") from None
-    except OfflineModeIsEnabled:
         return
+    except (HFValidationError, RepositoryNotFoundError):
+        neither = "is neither a file or folder here nor a data set of the hub"
+        raise DataError(f"{name}: {neither}{near}") from None
+    except OfflineModeIsEnabled:
+        why = "the hub is not asked (HF_HUB_OFFLINE)"
     except Exception as error:  # noqa: BLE001  whatever the network's library raises
-        if "/" in named.name:
-            return
-        raise DataError(
-            f"{named.spec}: no such file or folder{_nearest(Path(named.name))}; and the hub does "
-            f"not answer ({type(error).__name__}); write an id as owner/name"
-        ) from None
+        why = f"the hub does not answer ({type(error).__name__})"
+    if not _is_cached(named.name):
+        form = "" if "/" in named.name else "; write an id as owner/name"
+        raise DataError(f"{name}: no such file or folder{near}; and {why}{form}")
+
+
+def _is_cached(name: str) -> bool:
+    """Whether `datasets` has a data set of the hub, or its files, on this machine."""
+    from huggingface_hub import constants
+
+    def bare(text: str) -> str:
+        return re.sub(r"[\W_]", "", text).lower()
+
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    known = ((made, name), (Path(constants.HF_HUB_CACHE), f"datasets{name}"))
+    return any(
+        bare(found.name) == bare(wanted)
+        for folder, wanted in known
+        if folder.is_dir()
+        for found in folder.iterdir()
+    )

@@ -118,6 +118,14 @@ def detect_format(row: object, kind: str = PLAIN) -> RowFormat | None:
     return next((form for form in forms if present.issuperset(form.columns)), None)
 
 
+def detected_name(row: object, kind: str = PLAIN) -> str:
+    """The name of `detect_format`'s. Raises RowError where no format fits."""
+    form = detect_format(row, kind)
+    if form is None:
+        raise unknown_format(row, kind)
+    return next(name for name, known in FORMATS.items() if known is form)
+
+
 def convert_row(
     form: RowFormat, row: object, *, kind: str = PLAIN, pretrain: bool = False
 ) -> Sample:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.data.fields import RowError
 from megatrain.data.template import ANSWERED, FOLLOWED, Template
-from megatrain.errors import DataError
+from megatrain.errors import DataError, if_forbidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,9 +34,12 @@ def find_template(name: str) -> str:
     path = Path(expanduser(name))
     if name in TEMPLATES:
         path = FOLDER / f"{name}.jinja"
-    elif not path.is_file():
-        known = ", ".join(TEMPLATES)
-        raise DataError(f"{name}: no such file, and no such name; known names are {known}")
+    else:
+        with if_forbidden(DataError, path):
+            there = path.is_file()
+        if not there:
+            known = ", ".join(TEMPLATES)
+            raise DataError(f"{name}: no such file, and no such name; known names are {known}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

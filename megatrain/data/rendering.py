@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 import time
@@ -50,6 +51,15 @@ class _Watch:
 
 
 _watch = _Watch()
+
+
+def _watch_anew() -> None:
+    """In a forked process: another thread may have held the lock."""
+    global _watch
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_watch_anew)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

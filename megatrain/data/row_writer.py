@@ -1,4 +1,4 @@
-"""Writes tokenised rows into the files of one cached set."""
+"""Writes tokenised rows into the files of a shard of the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,21 @@ from megatrain.data.samples import JUDGED, KINDS, PLAIN
 from megatrain.durable import sync_folder
 
 if TYPE_CHECKING:
-    from megatrain.data.dataset import Counts, IdArray, MaskArray
+    from megatrain.data.dataset import IdArray, MaskArray
 
 INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
 OF_SIDES = ("values.npy", "mismatches.npy")  # further files of rows that have two
-ABOUT = "counts.json"  # counts, and the hashes of ids.bin, mask.bin and INDEX; written last
+UNCUT = "uncut.npy"  # tokens of each sequence that was read, before any was cut
+ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
 
 
 class RowWriter:
-    """Appends rows to the files of one cached set, which only their owner may read."""
+    """Appends rows to the files of a shard, which only their owner may read.
+
+    Attributes:
+        size: bytes of tokens and masks so far.
+        uncut: tokens of each sequence that was read.
+    """
 
     def __init__(self, folder: Path, kind: str = PLAIN) -> None:
         self._folder, self._kind = folder, kind
@@ -36,6 +41,7 @@ class RowWriter:
         self._lengths, self._targets = array("q"), array("q")
         self._hashes, self._contexts, self._joined = array("Q"), array("Q"), array("b")
         self._values, self._mismatches = array("f"), array("Q")
+        self.size, self.uncut = 0, array("q")
 
     def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
         """Append a plain row: ids int32 [tokens], mask bool [tokens].
@@ -70,45 +76,36 @@ class RowWriter:
     def _append(self, ids: IdArray, mask: MaskArray) -> int:
         """Write a sequence; its hash."""
         data, flags = ids.tobytes(), mask.tobytes()
-        self._ids.write(data)
-        self._mask.write(flags)
+        self.size += self._ids.write(data) + self._mask.write(flags)
         self._lengths.append(len(ids))
         return hash64(data + flags)
 
     def __len__(self) -> int:
         return len(self._targets)
 
-    def finish(self, counts: Counts, asked: str = "") -> None:
-        """Write the index and, last, the counts and every file's hash: theirs is the last file.
-
-        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
-        """
+    def finish(self, about: Mapping[str, object]) -> None:
+        """Write the index and, last, what is known about the shard and every file's hash."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         of_rows = (self._targets, self._hashes, self._contexts, self._joined)
         index = dict(zip(INDEX, (offsets, *map(np.asarray, of_rows)), strict=True))
         if self._kind != PLAIN:
             of_sides = map(np.asarray, (self._values, self._mismatches))
             index |= dict(zip(OF_SIDES, of_sides, strict=True))
+        index[UNCUT] = np.asarray(self.uncut)
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in index.items():
             files[name] = HashedFile(self._folder / name)
             with closing(files[name]) as file:
                 np.save(file, values)
         self.close()
-        about = {
-            "asked": asked,
-            "kind": self._kind,
-            "counts": asdict(counts),
-            "blake2b": {name: file.hash.hexdigest() for name, file in files.items()},
-        }
-        with closing(HashedFile(self._folder / ABOUT)) as file:
-            file.write(json.dumps({**about, "own": hash_of(about)}).encode())
+        hashes = {name: file.hash.hexdigest() for name, file in files.items()}
+        write_about(self._folder / ABOUT, {**about, "kind": self._kind, "blake2b": hashes})
         sync_folder(self._folder)
 
     def close(self) -> None:
         """Close the files; what was written stays."""
-        self._ids.close()
-        self._mask.close()
+        with closing(self._ids):
+            self._mask.close()
 
 
 class HashedFile:
@@ -125,9 +122,11 @@ class HashedFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
 
 def hash64(data: bytes) -> int:
@@ -136,6 +135,12 @@ def hash64(data: bytes) -> int:
 
 
 def hash_of(about: Mapping[str, object]) -> str:
-    """The hash of what a set's last file says."""
+    """The hash of what a file says about a shard or a set."""
     text = json.dumps(about, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_about(path: Path, about: Mapping[str, object]) -> None:
+    """Write what is known about a shard or a set, with a hash of its own."""
+    with closing(HashedFile(path)) as file:
+        file.write(json.dumps({**about, "own": hash_of(about)}).encode())

@@ -287,7 +287,7 @@ def read_config(config: Any, trust_remote_code: bool) -> Any:
     """
     if isinstance(config, (str, Path)):
         found = resolve_source(config, None, weights=False)
-        check_description(found.path)
+        check_description(found.path, trust_remote_code)
         return read_model_config(found, trust_remote_code)
     if not hasattr(config, "model_type"):
         raise ConfigError(

@@ -87,7 +87,7 @@ class Constructors(ABC):
             PlanError, OutOfMemory: it does not fit, as planned or nevertheless.
         """
         found = resolve_source(source, revision)
-        check_description(found.path)
+        check_description(found.path, trust_remote_code)
         prepared = prepare(
             read_model_config(found, trust_remote_code),
             optimizer=optimizer,

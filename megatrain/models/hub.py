@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import STORAGE_ERRNOS, ModelError
-from megatrain.heartbeat import may_end_here
+from megatrain.heartbeat import beat, may_end_here
 
 ANSWERS_IN_S = 2.0  # unless HF_HUB_ETAG_TIMEOUT says otherwise
 ELSEWHERE = "download the model where the hub can be reached and name its folder"
@@ -70,6 +70,7 @@ def _bar() -> Any:
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> Any:
             may_end_here()
+            beat()
             return super().update(n)
 
     return Bar

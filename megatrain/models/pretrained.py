@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.named_templates import use_template
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, if_forbidden
 from megatrain.models.hub import download
 from megatrain.models.quantised import forget_quantisation, quantisation_of
 from megatrain.models.stops import end_of_turn
@@ -152,21 +152,22 @@ def resolve_source(
 
     Raises ModelError if there is no such model, or the hub cannot be reached.
     """
-    path = Path(expanduser(source))
-    if path.is_dir():
-        return _resolve_folder(path)
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(
-                f"{path}: is a file; name the folder that holds the model's config.json, "
-                "or a .gguf file"
-            )
-        return ModelSource("gguf", path.parent, path.name)
-    name = str(source)
-    if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
-        raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
+    path, name = Path(expanduser(source)), str(source)
+    with if_forbidden(ModelError, path):
+        if path.is_dir():
+            return _resolve_folder(path)
+        if path.is_file():
+            if path.suffix.lower() != ".gguf":
+                raise ModelError(
+                    f"{path}: is a file; name the folder that holds the model's config.json, "
+                    "or a .gguf file"
+                )
+            return ModelSource("gguf", path.parent, path.name)
+        if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
+            raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
+        near = _nearest(path)
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
-    return ModelSource("folder", download(name, revision, files, _nearest(path)))
+    return ModelSource("folder", download(name, revision, files, near))
 
 
 def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
@@ -185,6 +186,7 @@ def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
 
 
 def _resolve_folder(folder: Path) -> ModelSource:
+    next(folder.iterdir(), None)  # globs find nothing where a folder may not be listed
     if (folder / "config.json").is_file():
         return ModelSource("folder", folder)
     ggufs = sorted(folder.glob("*.gguf"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain.config import Config
-from megatrain.errors import DataError, ModelError
+from megatrain.errors import DataError, ModelError, if_forbidden
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
 from megatrain.recipes.model import TEMPLATE, digest_of_template
 
@@ -30,10 +30,12 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
     path, revision, used = Path(config.model.source), config.model.revision, KEPT
     if config.model.trust_remote_code:
         used = "it is used as it is now, as its code is not read from a checkpoint"
-    if path.is_absolute() and not path.exists():
-        return [*found, f"{path}: is no longer there; {DESCRIBED}"]
     try:
-        local = resolve_source(path, weights=False) if path.exists() else None
+        with if_forbidden(ModelError, path):
+            there = path.exists()
+        if path.is_absolute() and not there:
+            return [*found, f"{path}: is no longer there; {DESCRIBED}"]
+        local = resolve_source(path, weights=False) if there else None
         source = local or cached_source(config.model.source, revision)
         now = digests_of(source) if source else {}
     except ModelError as error:

@@ -64,8 +64,9 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
     folder, config = parts.config.output, with_absolute_paths(parts.config)
     environment = environment_of(parts.machine)
-    write_text(folder / CONFIG_FILE, config.to_yaml())
+    # first: by it a folder is known as a run's
     write_text(folder / RESOLVED_FILE, config.with_values(decided(parts, plan)).to_yaml())
+    write_text(folder / CONFIG_FILE, config.to_yaml())
     write_text(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1) + "\n")
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     parameters = human_parameters(plan.parameters, plan.active_parameters)

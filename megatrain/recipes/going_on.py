@@ -10,8 +10,10 @@ from pathlib import Path
 from megatrain.config import Config
 from megatrain.config.resuming import check_changes, resumed_configs
 from megatrain.data.build import Expected
+from megatrain.errors import StorageError
 from megatrain.recipes.changed import changed_source
 from megatrain.recipes.model import Model, describe_model, read_model
+from megatrain.storage.manifest import check_files, read_manifest
 from megatrain.storage.restore import (
     Resumable,
     find_resumable,
@@ -19,6 +21,7 @@ from megatrain.storage.restore import (
     nothing_to_resume,
     read_about,
 )
+from megatrain.storage.run_folder import CARD, FINAL
 from megatrain.storage.saves import sequence_of
 
 logger = logging.getLogger("megatrain")
@@ -39,7 +42,7 @@ class GoingOn:
         """Whether the run was finished, and nothing else is asked of it now."""
         if self.found.path is None or self.found.named or self.config != self.before:
             return False
-        return sequence_of(run_dir / "final", -1) >= sequence_of(self.found.path)
+        return sequence_of(run_dir / FINAL, -1) >= sequence_of(self.found.path)
 
     def model(self) -> Model:
         """As the checkpoint describes it; what has changed where it came from is said.
@@ -53,6 +56,21 @@ class GoingOn:
         if self.config.model.trust_remote_code:
             return read_model(self.config)
         return replace(describe_model(str(self.found.path)), digests=self.digests)
+
+
+def final_is_whole(run_dir: Path) -> bool:
+    """Whether every file of `final/` but its card, which is made to be edited, is as it was saved.
+
+    If not, it says so.
+    """
+    final = run_dir / FINAL
+    try:
+        manifest = read_manifest(final)
+        check_files(final, manifest, [name for name in manifest.files if name != CARD])
+    except StorageError as error:
+        logger.warning(f"{error}; {final} is written anew")
+        return False
+    return True
 
 
 def where_to_go_on(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
-from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import MicroBatch, held_out_batches
@@ -21,13 +19,12 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.resolved import least_tokens
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
-from megatrain.models.classifiers import is_classifier
 from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.day import day_of
+from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
 from megatrain.recipes.loop import evaluated, sweeps
-from megatrain.recipes.model import Model, check_weights, check_writes, describe_model, read_model
+from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, computed, fingerprint, kept
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
@@ -80,11 +77,7 @@ def evaluate(
         raise ConfigError(f"{named}: {neither}; name rows with --data")
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_weights(str(checkpoint))
-    config, day = config_to_evaluate(run_dir, checkpoint, model, data)
-    trained, held_out = read_rows(config, model, day)
-    rows = trained if data else held_out
-    if rows is None:
-        raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
+    config, rows = rows_to_evaluate(run_dir, checkpoint, model, data)
     say_rows(rows)
     loss = make_loss(config)
     of_sequences = loss if isinstance(loss, SequenceLoss) else None
@@ -119,20 +112,6 @@ def evaluate(
     about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}
-
-
-def config_to_evaluate(
-    run_dir: Path | None, checkpoint: Path, model: Model, data: str | None
-) -> tuple[Config, date]:
-    """The config of a run, or one for a model that no run wrote, and the day that rows are told."""
-    rows_of = {"data.train": data, "data.eval": None} if data else {}
-    if run_dir is not None:
-        day = day_of(load_config(run_dir / RESOLVED_FILE))
-        return load_config(run_dir / CONFIG_FILE, rows_of), day
-    whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
-    whole |= {"method": "reward"} if is_classifier(model.config) else {}
-    config = load_config(whole, rows_of)
-    return config, day_of(config)
 
 
 def reference_of_run(
@@ -184,13 +163,6 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def longest_row(model: Model) -> int:
-    """Tokens of the longest row that a model which no run wrote is evaluated on."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    default: int = TrainOptions().seq_len
-    return min(default, positions or default)
 
 
 def generate(

@@ -62,11 +62,16 @@ def out_of_patience(run: Run, found: Figures | None) -> bool:
     if run.config.checkpoint.metric not in (found or {}):
         return False
     run.waited = 0 if better(run, found) else run.waited + 1
-    patience = run.config.checkpoint.patience
-    if patience is None or run.waited < patience:
+    if not without_patience(run):
         return False
     logger.info(
         f"step {run.step}: the last {run.waited} evaluations were not better than step "
         f"{run.best.get('step')}; training ends (checkpoint.patience)"
     )
     return True
+
+
+def without_patience(run: Run) -> bool:
+    """Whether evaluations were no better so often that training ends, or has ended before."""
+    patience = run.config.checkpoint.patience
+    return patience is not None and run.waited >= patience

@@ -24,7 +24,13 @@ from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
 from megatrain.recipes.examination import Examination, examine, figures_of
-from megatrain.recipes.judging import Figures, better, check_metric, out_of_patience
+from megatrain.recipes.judging import (
+    Figures,
+    better,
+    check_metric,
+    out_of_patience,
+    without_patience,
+)
 from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 from megatrain.reporting.advice import Facts, advise
@@ -125,7 +131,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
         check_metric(run, found)
-    for batch, data_s in timed(run.loader):
+    for batch, data_s in timed(() if without_patience(run) else run.loader):
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
         # after the last step nothing would be left to resume, so no request is heeded

@@ -102,7 +102,7 @@ def describe_model(
     Raises ModelError, StorageError, and DataError for the template.
     """
     found = resolve_source(source, revision, weights=False)
-    check_description(found.path)
+    check_description(found.path, trust_remote_code)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
     code = code_of(found) if trust_remote_code and found.kind == "folder" else {}
     return Model(*read, digests_of(found) | digest_of_template(chat_template), code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from megatrain.errors import MegaTrainError
 from megatrain.recipes.describe import DESCRIPTION
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import Stopped, StopRequest, stop_requests
-from megatrain.reporting.progress import logging_to
+from megatrain.recipes.watchdog import Watch, watchdog
+from megatrain.reporting.progress import LOG_FILE, logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage.manifest import UNVERIFIED, verifies
@@ -24,29 +26,33 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Opened:
-    """A run folder that is ours alone, the console, stderr, to which its log goes, too, and what
-    asks the run to stop."""
+    """A run folder that is ours alone, the console, stderr, to which its log goes, too, what asks
+    the run to stop, and what ends it if it hangs."""
 
     lock: RunLock
     console: Console
     stop: StopRequest
+    watch: Watch
 
 
-def in_run_folder(path: Path, work: Callable[[Opened], RunSummary]) -> RunSummary:
-    """What `work` returns, with the folder locked and its log written; signals ask it to stop.
+def in_run_folder(
+    path: Path, hang_timeout: int | None, work: Callable[[Opened], RunSummary]
+) -> RunSummary:
+    """What `work` returns, with the folder locked and its log written; signals ask it to stop, and
+    a watchdog ends it after `hang_timeout` seconds without a sign of life.
 
     A folder that was made for a run which failed or was stopped before its first step is removed.
     """
-    console, made = console_on(stderr=True), not path.exists()
+    console, made = console_on(stderr=True), not os.path.exists(path)
     with stop_requests() as stop, run_lock(path) as lock:
         try:
-            with logging_to(path, console):
+            with logging_to(path, console), watchdog(hang_timeout, path / LOG_FILE) as watch:
                 if lock.warning:
                     logger.warning(lock.warning)
                 if not verifies():
                     logger.warning(UNVERIFIED)
                 quiet_libraries()
-                return _unless_stopped(path, work, Opened(lock, console, stop))
+                return _unless_stopped(path, work, Opened(lock, console, stop, watch))
         except MegaTrainError:  # of any other the log has the traceback
             if made:
                 forget_unused(path)

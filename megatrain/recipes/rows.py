@@ -12,15 +12,19 @@ from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.loader import Loader
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
-from megatrain.heartbeat import may_end_here
+from megatrain.heartbeat import beat, may_end_here
+from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
+from megatrain.optim.schedules import warmup_steps
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
 T = TypeVar("T")
 ROWS_LOGGED_EVERY_S = 10.0
+MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens
 # of the config's data section: options of the rows, too
 SAME_KEYS = (
     *("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts"),
@@ -45,7 +49,11 @@ def read_rows(
     same = data.model_dump(include=set(SAME_KEYS))
     day = day or day_of(config)
     method = METHODS[config.method]
-    options = DataOptions(seq_len, vocab_size=model.vocab_size, day=day, kind=method.kind, **same)
+    processes = min(physical_cores(), MOST_PROCESSES)
+    if isinstance(data.processes, int):
+        processes = data.processes
+    about = {"vocab_size": model.vocab_size, "day": day, "kind": method.kind, **same}
+    options = DataOptions(seq_len, processes=processes, **about)
     train, held_out = (_parts(given) for given in (data.train, data.eval))
     return load_data(
         train,
@@ -67,6 +75,23 @@ def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
         logger.warning(line)
 
 
+def say_steps(config: Config, loader: Loader) -> None:
+    """Warn of steps that cannot be of the size that was asked for, and of a rate never reached."""
+    train, rows, steps = config.train, loader.rows, loader.steps_total()
+    if train.tokens_per_step and (longer := int((rows.lengths > train.tokens_per_step).sum())):
+        logger.warning(
+            f"{longer:,} of {len(rows):,} rows are longer than train.tokens_per_step "
+            f"{train.tokens_per_step:,}, the longest {int(rows.lengths.max()):,} tokens: a step "
+            "takes one row at least, so it is larger there"
+        )
+    if steps <= (warming := warmup_steps(train.warmup, steps)):
+        logger.warning(
+            f"train.learning_rate {train.learning_rate:g} is never reached: the warm-up takes "
+            f"{warming:,} steps and the run {steps:,}, of which the first has rate 0; the highest "
+            f"rate is {train.learning_rate * (steps - 1) / warming:.3g}; set a lower train.warmup"
+        )
+
+
 def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:
     """The sources that the config names, as `load_data` takes them; anything else as it is."""
     return [Part(**dict(one)) for one in given] if isinstance(given, tuple) else given
@@ -82,6 +107,7 @@ def rows_logger() -> Callable[[int], None]:
     def note(rows: int) -> None:
         nonlocal logged
         may_end_here()
+        beat()
         if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
             logged = time.monotonic()
             logger.info(f"reading and tokenising rows: {rows:,} so far")

@@ -38,26 +38,27 @@ from megatrain.recipes.describe import (
     work_of,
 )
 from megatrain.recipes.examination import Examination, open_examination
-from megatrain.recipes.going_on import where_to_go_on
+from megatrain.recipes.going_on import final_is_whole, where_to_go_on
 from megatrain.recipes.judging import greater_is_better
 from megatrain.recipes.loop import BEGINNING, Run, fit, still_to_come
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
+from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.reference import (
     References,
     are_kept,
     compare_with_reference,
     known_reference,
 )
-from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.rows import read_rows, say_rows, say_steps
+from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.verify import check_once
-from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, held_out_losses, read_metrics
-from megatrain.reporting.progress import LOG_FILE, Progress
+from megatrain.reporting.progress import Progress
 from megatrain.reporting.samples import cut_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.summary import RunSummary
@@ -107,6 +108,8 @@ def plan(
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
+    if machine is None and not shape_alone:
+        check_place(config)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
@@ -121,6 +124,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     if profile is not None:
         claim(profile)
     check_installed(config.track, config.where("track"))
+    check_place(config)
     check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
@@ -131,7 +135,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
             )
         return _run(get_ready(config), opened, resuming=None, profile=profile)
 
-    return in_run_folder(config.output, work)
+    return in_run_folder(config.output, config.hang_timeout, work)
 
 
 def resume(
@@ -150,11 +154,13 @@ def resume(
     check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
 
     def work(opened: Opened) -> RunSummary:
+        check_links(run_dir)
         going = where_to_go_on(run_dir, asked, checkpoint)
         if going.is_the_end(run_dir):
             # every byte is checked here, or when it is loaded
             going = where_to_go_on(run_dir, asked, deep=True)
-            if going.is_the_end(run_dir) and not going.found.warnings:
+            over = going.is_the_end(run_dir) and not going.found.warnings
+            if over and final_is_whole(run_dir):
                 return nothing_left(run_dir)
         if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
             logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
@@ -162,7 +168,7 @@ def resume(
             logger.warning(warning)
         return _run(get_ready(going.config, going.model(), going.rows), opened, going.found)
 
-    return in_run_folder(run_dir, work)
+    return in_run_folder(run_dir, asked.hang_timeout, work)
 
 
 def nothing_left(run_dir: Path) -> RunSummary:
@@ -188,6 +194,7 @@ def get_ready(
     passengers = parts.resolved.skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
+    check_sample_prompt(config, parts.model)
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
@@ -203,6 +210,7 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)
     plan.check()
+    say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
 
 
@@ -249,9 +257,9 @@ def _run(
     """Load, train, and say what became of it."""
     started, plan = time.perf_counter(), ready.plan
     config = ready.parts.config
-    exact, log = deterministic(config.train.deterministic), config.output / LOG_FILE
-    watched = watchdog(config.hang_timeout, plan.timing.seconds, log)
-    with ExitStack() as stack, setup.memory_errors(plan), exact, watched:
+    opened.watch.expect(plan.timing.seconds)
+    exact = deterministic(config.train.deterministic)
+    with ExitStack() as stack, setup.memory_errors(plan), exact:
         log_every = config.train.log_every
         progress = stack.enter_context(Progress(opened.console, log_every=log_every))
         run = open_run(ready, opened.lock, progress, stack, resuming)

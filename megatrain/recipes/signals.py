@@ -2,9 +2,9 @@
 
 Before the first step there is nothing to save: `Stopped` is raised where work may end next
 (heartbeat.py), and a second signal of any kind means what it meant before. Then the loop looks at
-the flag. Schedulers warn with SIGTERM, SIGUSR1 or SIGXCPU, some with several; a terminal that is
-closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at once the
-second time.
+the flag. Schedulers warn with SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or SIGALRM, some with several; a
+terminal that is closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C
+stops at once the second time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or ha
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
 EARLY_NOTE = b"\nstopping before the first step; a second signal stops at once\n"
 NOTE = b"\nfinishing this step and saving; Ctrl-C stops at once\n"
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+USED_BY_OTHERS = (signal.SIGUSR2, signal.SIGALRM)  # left to a handler that is there already
+OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+STOPS = (*OURS, *USED_BY_OTHERS)
 STDERR = 2
 
 logger = logging.getLogger("megatrain")
@@ -71,7 +73,8 @@ _current: list[StopRequest] = []  # the one whose handlers are installed
 def stop_requests() -> Iterator[StopRequest]:
     """Turn the first of STOPS into a request. Inside another such block: that block's request.
 
-    A signal that was ignored before, as SIGHUP under nohup, stays so. Outside the main thread,
+    A signal that was ignored before, as SIGHUP under nohup, stays so, and so do handlers of
+    SIGUSR2 and SIGALRM that the program has for something else. Outside the main thread,
     where Python allows no handlers, signals keep their meaning and the request is never set.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -82,7 +85,11 @@ def stop_requests() -> Iterator[StopRequest]:
         return
     request = StopRequest()
     found = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPS}
-    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
+    before = {
+        number: handler
+        for number, handler in found.items()
+        if handler == signal.SIG_DFL or (number not in USED_BY_OTHERS and handler != signal.SIG_IGN)
+    }
 
     def note(number: int, _frame: FrameType | None) -> None:
         if request.came():

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from megatrain.machine.profile import cache_folder, installed_version, write_jso
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.shapes import bench_config, shape_config
+from megatrain.storage.manifest import check_model_files, manifest_of_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,9 +56,14 @@ class Checked:
 def verify(source: str, trust_remote_code: bool = False) -> Checked:
     """Check the family of a folder, hub id or named shape, and keep the verdict.
 
-    Raises ModelError and ConfigError.
+    In a folder that has a manifest every file is compared with it before.
+
+    Raises ModelError and ConfigError, and StorageError for files that are not as they were saved.
     """
     quiet_libraries()
+    folder = Path(expanduser(source))
+    if manifest := manifest_of_model(folder):
+        check_model_files(folder, manifest, manifest.files, trust_remote_code)
     config = bench_config(source).with_values({"model.trust_remote_code": trust_remote_code})
     started = time.perf_counter()
     skeleton = Skeleton(shape_config(config), trust_remote_code=trust_remote_code)

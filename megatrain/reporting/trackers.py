@@ -51,6 +51,7 @@ class Wandb:
     def __init__(self, run: Tracked) -> None:
         import wandb
 
+        _own_folder(run.run_dir / "wandb")
         offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
         if offline:
             logger.warning(
@@ -83,7 +84,8 @@ class TensorBoard:
     def __init__(self, run: Tracked) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, purged = run.run_dir / "tensorboard", run.first_step + 1 if run.first_step else None
+        folder = _own_folder(run.run_dir / "tensorboard")
+        purged = run.first_step + 1 if run.first_step else None
         # what an earlier process logged after the step that this one goes on from is hidden
         self._writer: Any = SummaryWriter(folder, purge_step=purged)
         for name, value in run.about.items():
@@ -181,14 +183,33 @@ def tracking(
 
 
 def _id_of(run_dir: Path) -> str:
-    """The run's id with trackers, which is made at its beginning and kept in its folder."""
-    file = run_dir / ID_FILE
+    """The run's id with trackers, which is made at its beginning and kept in its folder, if that
+    can be done."""
+    file, new = run_dir / ID_FILE, uuid.uuid4().hex[:8]
     try:
-        return str(json.loads(file.read_text())["id"])
+        with open(file, opener=_as_it_is) as kept:
+            return str(json.load(kept)["id"])
     except (OSError, ValueError, KeyError, TypeError):
-        found = uuid.uuid4().hex[:8]
-        file.write_text(json.dumps({"id": found}) + "\n")
-        return found
+        pass  # it is made anew
+    try:
+        with open(file, "w", opener=_as_it_is) as kept:
+            kept.write(json.dumps({"id": new}) + "\n")
+    except OSError as error:
+        later = "trackers will take a resume for another run"
+        logger.warning(f"{file}: cannot be written ({error.strerror}); {later}")
+    return new
+
+
+def _as_it_is(path: str, flags: int) -> int:
+    """Open a file of the run folder, not what a link leads to, and without waiting for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, if it is one of the run's own. Raises OSError for a link that leads elsewhere."""
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a symbolic link; remove it")
+    return folder
 
 
 def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:

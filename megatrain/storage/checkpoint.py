@@ -225,7 +225,7 @@ def write_final(
 
     Args:
         full: with the optimizer's state, so that a run may go on from it.
-        card: README.md.
+        card: its text.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -242,7 +242,7 @@ def write_final(
             run_folder.link_or_copy(source / name, folder / name)
         files = {name: manifest.files[name] for name in names}
         if card is not None:
-            files["README.md"] = write_bytes(folder / "README.md", card.encode())
+            files[run_folder.CARD] = write_bytes(folder / run_folder.CARD, card.encode())
         sync_tree(folder)
         write_bytes(folder / MANIFEST, replace(manifest, files=files).encode())
     return target

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import DamagedError, StorageError
+from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.run_folder import CHECKPOINT, REPLACED
 from megatrain.storage.safetensors_reader import (
@@ -31,6 +33,9 @@ EVERY_STEP = "every"  # in place of a step, in files that are the same in all ch
 FORMAT = 2
 FORMATS = (1, FORMAT)
 USE_ANOTHER = "use another checkpoint"
+# What transformers reads of a model's folder beside `DESCRIBED_IN`, if it is there: other
+# vocabularies, and files that are for some of its versions.
+READ_TOO = ("*.model", "tokenizer.*.json", "config.*.json", "processor_config.json")
 # What reading wrong JSON raises, a number that is none or infinite among it.
 NO_MANIFEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
@@ -144,11 +149,11 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     """Check that a checkpoint is complete and of one step.
 
     With `deep`, also that every byte is as saved, which reads all of it; else only that the small
-    files are. Files that do not belong to it are for the caller to name: `stray_files`.
+    files are. Other files that do not belong to it are for the caller to name: `stray_files`.
 
     Raises:
         StorageError: a file is missing, truncated, changed, of another step, or not a part of it
-            though it has tensors; names it.
+            though it would be read as one; names it.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -161,11 +166,7 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
             if size != file.nbytes:
                 sizes = f"has {size} bytes and was saved with {file.nbytes}"
                 raise StorageError(f"{path}: {sizes}; {USE_ANOTHER}")
-        strays = stray_files(checkpoint, manifest)
-    for name in filter(_is_tensors, strays):  # transformers prefers a stray one to shards
-        raise StorageError(
-            f"{checkpoint / name}: does not belong to this checkpoint; remove it, or {USE_ANOTHER}"
-        )
+    refuse_strays(checkpoint, manifest)
     tensors = list(filter(_is_tensors, manifest.files))
     small = [name for name in manifest.files if not _is_tensors(name)]
     check_files(checkpoint, manifest, manifest.files if deep else small)
@@ -195,6 +196,29 @@ def stray_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     return [name for name in names if name not in manifest.files and name != MANIFEST]
 
 
+def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
+    """Raise DamagedError for a file that the manifest does not list and that would be read.
+
+    code: the folder's own Python files are, too.
+    """
+    described = [pattern for names in DESCRIBED_IN.values() for pattern in names]
+    patterns = [*described, *READ_TOO, *(["*.py"] if code else [])]
+    with system_errors(folder, "read it"):
+        strays = stray_files(folder, manifest)
+    for name in strays:
+        # transformers prefers stray tensors to shards
+        if _is_tensors(name) or any(_is_named(name, pattern) for pattern in patterns):
+            raise DamagedError(
+                f"{folder / name}: does not belong to this checkpoint; remove it, or {USE_ANOTHER}"
+            )
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether a pattern, of a file or of files in a folder, is this file's name."""
+    here, there = PurePosixPath(name), PurePosixPath(pattern)
+    return here.parent == there.parent and fnmatchcase(here.name, there.name)
+
+
 def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files to the end. Raises DamagedError naming the first that is not as saved."""
     if not verifies():
@@ -220,19 +244,26 @@ def manifest_of_model(folder: Path) -> Manifest | None:
     return read_manifest(folder) if (folder / MANIFEST).is_file() else None
 
 
-def check_description(folder: Path) -> None:
+def check_description(folder: Path, code: bool = False) -> None:
     """Check the small files of a model's folder, if it has a manifest, before they are read.
 
-    Raises DamagedError naming one that is missing or not as saved.
+    code: its own Python files are read, too.
+
+    Raises DamagedError naming one that is missing, not as saved, or not listed.
     """
     if manifest := manifest_of_model(folder):
-        check_model_files(folder, manifest, [n for n in manifest.files if not _is_tensors(n)])
+        small = [name for name in manifest.files if not _is_tensors(name)]
+        check_model_files(folder, manifest, small, code)
 
 
-def check_model_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """As `check_files`, of a model that is read and not resumed: a user may have edited it."""
+def check_model_files(
+    folder: Path, manifest: Manifest, names: Iterable[str], code: bool = False
+) -> None:
+    """As `check_files` and `refuse_strays`, of a model that is read and not resumed: a user may
+    have edited it."""
     try:
         check_files(folder, manifest, names)
+        refuse_strays(folder, manifest, code)
     except StorageError as error:
         on_purpose = f"if it was changed on purpose, remove {folder / MANIFEST}"
         raise DamagedError(f"{error}; {on_purpose}") from error

@@ -25,10 +25,17 @@ from megatrain.storage.system_calls import storage_error, system_errors
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
 FINAL = "final"
+CARD = "README.md"  # of `final/`
 PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
+# a complete checkpoint that a new one of the same step is about to replace
+REPLACED = ".replaced"
+# Work in progress. Only names that are written here: others that end so are somebody else's.
+UNFINISHED = re.compile(
+    rf"(checkpoint-\d+|{FINAL}|{PASSENGERS})({REPLACED}|({REPLACED})?(\.deleted)?\.tmp)"
+    rf"|({'|'.join(LINKS)})\.link\.tmp"
+)
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 FICLONE = 0x40049409  # of linux/fs.h
-REPLACED = ".replaced"  # a complete checkpoint that a new one of the same step is about to replace
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -225,11 +232,11 @@ def new_folder(target: Path, partial: Path) -> Iterator[Path]:
 
 def tidy(run_dir: Path) -> None:
     """Remove what a killed process left half done, and finish or undo a replacement it was in."""
-    for pattern in ("checkpoint-*.tmp", "final*.tmp", f"{PASSENGERS}*.tmp", "*.link.tmp"):
-        for path in [*run_dir.glob(pattern)]:
+    left = [path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name)]
+    for path in left:
+        if not path.name.endswith(REPLACED):
             _remove(path)
-    patterns = (f"{name}{REPLACED}" for name in ("checkpoint-*", FINAL, PASSENGERS))
-    for path in [path for pattern in patterns for path in run_dir.glob(pattern)]:
+    for path in (path for path in left if path.name.endswith(REPLACED)):
         original = run_dir / path.name.removesuffix(REPLACED)
         if original.exists():
             discard(path)

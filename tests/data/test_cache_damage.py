@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import TokenRows, default_cache, load_cached_set
+from megatrain.data.cache import load_cached_set
+from megatrain.data.dataset import TokenRows, default_cache
 from megatrain.errors import ConfigError
 from tests.commands import environment
-from tests.files import names
 
 OPTIONS = DataOptions(seq_len=64)
-FILES = {"ids.bin", "mask.bin", "counts.json"}
-FILES |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined")}
+SHARD = {"ids.bin", "mask.bin", "shard.json"}
+SHARD |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined", "uncut")}
+FILES = {"set.json", *(f"00000/{name}" for name in SHARD)}
 CORRUPTIONS = 300
 Start = Callable[[], TokenRows]
 
@@ -41,6 +42,11 @@ def contents(rows: TokenRows) -> list[object]:
     of_tokens = (rows.ids, rows.mask, rows.offsets)
     arrays = (*of_tokens, rows.targets, rows.hashes, rows.contexts, rows.joined)
     return [rows.counts, rows.digest, *(np.asarray(array).tolist() for array in arrays)]
+
+
+def files_in(folder: Path) -> set[str]:
+    """Of a set of one shard."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def corrupt(path: Path, draw: random.Random) -> None:
@@ -71,7 +77,7 @@ def test_every_corruption_is_mended_or_changes_nothing(start, cache, caplog, mon
     draw, mended = random.Random(0), 0
     expected = contents(start())
     (folder,) = cache.iterdir()
-    assert names(folder) == FILES
+    assert files_in(folder) == FILES
     for _ in range(CORRUPTIONS):
         corrupt(folder / draw.choice(sorted(FILES)), draw)
         caplog.clear()
@@ -86,7 +92,7 @@ def test_a_header_that_is_no_python_is_damage_also_before_hashes_are_compared(st
     start()
     (folder,) = cache.iterdir()
     start_of_file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
-    (folder / "joined.npy").write_bytes(start_of_file + header)
+    (folder / "00000" / "joined.npy").write_bytes(start_of_file + header)
     assert load_cached_set(cache, folder.name, check=False) is None
 
 
@@ -94,12 +100,13 @@ def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):
     with caplog.at_level(logging.WARNING):
         start()
         (folder,) = cache.iterdir()
-        before = (folder / "ids.bin").stat()
+        before = (folder / "00000" / "ids.bin").stat()
         start()
-    assert (folder / "ids.bin").stat() == before
+    assert (folder / "00000" / "ids.bin").stat() == before
     assert caplog.text == ""
-    about = json.loads((folder / "counts.json").read_text())
-    assert set(about["blake2b"]) == FILES - {"counts.json"}
+    about = json.loads((folder / "00000" / "shard.json").read_text())
+    assert set(about["blake2b"]) == SHARD - {"shard.json"}
+    assert json.loads((folder / "set.json").read_text())["shards"] == [about["own"]]
 
 
 def test_only_its_owner_can_read_it(start, cache):
@@ -109,8 +116,9 @@ def test_only_its_owner_can_read_it(start, cache):
     finally:
         os.umask(before)
     (folder,) = cache.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    folders = [folder, folder / "00000"]
+    assert {one.stat().st_mode & 0o777 for one in folders} == {0o700}
+    assert {(folder / file).stat().st_mode & 0o777 for file in FILES} == {0o600}
 
 
 def test_every_file_is_on_the_disk_before_the_set_has_its_name(start, cache, monkeypatch):
@@ -127,10 +135,12 @@ def test_every_file_is_on_the_disk_before_the_set_has_its_name(start, cache, mon
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(os, "rename", noting_rename)
     start()
-    *before, folder, renamed, parent = synced
-    assert set(before) == FILES
-    assert folder.startswith(next(cache.iterdir()).name)
-    assert (renamed, parent) == ("renamed", "cache")
+    (folder,) = cache.iterdir()
+    *files, shard, renamed, of_set, own, renamed_own, again, of_cache = synced
+    assert set(files) == SHARD
+    assert shard.startswith("00000.tmp-") and own.startswith("set.json.tmp-")
+    assert (renamed, of_set, renamed_own, again) == ("renamed", folder.name) * 2
+    assert of_cache == "cache"
 
 
 BUS_ERROR = """

@@ -19,8 +19,7 @@ from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.errors import DataError
 from tests.commands import chat_rows, tiny_tokenizer
-from tests.data.test_cache_damage import contents, corrupt
-from tests.files import names
+from tests.data.test_cache_damage import contents, corrupt, files_in
 
 OPTIONS = {kind: DataOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
 SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}
@@ -161,9 +160,10 @@ def test_the_cache_knows_the_kind_and_is_mended(kind, write_jsonl, make_tokenize
 
     expected, draw = everything(start()), random.Random(0)
     (folder,) = cache.iterdir()
-    assert {"values.npy", "mismatches.npy"} < names(folder)
+    files = sorted(files_in(folder))
+    assert {"00000/values.npy", "00000/mismatches.npy"} < set(files)
     for _ in range(40):
-        corrupt(folder / draw.choice(sorted(names(folder))), draw)
+        corrupt(folder / draw.choice(files), draw)
         assert everything(start()) == expected
 
 

@@ -107,7 +107,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def saved(family: str, folder: Path) -> Path:
-    plain_model(tiny_config(family)).save_pretrained(folder)
+    model: Any = plain_model(tiny_config(family))
+    model.save_pretrained(folder)
     return folder
 
 
@@ -198,7 +199,8 @@ def test_a_reward_model_s_folder_without_its_head_is_not_completed(tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"
-    plain_model(reward_config("llama")).save_pretrained(folder)
+    model: Any = plain_model(reward_config("llama"))
+    model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in weights.items() if n != "score.weight"},
               folder / "model.safetensors", {"format": "pt"})  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatrain.recipes import loop
+from megatrain.storage.manifest import read_manifest
 from tests.commands import steps_of
 
 LOSSES = [6.0, 5.0, 4.0, 4.5, 3.0, 3.5, 3.2, 3.1, 3.3, 3.4, 3.6]  # after steps 0, 1, 2, ...
@@ -74,6 +76,15 @@ def test_a_resume_in_between_counts_on(megatrain, project, scripted, stop):
     megatrain("resume run")
     assert steps_of(project / "run")[-1]["step"] == 8
     assert best_of(project / "run") == ("checkpoint-4", {"step": 4, "eval_loss": 3.0})
+
+
+def test_where_patience_ended_a_run_it_stays_ended_without_its_final(megatrain, project, scripted):
+    scripted()
+    megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=2")
+    shutil.rmtree(project / "run" / "final")
+    megatrain("resume run")
+    assert steps_of(project / "run")[-1]["step"] == 6
+    assert read_manifest(project / "run" / "final").step == 6
 
 
 def test_more_patience_lets_it_go_on(megatrain, project, scripted):

@@ -250,7 +250,7 @@ def test_without_the_cache_held_out_rows_may_be_others_and_that_is_said(
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
     write_jsonl(held, OTHERS)
     done = megatrain("resume run")
-    assert "warning: held-out rows: are not those that the run began with" in done.err
+    assert "warning: held-out rows: they are not those that the run began with" in done.err
 
 
 def test_without_the_cache_held_out_rows_that_are_gone_are_refused_with_the_way_on(

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "generate run hi",
     "train": "train cfg.yaml model=run/final output=next train.max_steps=1",
     "export": "export run out --checkpoint final",
+    "verify": "verify run/final",
 }
 FILES = {"model.safetensors": -1, "config.json": 40, "tokenizer.json": 99}
 
@@ -81,3 +82,40 @@ def test_every_file_is_read_to_its_end(copied):
     save_file(tensors, path, {"format": "pt", "step": "10", "more": "x"})
     with pytest.raises(StorageError, match="does not match its checksum"):
         mt.Engine.from_pretrained("run/final", device="cpu")
+
+
+# what transformers would read beside what was saved, or instead
+STRAYS = {
+    "special_tokens_map.json": '{"eos_token": "<|im_start|>"}',
+    "additional_chat_templates/default.jinja": "{{ messages[0].content }}",
+    "added_tokens.json": "{}",
+    "model-00001-of-00002.safetensors": "",
+}
+
+
+@pytest.mark.parametrize("file", STRAYS)
+@pytest.mark.parametrize("command", [*COMMANDS, "plan"])
+def test_a_file_that_was_put_into_it_is_read_by_none(megatrain, copied, command, file):
+    stray = copied / "final" / file
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_text(STRAYS[file])
+    done = megatrain(COMMANDS.get(command, "plan cfg.yaml model=run/final"), code=7)
+    assert f"final/{file}: does not belong to this checkpoint; remove it" in done.err
+
+
+def test_a_resume_takes_the_checkpoint_before_one_with_such_a_file(
+    megatrain, copied, finished_project
+):
+    shutil.rmtree(copied / "final")
+    (copied / "checkpoint-10" / "special_tokens_map.json").write_text("{}")
+    done = megatrain("resume run")
+    assert "checkpoint-10/special_tokens_map.json: does not belong to this checkpoint" in done.err
+    same_run(copied, finished_project / "run")
+
+
+def test_what_nobody_reads_may_lie_beside_it(megatrain, copied):
+    for name in ("notes.txt", "eval_results.json", "modeling.py"):
+        (copied / "final" / name).write_text("{}")
+    megatrain("generate run hi --max-new-tokens 1")
+    done = megatrain("generate run/final hi --trust-remote-code", code=7)
+    assert "final/modeling.py: does not belong to this checkpoint" in done.err

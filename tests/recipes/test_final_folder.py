@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from megatrain.recipes.card import printable, public_name
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
-from tests.commands import evaluations_of
+from tests.commands import evaluations_of, steps_of
 from tests.files import names
 
 FILES = {"model.safetensors", "config.json", "generation_config.json", "README.md"}
@@ -29,6 +31,45 @@ def test_it_holds_the_model_and_its_card(megatrain, finished):
     assert (final / "model.safetensors").samefile(finished / "last" / "model.safetensors")
     megatrain("export run exported")
     assert size(Path("exported")) == size(final) - (final / "MANIFEST.json").stat().st_size
+
+
+def cut(final: Path) -> None:
+    """Of a copy: links would damage the checkpoint, too."""
+    path = final / "model.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-9])
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "all": shutil.rmtree,
+    "its weights": lambda final: (final / "model.safetensors").unlink(),
+    "an end of them": cut,
+    "its manifest": lambda final: (final / "MANIFEST.json").unlink(),
+    "its tokenizer": lambda final: (final / "tokenizer.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_it_lost_a_resume_of_the_finished_run_brings_back(megatrain, copied, what):
+    before = {path.name: path.read_bytes() for path in (copied / "final").iterdir()}
+    (copied / "final" / "tokenizer.json").unlink()
+    (copied / "final" / "tokenizer.json").write_bytes(before["tokenizer.json"])  # no link
+    LOST[what](copied / "final")
+    done = megatrain("resume run")
+    assert "nothing is left to train" not in done.err
+    assert "nothing more: the run had come to its end before" in done.out
+    after = {path.name: path.read_bytes() for path in (copied / "final").iterdir()}
+    assert after == before
+    assert len(steps_of(copied)) == 10
+    assert "nothing is left to train" in megatrain("resume run").err
+
+
+def test_an_edited_card_is_left_alone(megatrain, copied):
+    card = copied / "final" / "README.md"
+    card.write_text("mine")
+    assert "nothing is left to train" in megatrain("resume run").err
+    assert card.read_text() == "mine"
 
 
 def test_float32_of_it_is_read_from_its_checkpoint(megatrain, copied):

@@ -17,15 +17,16 @@ from unittest.mock import Mock
 import pytest
 
 import megatrain as mt
-from megatrain.data import build, row_writer, tokenize, writing
+from megatrain.data import build, encoding, row_writer, tokenize
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, setup
+from megatrain.recipes.signals import STOPS
 from megatrain.storage import restore, weights
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import evaluations_of, files_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
-SCHEDULERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+SCHEDULERS = tuple(number for number in STOPS if number != signal.SIGINT)
 SIGNALS = [*((number, 75) for number in SCHEDULERS), (signal.SIGINT, 130)]
 Interrupt = Callable[..., None]
 
@@ -121,6 +122,20 @@ def test_a_second_warning_of_a_scheduler_does_not_end_the_save(
     assert saved_steps(project / "run") == [3]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGALRM])
+def test_a_handler_that_the_program_has_for_something_else_stays(
+    megatrain, project, interrupt, number
+):
+    came: list[int] = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        interrupt(loop, "train_step", at=3, number=number)
+        megatrain("train cfg.yaml")
+    finally:
+        signal.signal(number, before)
+    assert came == [number]
+
+
 def test_a_signal_that_was_ignored_stays_ignored(megatrain, project, interrupt):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     interrupt(loop, "train_step", at=3, number=signal.SIGHUP)
@@ -144,7 +159,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     megatrain, project, interrupt, monkeypatch, when, number, code
 ):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
-    monkeypatch.setattr(writing, "BATCH_ROWS", 8)
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 8)
     megatrain("plan cfg.yaml")  # for what that keeps: `train` need not compare a small model
     handlers = [signal.getsignal(each) for each, _ in SIGNALS]
     (owner, name, later, work), after = EARLY[when], Mock(side_effect=AssertionError("goes on"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ FILES = [".lock", "config.yaml.tmp", "metrics.jsonl", "train.log"]
 def test_a_link_in_it_is_not_followed(megatrain, project, name):
     (project / "mine").write_text("precious")
     (project / "run").mkdir(0o700)
+    (project / "run" / "config.resolved.yaml").write_text("")  # so that it is a run's
     (project / "run" / name).symlink_to(project / "mine")
     done = megatrain("train cfg.yaml", code=7)
     assert f"run/{name}" in done.err
@@ -92,3 +94,81 @@ def test_a_link_to_a_folder_of_ones_own_is_fine(tmp_path):
     (tmp_path / "run").symlink_to("large-disk")
     with run_folder.run_lock(tmp_path / "run"):
         assert Path(tmp_path / "large-disk" / ".lock").is_file()
+
+
+def test_a_users_own_config_is_not_written_over(megatrain, project):
+    """`output: .` beside a config of the name that a run gives its own."""
+    (project / "cfg.yaml").rename("config.yaml")
+    before = {path: path.read_bytes() for path in project.iterdir() if path.is_file()}
+    for command in ("train", "plan"):
+        done = megatrain(command, "config.yaml", "output=.", code=2)
+        assert "command line: output: . holds config.yaml, which a run would write" in done.err
+    assert {path: path.read_bytes() for path in project.iterdir() if path.is_file()} == before
+
+
+NAMES = ["metrics.jsonl", "plan.json", "last", "final", "checkpoint-3", "checkpoint-3.tmp"]
+NAMES += ["train.log", "env.json.tmp", "spike-3.safetensors", "tensorboard", "passengers"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_run_would_write_over_is_refused(megatrain, project, name):
+    folder = project / "mine"
+    folder.mkdir(0o700)
+    (folder / "notes.md").write_text("mine")
+    (folder / name).write_text("mine")
+    done = megatrain("train cfg.yaml output=mine", code=2)
+    assert f"output: mine holds {name}, which a run would write, and is no run's folder" in done.err
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "notes.md": "mine",
+        name: "mine",
+    }
+
+
+OTHERS = ["checkpoint-final.tmp/x", "final_notes.tmp", "my.link.tmp", "passengers2.tmp", "a/b.yaml"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_else_lies_in_a_run_folder_stays(megatrain, project, again):
+    (project / "run").mkdir(0o700)
+    for name in OTHERS:
+        (project / "run" / name).parent.mkdir(exist_ok=True)
+        (project / "run" / name).write_text("mine")
+    megatrain("train cfg.yaml train.max_steps=1")
+    if again:
+        megatrain("resume run train.max_steps=2")
+    assert {(project / "run" / name).read_text() for name in OTHERS} == {"mine"}
+
+
+def test_a_models_folder_is_no_runs(megatrain, project, model_dir):
+    (project / "model").unlink()
+    shutil.copytree(model_dir, project / "model")
+    for command in ("train", "plan"):
+        done = megatrain(command, "cfg.yaml", "output=model", code=2)
+        assert "output: model holds config.json, so it would be taken for a model" in done.err
+
+
+def test_a_start_that_failed_may_be_repeated(megatrain, project):
+    (project / "run").mkdir(0o700)
+    good = (project / "rows.jsonl").read_text()
+    (project / "rows.jsonl").write_text("{broken")
+    megatrain("train cfg.yaml", code=3)
+    assert (project / "run" / "train.log").is_file()
+    (project / "rows.jsonl").write_text(good)
+    megatrain("train cfg.yaml train.max_steps=1")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("place", ["rows.jsonl", "rows.jsonl/run"])
+def test_a_file_is_no_folder_for_a_plan_either(megatrain, project, command, place):
+    done = megatrain(command, "cfg.yaml", f"output={place}", code=7)
+    assert f"{place}: cannot make the run folder: " in done.err
+    assert "choose another `output`" in done.err
+
+
+@pytest.mark.parametrize("name", ["last", "best", "proven"])
+def test_a_folder_where_a_save_puts_a_link_is_noticed_before_training(megatrain, copied, name):
+    (copied / name).unlink()
+    (copied / name).mkdir()
+    for command in ("resume run train.max_steps=12", "train cfg.yaml", "plan cfg.yaml"):
+        done = megatrain(command, code=7)
+        assert f"run/{name}: is no link, and a save puts one there; move it away" in done.err

@@ -16,6 +16,7 @@ import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.readers import read_text
+from megatrain.engine.results import EvalResult
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.rows import read_rows
@@ -233,7 +234,7 @@ def test_without_held_out_rows_nothing_is_evaluated(megatrain, project):
 
 def test_best_is_the_lowest_held_out_loss(megatrain, project, monkeypatch):
     told = iter([6.0, 5.0, 3.0, 4.0, float("nan"), 3.5])
-    monkeypatch.setattr(loop, "mean_loss", lambda *_: (next(told), 10))
+    monkeypatch.setattr(loop, "evaluated", lambda *_: EvalResult(next(told), 10))
     done = megatrain("train cfg.yaml train.max_steps=5 'checkpoint={every: 1, keep: 1}' --json")
     assert done.json["best_step"] == 2
     assert os.readlink(project / "run" / "best") == "checkpoint-2"

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.commands import metrics_of, wait_for
 
 HANGS = """
@@ -30,6 +32,68 @@ def test_a_held_lock_ends_the_run_and_shows_where(forker, project):
         assert "in hang_at_step_3" in said
         assert "go on from the last checkpoint with `megatrain resume run`" in said
     assert len(metrics_of(project / "run")) == 3, "an evaluation and two steps"
+
+
+# what is waited for, for ever, before the first step
+EARLY = {
+    "a download": ("megatrain.cli.training", "find_model"),
+    "the model": ("megatrain.recipes.setup", "read_model"),
+    "the plan": ("megatrain.recipes.setup", "make_plan"),
+    "the self-check": ("megatrain.recipes.run", "check_once"),
+    "tokens": ("megatrain.data.build", "write_rows"),
+}
+WAITS = """
+import threading, {module} as module
+def waits_for_ever(*given, **named):
+    threading.Event().wait()
+module.{name} = waits_for_ever
+"""
+
+
+@pytest.mark.parametrize("what", EARLY)
+def test_so_does_whatever_is_waited_for_before_the_first_step(
+    forker, project, monkeypatch, tmp_path, what
+):
+    module, name = EARLY[what]
+    cache = f"import os; os.environ['MEGATRAIN_CACHE'] = {str(tmp_path / 'cache')!r}"
+    first = cache + WAITS.format(module=module, name=name)
+    forker.start("train", "cfg.yaml", "hang_timeout=1", first=first)
+    assert forker.wait() == 1
+    said = (project / "forked.log").read_text()
+    assert "error: nothing has moved for 1.0s before the first step (hang_timeout)" in said
+    assert "nothing is lost" in said
+    assert "in waits_for_ever" in said
+    log = project / "run" / "train.log"
+    assert what == "a download" or "in waits_for_ever" in log.read_text()
+
+
+@pytest.mark.parametrize("work", ["computes", "reads", "beats"])
+def test_what_works_before_the_first_step_has_not_hung(forker, project, work):
+    first = WORKS.format(work=work)
+    forker.start("train", "cfg.yaml", "hang_timeout=1", "train.max_steps=1", first=first)
+    assert forker.wait() == 0, (project / "forked.log").read_text()
+
+
+WORKS = """
+import time
+from megatrain import heartbeat
+from megatrain.recipes import setup
+def computes():
+    sum(range(1 << 16))
+def reads():
+    time.sleep(0.02)
+    open("/dev/zero", "rb").read(1 << 20)
+def beats():
+    time.sleep(0.02)
+    heartbeat.beat()
+original = setup.read_model
+def slowly(*given):
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        {work}()
+    return original(*given)
+setup.read_model = slowly
+"""
 
 
 def test_it_can_be_turned_off(forker, project):

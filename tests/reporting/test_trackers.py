@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,44 @@ def test_one_that_fails_is_left_out_and_said(tmp_path, fake, monkeypatch, caplog
     assert len(read_metrics(tmp_path)) == 5
     (said,) = caplog.messages
     assert said == "wandb: failed and is left out from here on (no route to host)"
+
+
+UNWRITABLE: dict[str, Callable[[Path, Path], object]] = {
+    "a link": lambda file, mine: file.symlink_to(mine),
+    "a link to nothing": lambda file, mine: file.symlink_to(mine.with_name("none")),
+    "a folder": lambda file, _: file.mkdir(),
+    "a pipe": lambda file, _: os.mkfifo(file),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_an_id_that_cannot_be_kept_is_said_and_no_link_is_followed(tmp_path, fake, caplog, what):
+    run_dir, mine = tmp_path / "run", tmp_path / "mine"
+    run_dir.mkdir()
+    mine.write_text("precious")
+    UNWRITABLE[what](run_dir / "tracking.json", mine)
+    written(run_dir, ("wandb",), 0, 2)
+    assert [row["step"] for row in fake.kept[1:-1]] == [1, 2, 2]
+    (said,) = caplog.messages
+    assert "run/tracking.json: cannot be written (" in said
+    assert "trackers will take a resume for another run" in said
+    assert mine.read_text() == "precious"
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_folder_that_is_a_link_is_not_written_through(tmp_path, caplog, name):
+    pytest.importorskip(name)
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    run_dir.mkdir()
+    outside.mkdir()
+    (run_dir / name).symlink_to(outside)
+    written(run_dir, (name,), 0, 2)
+    assert not [*outside.iterdir()]
+    (said,) = caplog.messages
+    assert f"{name}: failed and is left out from here on (" in said
+    assert f"run/{name} is a symbolic link; remove it" in said
+    assert len(read_metrics(run_dir)) == 3
 
 
 def test_an_error_of_the_run_is_told(tmp_path, fake):

@@ -1,0 +1,344 @@
+"""The cache of tokenised rows: a folder for each set, with a folder in it for each of its shards.
+
+A shard appears whole or not at all, and so does the set's own file, which is written last and names
+the shards. Whatever a process leaves when it is killed is therefore a set that lacks shards, or
+only its own file; and a damaged file costs the shard that it is in. All files have their hash in
+the one that is written after them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import numpy as np
+
+from megatrain.data.dataset import Counts, IndexArray, Joined, TokenRows
+from megatrain.data.row_writer import (
+    ABOUT,
+    INDEX,
+    OF_SIDES,
+    UNCUT,
+    RowWriter,
+    hash_of,
+    write_about,
+)
+from megatrain.data.samples import JUDGED, PLAIN
+from megatrain.durable import sync_folder
+from megatrain.errors import StorageError
+
+ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
+TEMPORARY = ".tmp-"
+LOOKED_EVERY_S = 0.2  # whether another process is done with the set
+# what is left of a damaged file may be anything
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    EOFError,
+    RecursionError,
+    SyntaxError,  # numpy parses headers of arrays as Python
+    TokenError,
+)
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of a set's shards.
+
+    Attributes:
+        begins: rows of the source before it.
+        counts: of its rows.
+        tail: what its last row gives to the next shard; see `writing.Answer`.
+        own: the hash of what is known about it, which names all its files' hashes.
+    """
+
+    folder: Path
+    begins: int
+    counts: Counts
+    tail: dict[str, Any] | None
+    own: str
+
+    @property
+    def uncut(self) -> IndexArray:
+        """Tokens of each sequence that was read, int64."""
+        lengths: IndexArray = np.load(self.folder / UNCUT)
+        return lengths
+
+
+class Making:
+    """A set's folder while its shards are made."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self._kind = folder, kind
+        self.shards = dict(_shards_in(folder))
+
+    def listed(self) -> list[str]:
+        """The shards' hashes as the set's own file names them; none where it is not there."""
+        try:
+            return list(_read_about(self.folder / ABOUT_SET)["shards"])
+        except UNREADABLE:
+            return []
+
+    @contextmanager
+    def new_shard(self, number: int) -> Iterator[RowWriter]:
+        """Write a shard, which is in its place once the block ends without an error."""
+        place = self.folder / name_of(number)
+        folder = place.with_name(f"{place.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+        try:
+            folder.mkdir(mode=0o700)
+            with closing(RowWriter(folder, self._kind)) as writer:
+                yield writer
+            shard = read_shard(folder, check=False)
+            if shard is None:
+                raise unreadable(place)
+            there = read_shard(place)
+            if there is None or there.own != shard.own:  # else another process was quicker
+                shutil.rmtree(place, ignore_errors=True)
+                folder.rename(place)
+                sync_folder(self.folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.shards[number] = replace(shard, folder=place)
+
+    def finish(self, counts: Counts, asked: str, number: int) -> None:
+        """Write the set's own file: it has `number` shards.
+
+        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
+        """
+        for more in [one for one in self.shards if one >= number]:
+            shutil.rmtree(self.shards.pop(more).folder)
+        new = self.folder / f"{ABOUT_SET}{TEMPORARY}{uuid.uuid4().hex[:8]}"
+        try:
+            owns = [self.shards[one].own for one in range(number)]
+            about = {"asked": asked, "kind": self._kind, "counts": asdict(counts), "shards": owns}
+            write_about(new, about)
+            new.rename(self.folder / ABOUT_SET)
+        finally:
+            new.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)
+
+    def remove(self) -> None:
+        """Remove the set: nothing of it will be used."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def making_set(
+    cache: Path, key: str, kind: str = PLAIN, on_wait: Callable[[], None] = lambda: None
+) -> Iterator[Making]:
+    """The set under `cache/key`, of which shards may be there already, to be made or completed.
+
+    One process makes it at a time; others wait, and call `on_wait` meanwhile. Where the file system
+    has no locks, several write the same shards, and the first of each stays.
+
+    Raises StorageError where it cannot be written, as on a full disk.
+    """
+    folder = cache / key
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder, on_wait) as alone:
+            if alone:  # so what has a temporary name is of a process that was killed
+                for left in folder.glob(f"*{TEMPORARY}*"):
+                    (shutil.rmtree if left.is_dir() else os.unlink)(left)
+            try:
+                yield Making(folder, kind)
+            finally:
+                with suppress(OSError):
+                    folder.rmdir()  # unless there is something in it
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(
+            f"{cache}: cannot keep the tokenised data here ({reason}); "
+            "set MEGATRAIN_CACHE to another folder"
+        ) from error
+
+
+@contextmanager
+def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Make the folder and hold its lock; False where the file system has none."""
+    said = False
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            alone = True
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not said:
+                    logger.info(f"{folder}: another process makes these rows; waiting for it")
+                said = True
+                time.sleep(LOOKED_EVERY_S)
+                on_wait()
+                continue
+            except OSError:
+                alone = False
+            if not _is(folder, fd):
+                continue  # who made it has removed it
+            yield alone
+            return
+        finally:
+            os.close(fd)
+
+
+def _is(folder: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def name_of(shard: int) -> str:
+    """The name of a shard's folder."""
+    return f"{shard:05}"
+
+
+def unreadable(folder: Path) -> StorageError:
+    """The error where what was written just now cannot be read."""
+    return StorageError(
+        f"{folder}: cannot be read back after it was written; check the disk, or set "
+        "MEGATRAIN_CACHE to another folder"
+    )
+
+
+def sets_asked(cache: Path, asked: str) -> Iterator[str]:
+    """The keys of all sets that were finished as `asked`."""
+    for path in sorted(cache.glob(f"*/{ABOUT_SET}")):
+        try:
+            found = json.loads(path.read_bytes()).get("asked")
+        except UNREADABLE:
+            continue
+        if found == asked:
+            yield path.parent.name
+
+
+def cached_set(cache: Path, key: str) -> TokenRows | None:
+    """`load_cached_set`, with a warning of each piece for which it gives None."""
+    rows, folder = load_cached_set(cache, key), cache / key
+    if rows is None and os.path.exists(folder):
+        for path in _damaged(folder):
+            logger.warning(f"{path}: the tokenised rows are damaged; they are made anew")
+    return rows
+
+
+def _damaged(folder: Path) -> list[Path]:
+    """The shards that are not as they were written, and the set's own file if it is not."""
+    good = {shard.folder.name: shard.own for _, shard in _shards_in(folder)}
+    there = {path.name for path in folder.glob("[0-9]*") if TEMPORARY not in path.name}
+    try:
+        owns = dict(enumerate(_read_about(folder / ABOUT_SET)["shards"]))
+        listed = {name_of(number): own for number, own in owns.items()}
+        bad = {name for name, own in listed.items() if good.get(name) != own}
+    except FileNotFoundError:
+        bad = there - good.keys()
+    except UNREADABLE:
+        bad = (there - good.keys()) | {ABOUT_SET}
+    return [folder / name for name in sorted(bad)]
+
+
+def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | None:
+    """The set under `cache/key`, mapped from disk; None if it is missing or not as it was written.
+
+    With `check` every byte is read, at about 1 GB/s and core.
+    """
+    folder = cache / key
+    try:
+        about = _read_about(folder / ABOUT_SET)
+        places = [folder / name_of(number) for number in range(len(about["shards"]))]
+        shards = list(_read_shards(places, check))
+        if [shard and shard.own for shard in shards] != about["shards"]:
+            return None
+        counts, kind = Counts(**about["counts"]), about["kind"]
+        offsets, targets, hashes, contexts, joined = _index(places, INDEX)
+        values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
+        ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
+    except UNREADABLE:
+        return None
+    chosen = np.arange(len(targets))
+    return TokenRows(
+        *(ids, mask, offsets, targets, hashes, joined.astype(np.bool_), contexts, chosen, counts),
+        *(kind, values, mismatches if kind == JUDGED else None),
+    )
+
+
+def _index(places: list[Path], names: Iterable[str]) -> Iterator[Any]:
+    """The arrays of these names, each of all shards; offsets count on."""
+    for name in names:
+        found = [np.load(place / name) for place in places]
+        if name == INDEX[0]:
+            lengths = np.concatenate(list(map(np.diff, found)))
+            yield np.concatenate([[0], np.cumsum(lengths)])
+        else:
+            yield np.concatenate(found)
+
+
+def _mapped(places: list[Path], name: str, dtype: type[np.generic]) -> Any:
+    """A file of every shard, mapped from disk; a shard may have no row."""
+    paths = [place / name for place in places]
+    found = [
+        np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+        for path in paths
+    ]
+    return found[0] if len(found) == 1 else Joined(found)
+
+
+def read_shard(folder: Path, check: bool = True) -> Shard | None:
+    """What is known about a shard; None if it is missing or not as it was written."""
+    try:
+        about = _read_about(folder / ABOUT)
+        written: dict[str, str] = about["blake2b"]
+        if check and any(_hash_of(folder / name) != written[name] for name in written):
+            return None
+        counts = Counts(**about["counts"])
+        return Shard(folder, about["begins"], counts, about["tail"], about["own"])
+    except UNREADABLE:
+        return None
+
+
+def _shards_in(folder: Path) -> Iterator[tuple[int, Shard]]:
+    """(number, shard) of each that is as it was written."""
+    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    found = _read_shards([folder / name_of(number) for number in numbers], check=True)
+    for number, shard in zip(numbers, found, strict=True):
+        if shard is not None:
+            yield number, shard
+
+
+def _read_shards(places: list[Path], check: bool) -> Iterator[Shard | None]:
+    """Each shard as `read_shard` gives it, several at a time."""
+    with ThreadPoolExecutor() as threads:
+        yield from threads.map(partial(read_shard, check=check), places)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """What is known about a shard or a set. Raises ValueError unless it is as it was written."""
+    about: dict[str, Any] = json.loads(path.read_bytes())
+    own = about.pop("own")
+    if own != hash_of(about):
+        raise ValueError(f"{path}: is damaged")
+    return {**about, "own": own}
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

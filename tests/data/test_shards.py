@@ -1,0 +1,346 @@
+"""Shards of the token cache: the same rows whatever the shards and processes, and nothing but the
+shard at hand is lost with a kill, a full disk or a flipped bit."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from benchmarks.campaign import calls
+from megatrain.data import cache as cached_sets
+from megatrain.data import encoding, shards, workers
+from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.dataset import TokenRows
+from megatrain.data.loader import Loader
+from megatrain.data.row_writer import RowWriter
+from megatrain.data.samples import JUDGED, PAIRS, PLAIN
+from megatrain.data.sources import Part
+from megatrain.errors import DataError, StorageError
+from tests.data.test_cache_damage import contents
+from tests.files import as_an_ordinary_user, flip, largest_file
+
+ROWS, BATCH, OF_SHARD = 150, 5, 30
+KILLS = 10
+Encode = Callable[..., TokenRows]
+Bytes = dict[str, bytes]
+
+
+def row(kind: str, number: int) -> dict[str, Any]:
+    """A row; every ninth is bad, and others have turns and columns that are told of."""
+    if number % 9 == 4:
+        return {"prompt": f"what is {number}?"}
+    said = f"it is {number}" + " and more" * (number % 23)
+    if kind == PAIRS:
+        answers = {"chosen": said, "rejected": f"no {number}"}
+        margin = {"margin": number / 7} if number % 3 else {}
+        return {"prompt": f"what is {number}?", **answers, **margin}
+    if kind == JUDGED:
+        return {"prompt": f"what is {number}?", "completion": said, "label": number % 2 == 0}
+    turns = [{"role": "user", "content": f"what is {number}?", f"mood {number % 11}": "good"}]
+    return {"messages": [*turns, {"role": "assistant", "content": said}], f"id {number % 80}": 1}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches and shards, and processes from the first batch on."""
+    monkeypatch.setattr(encoding, "BATCH_ROWS", BATCH)
+    monkeypatch.setattr(shards, "SHARD_ROWS", OF_SHARD)
+    monkeypatch.setattr(workers, "ALONE_BATCHES", 0)
+
+
+@pytest.fixture(params=[PLAIN, PAIRS, JUDGED])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def encode_into(write_jsonl: Any, make_tokenizer: Any, tmp_path: Path, kind: str) -> Encode:
+    """encode_into("name", processes=2): the same rows, in a cache of this name."""
+    file, tokenizer = write_jsonl([row(kind, number) for number in range(ROWS)]), make_tokenizer()
+    options = DataOptions(seq_len=40, kind=kind, on_bad_row="skip")
+
+    def encode(name: str, **more: Any) -> TokenRows:
+        return encode_source(file, tokenizer, replace(options, **more), tmp_path / name)
+
+    return encode
+
+
+def everything(rows: TokenRows) -> list[object]:
+    of_sides = (rows.of_rows, rows.mismatches)
+    return [*contents(rows), rows.kind, *(np.asarray(one).tobytes() for one in of_sides)]
+
+
+def bytes_in(folder: Path) -> Bytes:
+    """Of every file below the folder, by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def shard_folders(cache: Path) -> list[Path]:
+    (folder,) = cache.iterdir()
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+# -- the same rows -------------------------------------------------------------------------------
+
+
+def test_rows_and_counts_do_not_depend_on_shards(encode_into, monkeypatch, tmp_path):
+    several = encode_into("several")
+    assert len(shard_folders(tmp_path / "several")) == ROWS // OF_SHARD
+    monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
+    one = encode_into("one")
+    assert len(shard_folders(tmp_path / "one")) == 1
+    assert everything(several) == everything(one)
+    assert one.counts.bad == 17 and len(one.counts.first_bad) == 5
+    assert one.counts.longest > 40 and one.counts.truncated > 0
+
+
+def test_a_step_has_the_same_rows_with_one_shard_and_with_ten(encode_into, monkeypatch):
+    def steps(rows: TokenRows) -> list[list[list[int]]]:
+        loader = Loader(rows, micro_batch_tokens=200, pad_id=0, seed=1, rows_per_step=8)
+        return [
+            [np.asarray(micro["input_ids"]).tolist() for micro in step.micro_batches]
+            for step in loader
+        ]
+
+    found = []
+    for size in (ROWS, ROWS // 10):
+        monkeypatch.setattr(shards, "SHARD_ROWS", size)
+        found.append(steps(encode_into(f"shards of {size}")))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_every_byte_is_the_same_in_several_processes(encode_into, tmp_path, processes):
+    assert everything(encode_into("one")) == everything(encode_into("more", processes=processes))
+    assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "more")
+
+
+def test_a_shard_ends_by_its_bytes_too(encode_into, monkeypatch, tmp_path):
+    rows = encode_into("rows")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    assert everything(encode_into("bytes")) == everything(rows)
+    assert len(shard_folders(tmp_path / "bytes")) > ROWS // OF_SHARD
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_rows_are_refused_in_the_same_words(encode_into, monkeypatch, tmp_path, processes):
+    words = r"rows\.jsonl:5: field '\w+' is missing: .*\(17 rows are bad of 150; mend them"
+    words = words.replace(": .*", ".*")
+    for size in (OF_SHARD, BATCH):  # of which the first shard is finished before
+        monkeypatch.setattr(shards, "SHARD_ROWS", size)
+        with pytest.raises(DataError, match=words):
+            encode_into("refused", processes=processes, on_bad_row="refuse")
+        assert list((tmp_path / "refused").iterdir()) == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_files_keep_the_format_of_their_first_row_in_every_batch(
+    make_tokenizer, write_jsonl, tmp_path, processes
+):
+    """A later row that has also the columns of another format is read by the file's."""
+    first = [{"prompt": f"a {n}", "completion": "b"} for n in range(40)]
+    turns = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    second = [{"messages": turns}] * 40
+    both = [{**one, **two} for one, two in zip(first, second, strict=True)]
+    files = write_jsonl([*first, *both], "a.jsonl"), write_jsonl([*second, *both], "b.jsonl")
+    parts = [Part(str(file)) for file in files]
+    options = DataOptions(seq_len=40, processes=processes)
+    rows = encode_source(parts, make_tokenizer(), options, tmp_path / "cache")
+    assert rows.counts.parts == [80, 80]
+    assert set(rows.counts.wrapped.values()) == {80}
+    assert set(rows.counts.unread) == {"messages", "prompt", "completion"}
+
+
+def test_the_first_judged_rows_mismatch_may_come_late(make_tokenizer, write_jsonl, tmp_path):
+    """Its shard waits for the second row, which is in another batch."""
+    good = [row(JUDGED, number) for number in (0, 1, 2)]
+    rows = [good[0], *[{"prompt": "x"}] * 70, good[1], *[{"prompt": "x"}] * 70, good[2]]
+    file, options = write_jsonl(rows), DataOptions(40, kind=JUDGED, on_bad_row="skip")
+    found = encode_source(file, make_tokenizer(), options, tmp_path / "cache")
+    alone = write_jsonl(good, "alone.jsonl")
+    assert found.digest == encode_source(alone, make_tokenizer(), options, tmp_path / "1").digest
+    assert (len(found), len(shard_folders(tmp_path / "cache"))) == (3, 4)
+
+
+def test_small_sets_start_no_process(encode_into, monkeypatch):
+    monkeypatch.setattr(workers, "ALONE_BATCHES", ROWS // BATCH)
+    monkeypatch.setattr(os, "fork", None)
+    encode_into("alone", processes=8)
+
+
+# -- what is lost --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_random_moments_the_set_is_the_same_byte_for_byte(
+    encode_into, tmp_path, processes
+):
+    encode_into("whole")
+    draw, cache, kept = random.Random(processes), tmp_path / "killed", 0
+
+    def act() -> None:
+        encode_into("killed", processes=processes)
+
+    kills = 0
+    for _ in range(KILLS):
+        kills += calls.killed_before(draw.randrange(5, 60), act)
+        now = len([path for path in cache.glob("*/[0-9]*") if ".tmp-" not in path.name])
+        assert now >= kept, "a finished shard is never lost"
+        kept = now
+    assert kills > 1 and kept
+    act()
+    assert bytes_in(cache) == bytes_in(tmp_path / "whole")
+    assert not multiprocessing.active_children()
+
+
+def test_what_is_there_is_not_tokenised_again(encode_into, monkeypatch, tmp_path):
+    rows = []
+    encode = encoding.encode_batch
+
+    def counting(batch: encoding.Batch, *given: Any, **named: Any) -> encoding.EncodedBatch:
+        rows.append(len(batch.rows))
+        if sum(rows) > 100:
+            raise KeyboardInterrupt
+        return encode(batch, *given, **named)
+
+    monkeypatch.setattr(shards, "encode_batch", counting)
+    with pytest.raises(KeyboardInterrupt):
+        encode_into("cache")
+    assert len(shard_folders(tmp_path / "cache")) == 3
+    rows[:] = [-1000]
+    encode_into("cache")
+    assert sum(rows) + 1000 == ROWS - 3 * OF_SHARD
+    assert everything(encode_into("cache")) == everything(encode_into("whole"))
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 3), (1, 2, 4)])
+def test_a_flipped_bit_costs_its_shard(encode_into, monkeypatch, tmp_path, caplog, bad):
+    before = everything(encode_into("cache"))
+    folders, whole = shard_folders(tmp_path / "cache"), bytes_in(tmp_path / "cache")
+    for number in bad:
+        flip(folders[number] / random.Random(number).choice(["ids.bin", "hashes.npy"]))
+    made = list[int]()
+    new_shard = cached_sets.Making.new_shard
+
+    def noted(making: cached_sets.Making, number: int) -> AbstractContextManager[RowWriter]:
+        made.append(number)
+        return new_shard(making, number)
+
+    monkeypatch.setattr(cached_sets.Making, "new_shard", noted)
+    assert everything(encode_into("cache")) == before
+    assert made == list(bad)
+    for number in bad:
+        said = f"{folders[number]}: the tokenised rows are damaged; they are made anew"
+        assert said in caplog.text
+    assert caplog.text.count("damaged") == len(bad)
+    assert bytes_in(tmp_path / "cache") == whole
+
+
+def test_a_lost_list_of_shards_costs_no_shard(encode_into, monkeypatch, tmp_path):
+    before = everything(encode_into("cache"))
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "set.json").unlink()
+    monkeypatch.setattr(shards, "encode_batch", interrupted)
+    assert everything(encode_into("cache")) == before
+
+
+def test_a_shard_of_another_place_is_made_anew(encode_into, tmp_path):
+    before = everything(encode_into("cache"))
+    folders, whole = shard_folders(tmp_path / "cache"), bytes_in(tmp_path / "cache")
+    folders[1].rename(folders[1].with_name("away"))
+    folders[3].rename(folders[1])
+    folders[1].with_name("away").rename(folders[3])
+    assert everything(encode_into("cache")) == before
+    assert bytes_in(tmp_path / "cache") == whole
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_costs_the_shard_at_hand(encode_into, monkeypatch, tmp_path, processes):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1500)
+    encode_into("whole")
+    fsync, calls_left = os.fsync, iter(range(30))
+
+    def full(fd: int) -> None:
+        if next(calls_left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match=r"the tokenised data here \(No space left"):
+            encode_into("full", processes=processes)
+    assert shard_folders(tmp_path / "full")
+    assert not list((tmp_path / "full").rglob("*.tmp-*"))
+    encode_into("full", processes=processes)
+    assert bytes_in(tmp_path / "full") == bytes_in(tmp_path / "whole")
+
+
+def test_files_may_not_grow_on_a_full_disk(encode_into, tmp_path):
+    with largest_file(200), pytest.raises(StorageError, match="File too large"):
+        encode_into("full")
+
+
+def test_a_read_only_cache_is_read_and_not_completed(encode_into, tmp_path):
+    rows = encode_into("cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    folder.chmod(0o500)
+    with as_an_ordinary_user():
+        assert everything(encode_into("cache")) == everything(rows)
+        flip(folder / "00002" / "mask.bin")
+        with pytest.raises(StorageError, match="set MEGATRAIN_CACHE to another folder"):
+            encode_into("cache")
+    folder.chmod(0o700)
+    assert everything(encode_into("cache")) == everything(rows)
+
+
+# -- several at once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_several_processes_make_one_set(encode_into, monkeypatch, tmp_path, locks):
+    encode_into("whole")
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            try:
+                encode_into("shared")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert bytes_in(tmp_path / "shared") == bytes_in(tmp_path / "whole")
+
+
+def test_who_waits_may_be_stopped(encode_into, write_jsonl, make_tokenizer, tmp_path, caplog):
+    encode_into("cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    with (
+        cached_sets.making_set(tmp_path / "cache", folder.name),
+        caplog.at_level(logging.INFO),
+        pytest.raises(KeyboardInterrupt),
+        cached_sets.making_set(tmp_path / "cache", folder.name, on_wait=interrupted),
+    ):
+        raise AssertionError("it is made twice at once")
+    assert caplog.text.count("another process makes these rows; waiting for it") == 1
+
+
+def interrupted(*_: Any, **named: Any) -> None:
+    raise KeyboardInterrupt
