@@ -188,10 +188,7 @@ class _Collector:
             return
         first = self.leaves.get(leaf.key)
         if first is not None:
-            same = f"means the same as {first.typed} at {first.place}"
-            # the same name twice only happens on the command line and in keywords
-            reason = same if first.typed != leaf.typed else "is set twice"
-            self.problems.append(leaf.problem(f"{reason}; keep one"))
+            self.problems.append(leaf.problem(f"{_clash(leaf, first)}; keep one"))
         self.leaves[leaf.key] = leaf
 
     def _refuse_rivals(self) -> None:
@@ -200,6 +197,16 @@ class _Collector:
             for leaf in given[1:]:
                 reason = f"excludes {given[0].typed} at {given[0].place}; keep one"
                 self.problems.append(leaf.problem(reason))
+
+
+def _clash(leaf: Leaf, first: Leaf) -> str:
+    """Why two leaves of one key cannot both count."""
+    if first.typed == leaf.typed:  # only on the command line and in keywords
+        return "is set twice"
+    given = f"{first.typed} at {first.place}"
+    if leaf.key == ("data", "eval") and any(one.typed in n.STRATEGIES for one in (leaf, first)):
+        return f"contradicts {given}: one names rows to evaluate on, one asks for no evaluation"
+    return f"means the same as {given}"
 
 
 def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:

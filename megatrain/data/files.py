@@ -66,6 +66,8 @@ def resolve(spec: str) -> Named:
     folder = _path(name)
     if folder.is_dir():
         return Named(spec, name, (folder,), config, split)
+    if folder.is_file():
+        raise DataError(f"{spec}: {name} is a file, which has no split {split!r}; name it alone")
     if type_of(path) in READERS or spec.startswith((".", "/", "~")):
         raise DataError(f"{path}: no such file{_nearest(path)}")
     return Named(spec, name, (), config, split)

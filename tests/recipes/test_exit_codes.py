@@ -73,6 +73,7 @@ DATA_FAULTS = {
     "data.train=no/such": f"{PLACE}.train: no/such: no such file or folder, and no folder no; and",
     "data.train=*.csv": f"{PLACE}.train: *.csv: no file matches",
     "data.split=test": "rows.jsonl: a file has no split 'test'; name a folder with splits",
+    "data.train=rows.jsonl:test": f"{PLACE}.train: rows.jsonl:test: rows.jsonl is a file, which",
     "data.train=empty.jsonl": "empty.jsonl: holds no rows",
     "data.train=empty": f"{PLACE}.train: empty: no data files in this folder; known types",
     "data.train=broken.jsonl": "broken.jsonl:2: broken JSON at column 2",
