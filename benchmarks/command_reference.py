@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "WORLD_SIZE": "Above 1, as launchers of several processes set it: refused.",
     "HF_TOKEN": "Token for gated and private models; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
+    "HF_DATASETS_CACHE": "Where `datasets` keeps what it made of them; by default below `HF_HOME`.",
     "HF_HUB_OFFLINE": "1: nothing is asked of the hub.",
     "HF_ENDPOINT": "Another hub, such as a mirror.",
     "HF_HUB_ETAG_TIMEOUT": "Seconds to wait for the hub's answer.",

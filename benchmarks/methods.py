@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.records import RESULTS, ROOT
 from benchmarks.write_page import filled
 from megatrain.engine.verify import gradients_of
-from tests.engine.test_preference_losses import CASES, OF_LOGITS
-from tests.support import engine_of
+from tests.engine.test_preference_losses import CASES, WITHOUT
+from tests.support import engine_of, tiny_config
 from tests.trl_oracle import judge_by_trl, trainers
 
 PAGE, FILE = ROOT / "docs" / "methods.md", RESULTS / "methods.json"
@@ -33,7 +33,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     method, keys, loss = CASES[name]
     trainer = trainers()[method]
     theirs = judge_by_trl(trainer, FAMILY, folder, **keys)
-    with engine_of(FAMILY) as engine:
+    with engine_of(trainer.model(tiny_config(FAMILY))) as engine:
         result = engine.forward_backward(theirs.micro_batches(size=2), loss)
         ours = gradients_of(engine)
     expected = theirs.gradients
@@ -42,14 +42,14 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     metrics = max(abs(result.metrics[n] - theirs.metrics[n]) for n in named)
     return {
         "case": name,
-        "method": method,
+        "method": method.partition("-")[0],
         "trainer": trainer.of.__name__,
         "keys": dict(keys),
         "loss": abs(result.loss / theirs.loss - 1),
         "gradient": worst,
         "metrics": metrics,
         "names": named,
-        "without": sorted(set(theirs.metrics) & OF_LOGITS),
+        "without": sorted(set(theirs.metrics) & WITHOUT),
     }
 
 
@@ -58,7 +58,7 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "| method | loss | TRL's trainer | loss off by | worst gradient off by | metrics off by |"
     yield "|---|---|---|---|---|---|"
     for row in found:
-        kind = row["keys"].get("loss_type", "")
+        kind = row["keys"].get("loss_type", row["case"].partition("-")[2])
         kind = " + ".join(kind) if isinstance(kind, list) else kind
         figures = (row["loss"], row["gradient"], row["metrics"])
         cells = (row["method"], kind, row["trainer"], *(f"{value:.0e}" for value in figures))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["plain", "pairs", "judged"]
-RATE, PREFERENCE_RATE = 1e-5, 1e-6  # the latter TRL's
+RATE, PREFERENCE_RATE, REWARD_RATE = 1e-5, 1e-6, 1e-4  # but for the first TRL's
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,18 @@ class Method:
             better), or judged (an answer that is wanted or not).
         learning_rate: where the config has none.
         whole_documents: texts follow each other in full sequences.
-        words: what it does, for a model card.
+        scores: the model has a score for a sequence, and no logits.
+        truncation_mode: where the config has none.
+        words, task: what it does and what the hub calls that, for a model card.
     """
 
     kind: Kind
     learning_rate: float = PREFERENCE_RATE
     whole_documents: bool = False
+    scores: bool = False
+    truncation_mode: str = "keep_start"
     words: str = "Tuned by preferences ({}) from"
+    task: str = "text-generation"
 
 
 METHODS: dict[str, Method] = {
@@ -38,4 +43,12 @@ METHODS: dict[str, Method] = {
     "simpo": Method("pairs"),
     "cpo": Method("pairs"),
     "kto": Method("judged"),
+    "reward": Method(
+        "pairs",
+        REWARD_RATE,
+        scores=True,
+        truncation_mode="drop",  # a cut answer has another end, and another score
+        words="Trained as a reward model from",
+        task="text-classification",
+    ),
 }

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megatrain.engine.batches import Batch
 from megatrain.losses import IGNORE
-from tests.support import plain_model, tiny_config
+from megatrain.models.classifiers import as_classifier
+from tests.support import PAD, plain_model, tiny_config
 
 ROWS = 6
 WORDS = [
@@ -82,6 +83,14 @@ def pairs() -> list[dict[str, str]]:
     ]
 
 
+def with_margins() -> list[dict[str, Any]]:
+    return [{**row, "margin": 0.3 * i} for i, row in enumerate(pairs())]
+
+
+def reward_model(config: Any) -> Any:
+    return as_classifier(config, pad_id=PAD)
+
+
 def judged() -> list[dict[str, Any]]:
     return [
         {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 != 0}
@@ -107,12 +116,13 @@ def judge_by_trl(trainer: Trainer, family: str, folder: Path, **keys: Any) -> Ve
     import datasets
 
     datasets.disable_progress_bars()
+    config = trainer.model(tiny_config(family))
     own = {"per_device_train_batch_size": ROWS, "max_length": 64, "use_cpu": True, "bf16": False}
-    references = {"ref_model": plain_model(tiny_config(family), seed=1)} if trainer.refers else {}
+    references = {"ref_model": plain_model(config, seed=1)} if trainer.refers else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = trainer.of(
-            model=plain_model(tiny_config(family), seed=0),
+            model=plain_model(config, seed=0),
             args=trainer.config(output_dir=str(folder), report_to="none", **own, **keys),
             train_dataset=datasets.Dataset.from_list(trainer.rows()),
             processing_class=word_tokenizer(),
@@ -153,6 +163,16 @@ def of_dpo(inputs: dict[str, Tensor]) -> list[Batch]:
     return [example(*(x[[i, count + i]] for x in found)) for i in range(count)]
 
 
+def of_reward(inputs: dict[str, Tensor]) -> list[Batch]:
+    ids, real = inputs["input_ids"], inputs["attention_mask"]
+    found, count = [], len(ids) // 2
+    for i in range(count):
+        both = [i, count + i]
+        margin = {"row_value": inputs["margin"][[i, i]]} if "margin" in inputs else {}
+        found.append(example(ids[both], real[both], real[both], **margin))
+    return found
+
+
 def of_kto(inputs: dict[str, Tensor]) -> list[Batch]:
     rows = []
     for kind, mismatched in (("", False), ("KL_", True)):
@@ -190,6 +210,7 @@ class Trainer:
     ours: Callable[[dict[str, Tensor]], list[Batch]]
     refers: bool = False
     rows: Callable[[], list[dict[str, Any]]] = pairs
+    model: Callable[[Any], Any] = lambda config: config  # of a family's configuration
 
 
 @cache
@@ -201,6 +222,7 @@ def trainers() -> dict[str, Trainer]:
         warnings.simplefilter("ignore")
         from trl.experimental import cpo, orpo
 
+    of_reward_model = partial(Trainer, trl.RewardTrainer, trl.RewardConfig, of_reward)
     contrastive = Trainer(cpo.CPOTrainer, cpo.CPOConfig, of_experimental)
     return {
         "dpo": Trainer(trl.DPOTrainer, trl.DPOConfig, of_dpo, refers=True),
@@ -208,4 +230,6 @@ def trainers() -> dict[str, Trainer]:
         "cpo": contrastive,
         "simpo": contrastive,
         "kto": Trainer(trl.KTOTrainer, trl.KTOConfig, of_kto, refers=True, rows=judged),
+        "reward": of_reward_model(model=reward_model),
+        "reward-margins": of_reward_model(model=reward_model, rows=with_margins),
     }

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ class KilledCaches(Trial):
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokenizer = folder, tiny_tokenizer()
         encoding.BATCH_ROWS, shards.SHARD_ROWS, workers.ALONE_BATCHES = BATCH_ROWS, SHARD_ROWS, 1
-        self.whole_s, self.whole = {}, {}
+        self.whole_s = dict[str, float]()
+        self.whole = dict[str, dict[str, bytes]]()
         for kind in KINDS:
             lines = (json.dumps(row(kind, number)) for number in range(ROWS))
             (folder / f"{kind}.jsonl").write_text("\n".join(lines))
             began = time.monotonic()
-            ended = in_child(lambda kind=kind: self._make(folder / f"whole {kind}", kind, 1))
+            ended = in_child(partial(self._make, folder / f"whole {kind}", kind, 1))
             assert ended.code == 0, ended.words
             self.whole_s[kind] = time.monotonic() - began
             self.whole[kind] = contents(folder / f"whole {kind}")
@@ -57,7 +59,7 @@ class KilledCaches(Trial):
         kind, kills, kept = draw.choice([*KINDS]), 0, 0
         while True:
             processes = draw.choice(PROCESSES)
-            child = Child(lambda n=processes: self._make(cache, kind, n))
+            child = Child(partial(self._make, cache, kind, processes))
             if kills < KILLS:
                 time.sleep(draw.uniform(0, 0.4) * self.whole_s[kind])
                 child.kill()

@@ -24,7 +24,7 @@ from megatrain.cli.app import (
     reading,
     show,
 )
-from megatrain.errors import ConfigError, VerificationError, printable
+from megatrain.errors import ConfigError, DataError, VerificationError, printable
 from megatrain.reporting.streams import console_on
 
 RunOrModel = Annotated[
@@ -96,6 +96,13 @@ def evaluate(
         option = next(iter(asked)).replace("_", "-")
         raise ConfigError(f"--{option}: has no effect without --tasks; name some")
     find_model(model)
+    if data is not None:
+        from megatrain.data.files import check_source
+
+        try:
+            check_source(data)
+        except DataError as error:
+            raise DataError(f"--data: {error}") from error
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
 
@@ -218,11 +225,12 @@ def generate(
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
     from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     live = sys.stdout.isatty() and not as_json
     say = _say if live else None
-    with reading(no_verify):
+    with logging_on(console_on(stderr=True)), reading(no_verify):
         answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
     if as_json:
         print_json({"prompt": question, "answer": answer})

@@ -10,7 +10,7 @@ from megatrain.config.values import Choice, as_texts, wanted
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
 _NO_FP8 = "no longer offered: use int8, which takes the same bytes at half the gradient error"
-_METHODS = ("ppo", "grpo", "rloo", "reward", "distill", "gkd")
+_METHODS = ("ppo", "grpo", "rloo", "distill", "gkd")
 _OPTIMIZERS = ("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia")
 _OTHER_METHODS = dict.fromkeys(_METHODS, _NOT_BUILT)
 _OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT) | {
@@ -21,7 +21,8 @@ _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
 }
 
 Method = Annotated[
-    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto"], Choice(_OTHER_METHODS)
+    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward"],
+    Choice(_OTHER_METHODS),
 ]
 _DpoLoss = Literal[
     "sigmoid",

@@ -19,6 +19,7 @@ from megatrain.config.preference import (
     DpoOptions,
     KtoOptions,
     OrpoOptions,
+    RewardOptions,
     SimpoOptions,
     fault_of_sections,
 )
@@ -106,7 +107,7 @@ class DataOptions(Options):
     truncation_mode: c.Truncation = key(
         "keep_start",
         "Rows longer than seq_len: keep_start and keep_end cut them, drop leaves them out; texts "
-        "are split.",
+        "are split. reward has drop unless it is set.",
     )
     on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(
@@ -128,7 +129,7 @@ class DataOptions(Options):
     )
     processes: v.CountOrAuto = key(
         "auto",
-        "Processes that tokenise a set of more than a few thousand rows; auto: one for each core, "
+        "Processes that tokenise a set of more than a thousand rows; auto: one for each core, "
         "16 at most.",
     )
 
@@ -153,7 +154,8 @@ class TrainOptions(Options):
     epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
     max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
     learning_rate: v.Positive = key(
-        RATE, "Peak learning rate; methods of preferences have 1e-6 unless it is set."
+        RATE,
+        "Peak learning rate; methods of preferences have 1e-6 unless it is set, and reward 1e-4.",
     )
     schedule: c.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
     warmup: v.NotNegative = key(0.03, "Below 1 a share of all steps, else steps.")
@@ -261,7 +263,7 @@ class Config(Options):
     method: c.Method = key(
         "sft",
         "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
-        "answers that are wanted or not.",
+        "answers that are wanted or not; reward: pairs of answers, for a model that scores them.",
     )
     data: DataOptions
     train: TrainOptions = TrainOptions()
@@ -275,6 +277,7 @@ class Config(Options):
     simpo: SimpoOptions = SimpoOptions()
     cpo: CpoOptions = CpoOptions()
     kto: KtoOptions = KtoOptions()
+    reward: RewardOptions = RewardOptions()
     precision: c.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
@@ -309,15 +312,18 @@ class Config(Options):
     @classmethod
     def _settle(cls, given: object) -> object:
         """Pre-training has no turns: its loss is on every token unless `data` says otherwise. And
-        each method has a learning rate of its own."""
+        each method has defaults of its own."""
         if not isinstance(given, dict):
             return given
         name, settled = given.get("method", "sft"), dict(given)
         data, train = given.get("data"), given.get("train", {})
         if isinstance(data, dict) and name == "pretrain":
             settled["data"] = {"train_on": "all", **data}
-        if isinstance(name, str) and name in METHODS and isinstance(train, dict):
-            settled["train"] = {"learning_rate": METHODS[name].learning_rate, **train}
+        method = METHODS.get(name) if isinstance(name, str) else None
+        if method and isinstance(train, dict):
+            settled["train"] = {"learning_rate": method.learning_rate, **train}
+        if method and isinstance(data := settled.get("data"), dict):
+            settled["data"] = {"truncation_mode": method.truncation_mode, **data}
         return settled
 
     @model_validator(mode="after")

@@ -187,10 +187,8 @@ class _Collector:
                 self._add(Leaf(key, beta, leaf.place, leaf.typed))
             return
         first = self.leaves.get(leaf.key)
-        # the same name twice only happens on the command line, where the last counts
-        if first is not None and first.typed != leaf.typed:
-            reason = f"means the same as {first.typed} at {first.place}; keep one"
-            self.problems.append(leaf.problem(reason))
+        if first is not None:
+            self.problems.append(leaf.problem(f"{_clash(leaf, first)}; keep one"))
         self.leaves[leaf.key] = leaf
 
     def _refuse_rivals(self) -> None:
@@ -199,6 +197,16 @@ class _Collector:
             for leaf in given[1:]:
                 reason = f"excludes {given[0].typed} at {given[0].place}; keep one"
                 self.problems.append(leaf.problem(reason))
+
+
+def _clash(leaf: Leaf, first: Leaf) -> str:
+    """Why two leaves of one key cannot both count."""
+    if first.typed == leaf.typed:  # only on the command line and in keywords
+        return "is set twice"
+    given = f"{first.typed} at {first.place}"
+    if leaf.key == ("data", "eval") and any(one.typed in n.STRATEGIES for one in (leaf, first)):
+        return f"contradicts {given}: one names rows to evaluate on, one asks for no evaluation"
+    return f"means the same as {given}"
 
 
 def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:

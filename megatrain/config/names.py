@@ -87,6 +87,9 @@ def _share(value: object) -> object:
     raise ValueError(f"must be a share of all steps, at least 0 and below 1, not {shown(value)}")
 
 
+# Of these, `no` asks for no evaluation.
+STRATEGIES = ("eval_strategy", "evaluation_strategy")
+
 _dtype = _one_of(
     bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32", auto="auto"
 )
@@ -172,7 +175,7 @@ ALIASES: dict[str, Alias] = {
     "dataset_text_field": Alias(("data", "text_field")),
     **_all(_PROCESSES, Alias(("data", "processes"), lambda n: "auto" if n is None else n)),
     **_all("assistant_only_loss completion_only_loss", _only_answers),
-    **_all("eval_strategy evaluation_strategy", Alias(("data", "eval"), _evaluation)),
+    **dict.fromkeys(STRATEGIES, Alias(("data", "eval"), _evaluation)),
     "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
     "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
     **_all("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),

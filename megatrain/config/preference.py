@@ -12,6 +12,7 @@ from pydantic import Field
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.values import Options, key, wanted
+from megatrain.methods import METHODS
 
 if TYPE_CHECKING:
     from megatrain.config.fields import Config
@@ -75,12 +76,21 @@ class KtoOptions(Options):
     undesirable_weight: v.NotNegative = key(1.0, "Weight of unwanted answers' losses.")
 
 
+class RewardOptions(Options):
+    """A reward model, which scores answers: pairs of them, of which one should score higher."""
+
+    center_rewards_coefficient: v.PositiveOrNull = key(
+        None, "Weight of the squared sum of a pair's scores, which holds them near 0; null: none."
+    )
+
+
 SECTIONS: dict[str, type[Options]] = {
     "dpo": DpoOptions,
     "orpo": OrpoOptions,
     "simpo": SimpoOptions,
     "cpo": CpoOptions,
     "kto": KtoOptions,
+    "reward": RewardOptions,
 }
 
 
@@ -95,4 +105,12 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in SECTIONS and config.data.train_on != "assistant":
         return "data.train_on", f"method: {method} trains on answers; remove it"
+    of_text = {
+        "sample_prompt": config.sample_prompt,
+        "eval.prompts": config.eval.prompts,
+        "eval.tasks": config.eval.tasks or None,
+    }
+    asked = [name for name, value in of_text.items() if value is not None]
+    if METHODS[method].scores and asked:
+        return asked[0], f"method: {method} trains a model that writes no text; remove it"
     return None

@@ -55,7 +55,7 @@ class DataOptions:
         truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
         vocab_size: token ids from here on are refused; None allows all.
         day: told to chat templates that ask for the time; None: today's.
-        processes: that tokenise a set of more than a few thousand rows.
+        processes: that tokenise a set of more than a thousand rows.
     """
 
     seq_len: int | None

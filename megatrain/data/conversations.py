@@ -35,7 +35,8 @@ def chat_of(row: Row, turns: Turns, plain: tuple[str, str] | None = None) -> Cha
     of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
     if len(said := [*prompts, *of_turns]) > 1 and prompts:
         raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
-    variables = row.get("chat_template_kwargs") or {}
+    variables = row.get("chat_template_kwargs")
+    variables = variables if is_given(variables) else {}
     if not isinstance(variables, Mapping):
         found = kind_of(variables)
         raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
@@ -83,7 +84,7 @@ def exchange(row: Row, asked: Turns, answer: Turns, plain: tuple[str, str] | Non
 def from_alpaca(row: Row, answer: str = "output") -> Chat:
     """answer: the column that holds it."""
     instruction, output = text_of(row, "instruction"), text_of(row, answer)
-    given = text_of(row, "input") if row.get("input") else ""
+    given = text_of(row, "input") if is_given(row.get("input")) else ""
     parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
     prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)

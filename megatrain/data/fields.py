@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 
 from megatrain.errors import DataError
@@ -12,6 +13,21 @@ NO_IMAGES = "images in the data are not supported yet"
 
 class RowError(DataError):
     """A row cannot be trained on. The message says why; the caller adds file and line."""
+
+
+def json_value(text: str) -> object:
+    """The value that JSON text means. Raises ValueError, also for an object with a key twice, of
+    which one would be lost."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is twice in one object; keep one")
+    return found
 
 
 def is_given(value: object) -> bool:

@@ -66,6 +66,8 @@ def resolve(spec: str) -> Named:
     folder = _path(name)
     if folder.is_dir():
         return Named(spec, name, (folder,), config, split)
+    if folder.is_file():
+        raise DataError(f"{spec}: {name} is a file, which has no split {split!r}; name it alone")
     if type_of(path) in READERS or spec.startswith((".", "/", "~")):
         raise DataError(f"{path}: no such file{_nearest(path)}")
     return Named(spec, name, (), config, split)
@@ -177,10 +179,9 @@ def _nearest(path: Path) -> str:
 
 
 def _ask_hub(named: Named) -> None:
-    """Raise DataError for a name that the hub does not know.
+    """Raise DataError for a name that the hub does not know, or that it does not answer for.
 
-    What the hub does not say in time is left to `datasets`, which may have the set in its cache;
-    but for a name without an owner, which is more likely a file or folder that is not there.
+    What is in the caches of `datasets` is left to that, which takes it without the hub.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -189,18 +190,35 @@ def _ask_hub(named: Named) -> None:
         RepositoryNotFoundError,
     )
 
-    neither = f"{named.spec}: is neither a file or folder here nor a data set of the hub"
+    near, name = _nearest(Path(named.name)), named.spec
     try:
         hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
-    except (HFValidationError, RepositoryNotFoundError):
-        raise DataError(f"{neither}{_nearest(Path(named.name))}") from None
-    except OfflineModeIsEnabled:
         return
+    except (HFValidationError, RepositoryNotFoundError):
+        neither = "is neither a file or folder here nor a data set of the hub"
+        raise DataError(f"{name}: {neither}{near}") from None
+    except OfflineModeIsEnabled:
+        why = "the hub is not asked (HF_HUB_OFFLINE)"
     except Exception as error:  # noqa: BLE001  whatever the network's library raises
-        if "/" in named.name:
-            return
-        raise DataError(
-            f"{named.spec}: no such file or folder{_nearest(Path(named.name))}; and the hub does "
-            f"not answer ({type(error).__name__}); write an id as owner/name"
-        ) from None
+        why = f"the hub does not answer ({type(error).__name__})"
+    if not _is_cached(named.name):
+        form = "" if "/" in named.name else "; write an id as owner/name"
+        raise DataError(f"{name}: no such file or folder{near}; and {why}{form}")
+
+
+def _is_cached(name: str) -> bool:
+    """Whether `datasets` has a data set of the hub, or its files, on this machine."""
+    from huggingface_hub import constants
+
+    def bare(text: str) -> str:
+        return re.sub(r"[\W_]", "", text).lower()
+
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    known = ((made, name), (Path(constants.HF_HUB_CACHE), f"datasets{name}"))
+    return any(
+        bare(found.name) == bare(wanted)
+        for folder, wanted in known
+        if folder.is_dir()
+        for found in folder.iterdir()
+    )

@@ -53,15 +53,19 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
 
 
 def look_for_copies(rows: TokenRows, held: TokenRows) -> None:
-    """Warn of held-out rows that are trained on, too. Raises DataError if all are."""
-    copies = int(np.isin(held.hashes[held.chosen], rows.hashes[rows.chosen]).sum())
-    if copies == len(held):
+    """Warn of held-out rows that are trained on, too, and of those whose prompt is, with other
+    answers. Raises DataError if all rows are."""
+    copied = np.isin(held.hashes[held.chosen], rows.hashes[rows.chosen])
+    asked = np.isin(held.contexts[held.chosen], rows.contexts[rows.chosen]) & ~copied
+    if copied.all():
         raise DataError(
-            f"data.eval: all {copies:,} held-out rows are rows of data.train, too; name others, or "
-            "a share of data.train such as 0.02"
+            f"data.eval: all {len(held):,} held-out rows are rows of data.train, too; name others, "
+            "or a share of data.train such as 0.02"
         )
-    if copies:
-        rows.counts.warned.append(
-            f"{copies:,} of {len(held):,} held-out rows are trained on as well; the held-out loss "
-            "looks better than it is"
-        )
+    for which, what in ((copied, "are"), (asked, "have a prompt that is")):
+        if count := int(which.sum()):
+            with_others = " with other answers" if which is asked else ""
+            rows.counts.warned.append(
+                f"{count:,} of {len(held):,} held-out rows {what} trained on as well{with_others}; "
+                "the held-out loss looks better than it is"
+            )

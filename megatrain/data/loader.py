@@ -28,6 +28,7 @@ from megatrain.data.micro_batches import (
     runs_of,
 )
 from megatrain.data.regimes import Regimes
+from megatrain.data.samples import KINDS
 from megatrain.errors import DataError
 
 STEPS_LOOKED_AT = 256  # to see how full sequences get
@@ -48,7 +49,7 @@ class StepBatch:
     """The rows of one optimizer step. `epoch` is where the data stands after the step."""
 
     micro_batches: list[MicroBatch]
-    lengths: tuple[int, ...]  # real tokens of each row that are trained on
+    lengths: tuple[int, ...]  # real tokens of each sequence that is trained on: two of a pair
     epoch: float
     after: Position
 
@@ -170,7 +171,7 @@ class Loader:
         return None if self._ended(position) else thread.submit(self._build, position)
 
     def _build(self, position: Position) -> StepBatch:
-        stop = next(self._step_ends(position))
+        stop, trained = next(self._step_ends(position)), KINDS[self.rows.kind].trained
         chosen = self._order(position.epoch)[0][position.index : stop]
         parts = micro_batches(
             *(self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes),
@@ -178,7 +179,7 @@ class Loader:
         )
         return StepBatch(
             micro_batches=list(parts),
-            lengths=tuple(self.rows.lengths[chosen].tolist()),
+            lengths=tuple(self.rows.side_lengths[chosen, :trained].ravel().tolist()),
             epoch=position.epoch + stop / len(self.rows),
             after=self._after(position, 1, stop),
         )

@@ -20,7 +20,8 @@ CALLS = ("tool_calls", "function_call")
 # What trainers call the flag that makes a turn context only: OpenAI's, axolotl's two, ms-swift's.
 FLAGS = ("weight", "train", "training", "loss")
 # Fields of a turn that would change what is learnt, and are not read.
-REFUSED = {"train_detail": "parts of a turn cannot be trained on alone; remove it"}
+PARTS = "parts of a turn cannot be trained on alone; remove it"
+REFUSED = {"train_detail": PARTS}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def openai_turns(turns: list[object], name: str) -> Turns:
             if isinstance(value, str)
         }
         unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
+        unread |= _unread_of_parts(turn, f"{name}[].content[]")
         extra |= {"tool_calls": calls} if calls else {}
         messages.append(Message(role, content, _trained(turn, role, place), extra))
     return Turns(tuple(messages), frozenset(unread))
@@ -104,8 +106,22 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
         if (kind := part.get("type")) != "text":
             why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
             raise RowError(f"{part_place}.type: {why}, found {kind!r}")
+        for flag in (name for name in FLAGS if is_given(part.get(name))):
+            raise RowError(f"{part_place}.{flag}: {PARTS}")
         texts.append(text_of(part, "text", part_place, may_be_empty))
     return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
+
+
+def _unread_of_parts(turn: Row, name: str) -> set[str]:
+    """Fields of a content's text parts that nobody reads."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else []
+    return {
+        f"{name}.{key}"
+        for part in parts
+        for key, value in part.items()
+        if key not in ("type", "text") and is_given(value)
+    }
 
 
 def _trained(turn: Row, role: str, place: str) -> bool:

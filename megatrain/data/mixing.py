@@ -13,13 +13,17 @@ from megatrain.data.hashing import permutation
 from megatrain.data.sources import Part
 from megatrain.errors import DataError
 
+# Times the rows of all sources: with longer epochs, some source's rows occur over 100 times in one,
+# which nobody wants, and the order of an epoch's rows (8 bytes each) would fill the memory.
+LONGEST_EPOCH = 100
+
 
 def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
     """Rows of which each source has its weight's share; the same rows where there are no weights.
 
     It is the shortest epoch with every row at least once: of one source each row occurs once, of
     the others each the same number of times, some once more. Those follow from the seed. Raises
-    DataError if a source has no row left.
+    DataError if a source has no row left, and for weights that repeat rows beyond reason.
     """
     weights = [Fraction(part.weight) for part in parts if part.weight is not None]
     if not weights:
@@ -30,6 +34,14 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
     if empty := [part.path for part, found in zip(parts, places, strict=True) if not len(found)]:
         raise DataError(f"{empty[0]}: no row of it is left to train on, so it can have no weight")
     sizes = shares([len(found) for found in places], weights)
+    if sum(sizes) > LONGEST_EPOCH * len(rows):
+        which = max(range(len(parts)), key=lambda number: sizes[number] / len(places[number]))
+        least = min(range(len(parts)), key=lambda number: sizes[number] / len(places[number]))
+        raise DataError(
+            f"{parts[which].path}: by its weight {float(weights[which]):g} an epoch of all rows of "
+            f"{parts[least].path}, whose weight is {float(weights[least]):g}, has each of its rows "
+            f"{sizes[which] // len(places[which]):,} times; give weights nearer to each other"
+        )
     chosen = [repeated(found, size, seed) for found, size in zip(places, sizes, strict=True)]
     notes = [
         f"{part.path}: {size:,} rows of an epoch's {sum(sizes):,}, by its weight; "

@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatrain.data.fields import without_nulls
+from megatrain.data.fields import is_given, json_value, without_nulls
 from megatrain.errors import DataError
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
@@ -87,7 +87,7 @@ def read_jsonl(path: Path) -> Iterator[RawRow]:
                 continue
             row = RawRow(f"{path}:{number}", str(path))
             try:
-                yield replace(row, value=json.loads(line.decode()))
+                yield replace(row, value=json_value(line.decode()))
             except UNREADABLE_JSON as error:
                 yield replace(row, problem=_problem_of(error))
 
@@ -105,7 +105,7 @@ def read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
     try:
         with _open(path) as file:
-            value = json.loads(file.read().decode("utf-8-sig"))
+            value = json_value(file.read().decode("utf-8-sig"))
     except UNREADABLE_JSON as error:
         line = ""
         if isinstance(error, json.JSONDecodeError):
@@ -116,6 +116,12 @@ def read_json(path: Path) -> Iterator[RawRow]:
         raise DataError(f"{path}{line}: {_problem_of(error)}") from error
     if isinstance(value, dict):
         inner = value.get("data")
+        lists = [name for name, of in value.items() if isinstance(of, list) and is_given(of)]
+        if isinstance(inner, list) and (others := [name for name in lists if name != "data"]):
+            raise DataError(
+                f"{path}: of its lists 'data' and {others[0]!r} only the first would be read; put "
+                "each into a file of its own"
+            )
         value = inner if isinstance(inner, list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of rows or an object with a list under 'data'")
@@ -156,6 +162,9 @@ def read_csv(path: Path) -> Iterator[RawRow]:
     try:
         with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
+            for name in reader.fieldnames or ():
+                if name and list(reader.fieldnames or ()).count(name) > 1:
+                    raise DataError(f"{path}:1: the header has the column {name!r} twice; keep one")
             for row in reader:
                 problem = "more fields than the header has" if None in row else None
                 # CSV cannot tell an empty text from none

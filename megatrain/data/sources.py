@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     Given: TypeAlias = str | Path | Rows | DataSet | Sequence["Part"]
 
 # Words in the names of files that make a folder one with splits, as `datasets` reads them.
-SPLITS = {"train", "training", "test", "testing", "eval", "evaluation"}
-SPLITS |= {"validation", "valid", "val", "dev"}
+SPLITS = dict.fromkeys(("train", "training"), "train")
+SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+# Words that begin or end so look like a split's and are none, as in mytest.jsonl: that is said.
+LIKE_SPLITS = ("test", "eval", "valid", "dev")
 CARD = "README.md"  # may say in its head which files are which split
 
 
@@ -153,6 +156,12 @@ def _folder(name: str, named: Named, split: str | None) -> Source:
         files = chosen
     elif split not in (None, "train"):
         raise DataError(f"{folder}: has no splits, so no {split!r}; remove data.split")
+    elif alike := [file for file in files if _looks_like_a_split(_inside(folder, file))]:
+        some = ", ".join(_inside(folder, file) for file in alike[:3])
+        notes.append(
+            f"{name}: all {len(files)} files are read, {some} too: only names with a word such as "
+            "test by itself are of a split, as my-test.jsonl is"
+        )
     return replace(_files(name, files), notes=tuple(notes))
 
 
@@ -161,9 +170,12 @@ def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[
 
     `datasets` finds which files they are; the files are read here, which keeps their lines' places.
     """
-    words = {word for file in files for word in re.split(r"[-._ /0-9]+", _inside(folder, file))}
+    words = {word for file in files for word in _words(_inside(folder, file))}
     declares = (folder / CARD).is_file() and b"data_files" in (folder / CARD).read_bytes()
-    if config is None and not declares and not SPLITS & words:
+    named = {word for word in words if word.lower() in SPLITS}
+    if config is None and not declares and any(word not in SPLITS for word in named):
+        return _splits_named(folder, files)  # `datasets` reads names in small letters alone
+    if config is None and not declares and not named:
         return {}
     import datasets
 
@@ -173,6 +185,25 @@ def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[
         found = builder.config.data_files or {}
     base = folder.resolve()
     return {str(split): {_inside(base, Path(file)) for file in found[split]} for split in found}
+
+
+def _splits_named(folder: Path, files: Sequence[Path]) -> dict[str, set[str]]:
+    """The splits that words of the files' names say, in whatever letters."""
+    found: dict[str, set[str]] = {split: set() for split in dict.fromkeys(SPLITS.values())}
+    for name in (_inside(folder, file) for file in files):
+        for word in _words(name):
+            if split := SPLITS.get(word.lower()):
+                found[split].add(name)
+    return {split: names for split, names in found.items() if names}
+
+
+def _looks_like_a_split(name: str) -> bool:
+    words = [word.lower() for word in _words(name)]
+    return any(word.startswith(LIKE_SPLITS) or word.endswith(LIKE_SPLITS) for word in words)
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-._ /0-9]+", name)
 
 
 def _inside(folder: Path, file: Path) -> str:

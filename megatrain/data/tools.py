@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatrain.data.fields import Row, RowError, is_given, kind_of, label, text_of
+from megatrain.data.fields import Row, RowError, is_given, json_value, kind_of, label, text_of
 
 Tool = Mapping[str, Any]
 
@@ -78,7 +77,9 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: object, place: str) -> dict[str, Any]:
-    found = _parsed(value, place) if isinstance(value, str) and value.strip() else value or {}
+    if not is_given(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    found = _parsed(value, place) if isinstance(value, str) else value
     if not isinstance(found, Mapping):
         raise RowError(f"{place}: expected an object or JSON text of one, found {kind_of(found)}")
     return dict(found)
@@ -97,7 +98,7 @@ def _objects(value: object, place: str) -> list[Mapping[str, Any]]:
 
 def _parsed(text: str, place: str) -> object:
     try:
-        found: object = json.loads(text)
+        found = json_value(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{place}: not JSON: {error}") from None
     return found

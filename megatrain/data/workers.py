@@ -24,7 +24,7 @@ from typing import Generic, NoReturn, Self, TypeVar
 
 from megatrain.errors import MegaTrainError
 
-ALONE_BATCHES = 16  # which this process does alone: a small set is done before others had begun
+ALONE_BATCHES = 4  # which this process does alone: a small set is done before others had begun
 WAITING = 2  # batches for each process that are under way or done
 PR_SET_PDEATHSIG = 1
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
@@ -102,8 +102,7 @@ class Team(Generic[Given, Done]):
         with _calm():
             for _ in range(self._processes):
                 ours, theirs = Pipe()
-                parent = os.getpid()
-                child = os.fork()
+                parent, child = os.getpid(), _forked(self._processes)
                 if child == 0:
                     try:
                         self._serve(theirs, parent)
@@ -129,6 +128,17 @@ class Team(Generic[Given, Done]):
             except Exception as error:  # noqa: BLE001  the parent raises it
                 answer = (None, error)
             connection.send(answer)
+
+
+def _forked(processes: int) -> int:
+    """`os.fork()`. Raises MegaTrainError."""
+    try:
+        return os.fork()
+    except OSError as error:
+        raise MegaTrainError(
+            f"no {processes} processes can be started to tokenise rows ({error.strerror}); set "
+            "data.processes: 1"
+        ) from error
 
 
 @contextmanager

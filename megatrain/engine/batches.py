@@ -11,13 +11,14 @@ import torch
 
 from megatrain.engine.activations.offload import Kept
 from megatrain.engine.graphs import Graph
-from megatrain.engine.objective import Objective, counted
+from megatrain.engine.objective import Objective, counted, of_scores
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import (
     FOR_LOSS,
     IGNORE,
     SequenceLoss,
     Targets,
+    find_ends,
     find_examples,
     find_targets,
 )
@@ -67,7 +68,7 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
     Raises:
         DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
         ConfigError: `loss` is neither a `losses.Loss` nor a `losses.SequenceLoss`, but a plain
-            function, say.
+            function, say; or it needs another head than the model's.
     """
     if not isinstance(batches, (list, tuple)):
         raise DataError(
@@ -88,6 +89,14 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
     if not isinstance(loss, SequenceLoss) and not (callable(loss) and hasattr(loss, "denominator")):
         raise ConfigError(
             f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like them"
+        )
+    if of_scores(loss) != (anatomy.labels is not None):
+        gives, wants = "logits", "scores, which a model for sequence classification gives"
+        if anatomy.labels is not None:
+            gives, wants = "scores", "log-probabilities of tokens, which a language model gives"
+        raise ConfigError(
+            f"loss: {type(loss).__name__} needs {wants}, and this model gives {gives}; take "
+            "another loss or another model"
         )
     return counted(loss, batches)
 
@@ -137,6 +146,11 @@ def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
     if rows is not None and rows.numel() and int(rows.min()) < 0:
         raise DataError(f"row_of of micro-batch {number} holds {int(rows.min())}; count from 0")
     count = shape[0] if rows is None else int(rows.max()) + 1
+    if rows is not None and loss.of_scores and not rows.reshape(-1).bincount().all():
+        raise DataError(
+            f"row_of of micro-batch {number} leaves out a number below {count - 1}; each example "
+            "has a token"
+        )
     for name in loss.needs:
         if name not in batch:
             raise DataError(
@@ -176,6 +190,7 @@ def prepare(
     device: torch.device,
     *,
     loss: SequenceLoss | None = None,
+    pad_id: int | None = None,
     marks_real: bool = False,
     tells_documents: bool = False,
 ) -> MicroBatch:
@@ -186,6 +201,7 @@ def prepare(
 
     Args:
         loss: of whole sequences, for which examples are found.
+        pad_id: for a loss of scores, the padding.
         marks_real: say which tokens are no padding, too.
         tells_documents: say where documents begin, as the positions show it, too.
     """
@@ -197,10 +213,12 @@ def prepare(
         inputs |= boundaries_of(inputs["position_ids"])
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     # found on the CPU: the host would have to wait for a GPU to learn how many there are
-    targets, trains = find_targets(batch["labels"]), True
-    if loss is not None:
+    targets, trains = find_targets(batch["labels"]), loss is None or loss.trains(batch)
+    if loss is not None and loss.of_scores:
+        assert pad_id is not None, "a classifier's head does not run without"
+        targets = find_ends(batch, pad_id)
+    elif loss is not None:
         targets = replace(targets, examples=find_examples(batch, targets))
-        trains = loss.trains(batch)
     prepared = MicroBatch(number, moved, targets.to(device), trains=trains)
     if marks_real:
         ids = batch["input_ids"]

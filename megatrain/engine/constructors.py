@@ -14,7 +14,8 @@ from megatrain.engine.build import Prepared, prepare, prepare_planned, read_conf
 from megatrain.engine.masters import write_master
 from megatrain.engine.resolved import Weights
 from megatrain.memory.store import Store
-from megatrain.models.initialize import initialize
+from megatrain.models.classifiers import is_classifier
+from megatrain.models.initialize import initialize, new_head
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
@@ -160,9 +161,16 @@ class Constructors(ABC):
         return cls._open(prepared, found, weights.trust_remote_code)
 
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
-        """Read all weights. Raises ModelError and StorageError."""
+        """Read all weights; a classifier's head is drawn where the source is a language model.
+
+        Raises ModelError and StorageError.
+        """
+        lacks_head = self.skeleton.anatomy.labels is not None and not is_classifier(
+            read_model_config(source, trust_remote_code)
+        )
+        head = new_head(self.skeleton, self.seed) if lacks_head else None
         self.published, self.carried = load_weights(
-            self.skeleton.anatomy, self.store, source, self.skeleton.constants
+            self.skeleton.anatomy, self.store, source, self.skeleton.constants, head
         )
         self.source, self.trust_remote_code = source, trust_remote_code
         self.weights_changed()

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from megatrain.engine.activations.offload import Boundaries, Offload
 from megatrain.engine.batches import Batch, MicroBatch, prepare
 from megatrain.engine.graphs import SavedTensors, run_for_graph
-from megatrain.engine.head import loss_sum, target_logprobs
+from megatrain.engine.head import Values, loss_sum, target_values
 from megatrain.engine.objective import Objective
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
@@ -60,17 +60,17 @@ class ForwardPasses:
         """The sums of an objective in evaluation mode, in one sweep over the layers."""
         self.skeleton.set_training(False)
         prepared = self._prepare(batches, objective.of_sequences)
-        total, logprobs = Tally[torch.Tensor](), []
+        total, values = Tally[torch.Tensor](), []
         for mb, hidden in self._through_layers(prepared):
             if objective.of_sequences:
-                logprobs.append(self.target_logprobs(mb, hidden))
+                values.append(self.target_values(mb, hidden, objective.values))
                 continue
             given = hidden.flatten(0, 1), mb.targets, objective.of_tokens[0], *self._chunks
             total.add(objective.tally(*vars(loss_sum(self.skeleton.head, *given)).values()))
         if objective.of_sequences:
             for part in objective.parts(range(len(prepared))):
                 targets = [prepared[i].targets for i in part]
-                total.add(objective.judge([logprobs[i] for i in part], targets).detached())
+                total.add(objective.judge([values[i] for i in part], targets).detached())
         return total
 
     def logprobs(
@@ -86,13 +86,13 @@ class ForwardPasses:
             mb.targets = given.to(self.device)
         for mb, hidden in self._through_layers(prepared):
             given_head = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self._chunks
-            found.append((mb.targets, *target_logprobs(*given_head, greedy)))
+            found.append((mb.targets, *target_values(*given_head, greedy=greedy)))
         return found
 
-    def target_logprobs(self, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of a micro-batch's targets, fp32 [n], without gradients."""
+    def target_values(self, mb: MicroBatch, hidden: torch.Tensor, values: Values) -> torch.Tensor:
+        """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n]."""
         given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self._chunks
-        return target_logprobs(*given)[0]
+        return target_values(*given, values)[0]
 
     @property
     def _chunks(self) -> tuple[int, bool]:
@@ -131,6 +131,8 @@ class ForwardPasses:
         loss: SequenceLoss | None = None,
         marks_real: bool = False,
     ) -> list[MicroBatch]:
+        text = self.skeleton.config.get_text_config()
+        pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
         packed = any("position_ids" in batch for batch in batches)
         tells = packed and self.skeleton.told_documents(self.device)
         return [
@@ -139,6 +141,7 @@ class ForwardPasses:
                 number,
                 self.device,
                 loss=loss,
+                pad_id=pad_id,
                 marks_real=marks_real,
                 tells_documents=tells,
             )

@@ -1,5 +1,5 @@
-"""The end of the model, a chunk of targets at a time: final norm, LM head, log-probabilities, loss,
-and back.
+"""The end of the model, a chunk of targets at a time: final norm, head, log-probabilities (or
+scores), loss, and back.
 
 Logits never exist whole, and a chunk's only once: their gradient is written over them. The softmax
 runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a time.
@@ -26,6 +26,7 @@ VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackw
 PRODUCTS = {"AddmmBackward0", "DivBackward0", "MmBackward0", "MulBackward0", "SummedLinearBackward"}
 
 Project = Callable[[Tensor], Tensor]  # hidden [n, hidden] -> logits [n, vocab]
+Values = Callable[[Tensor, Tensor, bool], Tensor]  # logits, labels [n], fused -> fp32 [n]
 
 
 # -- log-probabilities -----------------------------------------------------------------------------
@@ -101,6 +102,14 @@ def token_logprobs(logits: Tensor, labels: Tensor, fused: bool = False) -> Tenso
     return TokenLogprobs.apply(logits, labels, consumed, fused)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def first_scores(scores: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
+    """The first of a classifier's scores [n, labels]: fp32 [n], differentiable.
+
+    Takes the place of `token_logprobs`, whose other arguments do not matter here.
+    """
+    return scores[:, 0].float()
+
+
 def not_needed(logits: Tensor) -> bool:
     """True if no gradient is computed from the logits themselves, as a softcap's would be, and they
     are not the caller's own leaf."""
@@ -143,17 +152,18 @@ def loss_sum(
     return total
 
 
-def target_logprobs(
+def target_values(
     project: Project,
     hidden: Tensor,
     targets: Targets,
     chunk: int,
     fused: bool = False,
+    values: Values = token_logprobs,
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a micro-batch's targets, fp32 [n], and, with `greedy`, whether each is
-    the likeliest token, bool [n]. Args: as `loss_and_gradients`."""
-    values = hidden.new_zeros(len(targets), dtype=torch.float32)
+    """Log-probabilities of a micro-batch's targets (or other `values`), fp32 [n], and, with
+    `greedy`, whether each is the likeliest token, bool [n]. Args: as `loss_and_gradients`."""
+    found = hidden.new_zeros(len(targets), dtype=torch.float32)
     likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
     start = 0
     with torch.no_grad():
@@ -162,9 +172,9 @@ def target_logprobs(
             place = slice(start, start := start + len(part))
             if greedy:
                 likeliest[place] = logits.argmax(1) == part.labels
-            values[place] = token_logprobs(logits, part.labels, fused)
+            found[place] = values(logits, part.labels, fused)
             del logits  # or they would live until the next chunk's are there
-    return values, likeliest
+    return found, likeliest
 
 
 def loss_and_gradients(
@@ -177,6 +187,7 @@ def loss_and_gradients(
     parameters: Sequence[Tensor],
     sums: Sequence[Sum],
     fused: bool = False,
+    values: Values = token_logprobs,
 ) -> tuple[LossSum, Tensor]:
     """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
 
@@ -187,6 +198,7 @@ def loss_and_gradients(
         sums: accumulators of the parameters' gradients; linear layers add their weights' to them
             directly.
         fused: compile the passes over the logits.
+        values: what the loss is computed from.
     """
     total = LossSum.zero(hidden.device)
     grad_hidden = torch.zeros_like(hidden)
@@ -195,7 +207,7 @@ def loss_and_gradients(
         with torch.enable_grad():
             with SummingInto(parameters, sums):
                 logits = project(rows)
-            value, metrics = loss(token_logprobs(logits, part.labels, fused), part)
+            value, metrics = loss(values(logits, part.labels, fused), part)
             del logits  # or they would live until the next chunk's are there
             grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
         total.add(value, metrics)

@@ -10,10 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatrain.engine.head import Values, first_scores, token_logprobs
 from megatrain.engine.results import EvalResult
 from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
 from megatrain.losses.tally import TARGETS
-from megatrain.losses.targets import together
+from megatrain.losses.targets import rows_of, together
 from megatrain.losses.tokens import weighted
 
 AnyLoss = Loss | SequenceLoss
@@ -26,7 +27,7 @@ class Objective:
 
     Attributes:
         counts: of each unit of the loss, over all micro-batches.
-        target_tokens: that are trained on.
+        target_tokens: that are trained on; of a loss of scores those that have one.
     """
 
     loss: AnyLoss
@@ -42,6 +43,11 @@ class Objective:
     def of_sequences(self) -> SequenceLoss | None:
         """The loss, if it needs the log-probabilities of whole answers first."""
         return self.loss if isinstance(self.loss, SequenceLoss) else None
+
+    @property
+    def values(self) -> Values:
+        """What the loss is computed from, of the head's output and the targets."""
+        return first_scores if of_scores(self.loss) else token_logprobs
 
     @property
     def whole_step(self) -> bool:
@@ -64,16 +70,16 @@ class Objective:
         found = {name: (TARGETS, value) for name, value in metrics.items()}
         return Tally({TARGETS: total}, found).detached()
 
-    def judge(self, logprobs: Sequence[Tensor], targets: Sequence[Targets]) -> Tally[Tensor]:
-        """The sums of a loss over sequences, from the log-probabilities of each micro-batch."""
+    def judge(self, values: Sequence[Tensor], targets: Sequence[Targets]) -> Tally[Tensor]:
+        """The sums of a loss over sequences, from the `values` of each micro-batch."""
         assert self.of_sequences is not None
-        return self.of_sequences(torch.cat(list(logprobs)), together(targets))
+        return self.of_sequences(torch.cat(list(values)), together(targets))
 
     def weigh(
-        self, logprobs: Sequence[Tensor], targets: Sequence[Targets]
+        self, values: Sequence[Tensor], targets: Sequence[Targets]
     ) -> tuple[Tally[Tensor], list[Tensor]]:
-        """`judge`, and the derivative of the step's loss at each log-probability."""
-        leaves = [values.requires_grad_() for values in logprobs]
+        """`judge`, and the derivative of the step's loss at each value."""
+        leaves = [of_targets.requires_grad_() for of_targets in values]
         with torch.enable_grad():
             found = self.judge(leaves, targets)
             shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
@@ -107,6 +113,11 @@ def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
     return EvalResult(mean, whole.target_tokens, metrics, sums, whole.counts)
 
 
+def of_scores(loss: AnyLoss) -> bool:
+    """True for a loss of scores, which only a classifier's head gives."""
+    return isinstance(loss, SequenceLoss) and loss.of_scores
+
+
 def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective:
     """The objective of a loss over these micro-batches."""
     if not isinstance(loss, SequenceLoss):
@@ -116,6 +127,8 @@ def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective
     tokens = 0
     for batch in batches:
         counts.update(loss.counts(batch))
-        if loss.trains(batch):
+        if loss.of_scores:
+            tokens += int(rows_of(batch).max()) + 1
+        elif loss.trains(batch):
             tokens += int((batch["labels"][:, 1:] != IGNORE).sum())
     return Objective(loss, dict(counts), tokens)

@@ -14,6 +14,7 @@ from megatrain.engine.batches import Batch, objective_of
 from megatrain.engine.context import computing, naming_the_gpu
 from megatrain.engine.generation import Choose, generated, has_room, likeliest, weights_on_device
 from megatrain.engine.parts import EngineParts
+from megatrain.errors import ConfigError
 from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.skeleton import Skeleton
@@ -105,7 +106,8 @@ class Reading(ABC):
         return found
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
-        """Logits [batch, positions, vocab] on the device, whole: for checks, not for training.
+        """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
+        the device, whole: for checks, not for training.
 
         Returns when they are computed.
         """
@@ -155,7 +157,13 @@ class Reading(ABC):
 
         Where all weights fit on the device, transformers' own `generate` writes it. Elsewhere every
         token streams the whole model once: for a look, not for serving.
+
+        Raises ConfigError for a reward model.
         """
+        if self.anatomy.labels is not None:
+            raise ConfigError(
+                "generate: a reward model gives scores and writes no text; take a language model"
+            )
         with self.whole(input_ids.numel() + max_new_tokens) as model:
             if model is not None:
                 ids = input_ids.to(self.device)

@@ -143,7 +143,7 @@ def resolve(
             skeleton,
             seq_len,
             sizes,
-            head_loss=next_token_on_meta,
+            head_loss=next_token_on_meta if skeleton.anatomy.labels is None else scores_on_meta,
             runs_on=device,
             padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
             compiled=compiled,
@@ -274,6 +274,11 @@ def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
     """The next-token loss of logits [n, vocab] without data, for the planner's dry run."""
     labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return -token_logprobs(logits, labels).sum()
+
+
+def scores_on_meta(scores: torch.Tensor) -> torch.Tensor:
+    """The same for a reward model's scores [n, labels]."""
+    return scores[:, 0].float().sum()
 
 
 # -- what the planner needs to know of an optimizer ------------------------------------------------

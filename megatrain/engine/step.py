@@ -161,9 +161,8 @@ class Passes(ForwardPasses):
                 if not self._repeats:  # else the second backward starts from it again
                     mb.hidden = None
                 rows = hidden.flatten(0, 1), mb.targets
-                found, grad = loss_and_gradients(
-                    self.skeleton.head, *rows, loss, scale, chunk, parameters, sums, fused
-                )
+                given = self.skeleton.head, *rows, loss, scale, chunk, parameters, sums, fused
+                found, grad = loss_and_gradients(*given, objective.values)
                 mb.grad = grad.view_as(hidden)
                 if not objective.of_sequences:
                     total.add(objective.tally(found.loss, found.metrics))
@@ -171,13 +170,13 @@ class Passes(ForwardPasses):
 
     def _weigh(self, part: Sequence[MicroBatch], objective: Objective) -> Tally[torch.Tensor]:
         """Give targets the weights that make a token-wise loss of one over sequences."""
-        logprobs = []
+        values = []
         for mb in part:
             assert mb.hidden is not None
-            logprobs.append(self.target_logprobs(mb, mb.hidden))
+            values.append(self.target_values(mb, mb.hidden, objective.values))
             if not mb.trains and not self._repeats:
                 mb.hidden = None
-        found, weights = objective.weigh(logprobs, [mb.targets for mb in part])
+        found, weights = objective.weigh(values, [mb.targets for mb in part])
         for mb, of_targets in zip(part, weights, strict=True):
             mb.targets = replace(mb.targets, weights=of_targets)
         return found

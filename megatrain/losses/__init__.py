@@ -1,4 +1,4 @@
-"""Losses over target positions, computed from log-probabilities: logits never exist whole."""
+"""Losses computed from log-probabilities of targets, or from scores: logits never exist whole."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,8 @@ from megatrain.losses.judged import Kto as Kto
 from megatrain.losses.pairs import Cpo as Cpo
 from megatrain.losses.pairs import Dpo as Dpo
 from megatrain.losses.pairs import Orpo as Orpo
+from megatrain.losses.scores import Reward as Reward
+from megatrain.losses.scores import find_ends as find_ends
 from megatrain.losses.sequences import SequenceLoss as SequenceLoss
 from megatrain.losses.tally import Tally as Tally
 from megatrain.losses.targets import FOR_LOSS as FOR_LOSS
@@ -28,4 +30,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "simpo": partial(Cpo, cpo_alpha=0.0, loss_type="simpo"),
     "cpo": Cpo,
     "kto": Kto,
+    "reward": Reward,
 }

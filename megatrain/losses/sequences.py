@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.losses.tally import Tally
-from megatrain.losses.targets import IGNORE, Examples
+from megatrain.losses.targets import IGNORE, Examples, rows_of
 
 REFERENCE = "row_reference"  # log-probability of each example under the reference model
 
@@ -21,10 +21,12 @@ class SequenceLoss(ABC):
     """A loss that needs all tokens of an answer, or of several, before any gradient is known.
 
     The head runs twice: without gradients for the log-probabilities, and once more with the
-    derivative of the loss at each of them. Between the two it sees nothing but those numbers.
+    derivative of the loss at each of them. Between the two it sees nothing but those numbers. With
+    `of_scores` they are scores, which only a classifier's head gives.
     """
 
     of_pairs: ClassVar[bool] = True  # example 2k is chosen, 2k + 1 rejected
+    of_scores: ClassVar[bool] = False  # of a reward model: one for each example, at its last token
     reference: ClassVar[bool] = False  # micro-batches have `row_reference`
     prompts: ClassVar[bool] = False  # prompts of chosen answers are targets, too
     needs: ClassVar[tuple[str, ...]] = ()  # what else micro-batches say of each example
@@ -45,7 +47,8 @@ class SequenceLoss(ABC):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
-        """Sums from the log-probabilities [n] of the targets of these examples."""
+        """Sums from the log-probabilities [n] of the targets of these examples, or from the
+        scores [examples]."""
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics of a step, from those that are means."""
@@ -97,9 +100,7 @@ def of_chosen(logprobs: Tensor, examples: Examples) -> Tensor:
 
 def pair_counts(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Pairs of a micro-batch, and targets of its chosen examples."""
-    labels = batch["labels"]
-    rows = batch.get("row_of", torch.arange(len(labels))[:, None].expand_as(labels))
-    targets = labels[:, 1:] != IGNORE
+    rows, targets = rows_of(batch), batch["labels"][:, 1:] != IGNORE
     of_chosen = targets & (rows[:, 1:] % 2 == 0)
     return {"pairs": float((int(rows.max()) + 1) // 2), "chosen_targets": float(of_chosen.sum())}
 

@@ -96,19 +96,28 @@ def following(of_tokens: Tensor, last: int) -> Tensor:
     return shifted.reshape(-1)
 
 
+def rows_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """The example of each token, int64 [batch, tokens]: `row_of`, by default the number of its
+    sequence."""
+    labels = batch["labels"]
+    return batch.get("row_of", torch.arange(len(labels))[:, None].expand_as(labels))
+
+
+def about_examples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a micro-batch says of its examples: tensors [examples]."""
+    return {n: v for n, v in batch.items() if n.startswith("row_") and n != "row_of"}
+
+
 def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
     """The examples of a micro-batch on the CPU, whose targets these are.
 
-    batch: `row_of` int64 [batch, tokens] is the example of each token, by default the number of its
-        sequence; `token_answer` bool [batch, tokens] the tokens of answers, by default all that
-        are targets; further `row_...` are tensors [examples].
+    batch: `row_of` as in `rows_of`; `token_answer` bool [batch, tokens] are the tokens of answers,
+        by default all that are targets; further `row_...` are tensors [examples].
     """
-    labels = batch["labels"]
-    rows = torch.arange(len(labels))[:, None].expand_as(labels)
-    of_target = following(batch.get("row_of", rows), -1).index_select(0, targets.index)
-    given = {n: v for n, v in batch.items() if n.startswith("row_") and n != "row_of"}
+    rows, given = rows_of(batch), about_examples(batch)
+    of_target = following(rows, -1).index_select(0, targets.index)
     counts = [len(value) for value in given.values()]
-    count = counts[0] if counts else int(batch.get("row_of", rows).max()) + 1
+    count = counts[0] if counts else int(rows.max()) + 1
     answers = torch.arange(len(targets))
     if "token_answer" in batch:
         of_answers = following(batch["token_answer"], 0).index_select(0, targets.index)

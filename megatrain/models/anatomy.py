@@ -51,6 +51,7 @@ class Anatomy:
     max_positions: int | None
     published: Published
     passengers: Passengers = NOBODY
+    labels: int | None = None  # of a classifier, which has a score for each instead of logits
 
     @property
     def parameters(self) -> int:
@@ -71,6 +72,11 @@ class Anatomy:
     def first_trained(self) -> int:
         """The first block that a step updates: backward ends there."""
         return next(block.index for block in self.blocks if block.trains)
+
+    @property
+    def outputs(self) -> int:
+        """What the head makes of a token: logits of the vocabulary, or scores."""
+        return self.labels or self.vocab_size
 
     @property
     def layers(self) -> int:

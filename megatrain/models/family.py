@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ModelError
+from megatrain.models.classifiers import is_classifier
 from megatrain.models.experts import use_grouped_rows
 from megatrain.models.meta import meta_parameters
 from megatrain.models.passengers import is_below, parts_of
@@ -58,7 +59,7 @@ def choose_attention(config: Any, attention: str) -> str:
 def build_model(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> nn.Module:
-    """A causal LM of `config`, in training mode, with meta parameters of `dtype`.
+    """A causal LM or classifier of `config`, in training mode, with meta parameters of `dtype`.
 
     Raises:
         ModelError: transformers has no model that decodes text for this configuration, or refuses
@@ -82,8 +83,9 @@ def build_model(
                 f"model type {config.model_type!r} is no decoder that transformers can build for "
                 "text; name a language model"
             ) from error
+        kind = "reward model" if is_classifier(config) else "causal language model"
         raise ModelError(
-            f"model type {config.model_type!r} cannot be built as a causal language model: {reason}"
+            f"model type {config.model_type!r} cannot be built as a {kind}: {reason}"
         ) from error
     return model.train()  # type: ignore[no-any-return]
 
@@ -91,17 +93,18 @@ def build_model(
 def causal_lm(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Any:
-    """transformers' causal LM of `config`, in which it notes the attention.
+    """transformers' causal LM of `config`, in which it notes the attention, or its classifier.
 
     attention: as `choose_attention`; "auto" falls back to eager.
 
     Raises whatever the family's code does.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
     wanted, named = choose_attention(config, attention), architecture(config)
     from_config: Any = partial(
-        AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code
+        auto.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code
     )
     if named is not None:
         from_config = partial(named._from_config, config, dtype=dtype)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatrain.heartbeat import may_end_here
 from megatrain.models.anatomy import Block
+from megatrain.models.classifiers import as_language_model
+from megatrain.models.family import build_model
 from megatrain.models.meta import lent
+from megatrain.models.names import reverted
 from megatrain.models.skeleton import Skeleton
 
 Write = Callable[[int, torch.Tensor], None]  # (block index, flat fp32 master on the device) -> None
@@ -23,7 +27,7 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
     devices = [device] if device.type == "cuda" else []
     for block in skeleton.anatomy.blocks:
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed((seed * 100_003 + block.index) % 2**63)  # any integer may be a seed
+            torch.manual_seed(_seed_of(block, seed))
             flat = torch.zeros(block.layout.numel, dtype=torch.float32, device=device)
             draw(skeleton, block, flat)
             write(block.index, flat)
@@ -57,3 +61,42 @@ def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
             if path not in paths and not any(name.startswith(f"{path}.") for name in elsewhere):
                 paths[path] = None
     return sorted(paths, key=lambda path: -path.count("."))
+
+
+def _seed_of(block: Block, seed: int) -> int:
+    return (seed * 100_003 + block.index) % 2**63  # any integer may be a seed
+
+
+# -- a classifier's head ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """What a classifier has beside its language model.
+
+    Attributes:
+        drawn: fp32 values of the tensors that a folder of the language model lacks, by name.
+        unused: names in it of tensors that the classifier has no use for.
+    """
+
+    drawn: Mapping[str, torch.Tensor]
+    unused: frozenset[str]
+
+
+def new_head(skeleton: Skeleton, seed: int) -> NewHead:
+    """The head of a classifier, drawn on the CPU by the model's `_init_weights`."""
+    config, anatomy = skeleton.config, skeleton.anatomy
+    model = build_model(as_language_model(config), config._attn_implementation, skeleton.dtype)
+    theirs, blocks = model.state_dict(), anatomy.blocks
+    shapes = {t.name: t.shape for block in blocks for t in block.layout.tensors}
+    constants = {t.name for block in blocks for t in block.constants.tensors}
+    own = {*shapes, *constants, *anatomy.passengers.names}
+    others = {name: tensor for name, tensor in theirs.items() if name not in own}
+    drawn = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in theirs}
+    places = [skeleton.owner(name) for name in drawn]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(_seed_of(anatomy.head, seed))  # not CUDA's
+        with lent(places, list(map(nn.Parameter, drawn.values()))):
+            for module in dict.fromkeys(module for module, _ in places):
+                skeleton.model._init_weights(module)  # type: ignore[operator]
+    return NewHead(drawn, frozenset([*others, *reverted(model, others)]))

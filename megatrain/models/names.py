@@ -164,7 +164,7 @@ def published(
     views = {name: view for of_layout in own for name, view in of_layout.items()}
     number_of = {storage_of(flat): number for number, flat in enumerate(flats)}
     places: list[list[Place]] = [[] for _ in ranges]
-    for name, view in _reverted(model, views).items():
+    for name, view in reverted(model, views).items():
         number = number_of.get(storage_of(view))
         if number is None or not view.is_contiguous():
             raise ModelError(
@@ -181,7 +181,7 @@ def published(
     aliases = {
         name: owner
         for alias, owner in tied
-        for name in (alias, *_reverted(model, {alias: views[owner]}))
+        for name in (alias, *reverted(model, {alias: views[owner]}))
     }
     whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
     carried = _passengers(model, passengers)
@@ -206,7 +206,7 @@ def _passengers(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
         weight = weights[own]
         blanks[own] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         own_of[storage_of(blanks[own])] = own
-    parts = _reverted(model, blanks)
+    parts = reverted(model, blanks)
     for name, part in parts.items():
         own = own_of.get(storage_of(part), name)
         owner = owners.setdefault(id(weights.get(own, part)), own)
@@ -220,7 +220,7 @@ def _passengers(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
     return known
 
 
-def _reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors that transformers saves for these."""
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
+from megatrain.models.classifiers import as_language_model
 from megatrain.models.family import build_model, draws_random_numbers
 from megatrain.models.passengers import parts_of
 
@@ -76,12 +77,13 @@ def shrink(
     """A configuration with few layers of every kind and small sizes, or else only with few layers.
 
     Args:
-        config: a transformers configuration.
+        config: a transformers configuration; of a classifier its language model is made.
         stack: its model's decoder layers, on meta, whose kinds the small model must have, too.
         attention: its implementation, as transformers names it.
 
     Raises ModelError if the family's code takes neither, or the model is too large with either.
     """
+    config = as_language_model(config)
     text = config.get_text_config()
     kinds, sizes = kinds_of(text, stack), Sizes(text)
     changes: list[Callable[[str, Any], Any]] = [sizes.smaller, lambda key, value: value]

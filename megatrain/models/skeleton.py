@@ -17,6 +17,7 @@ from torch import nn
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
 from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead, why_together
+from megatrain.models.classifiers import is_classifier, unwarned
 from megatrain.models.constants import Constants
 from megatrain.models.documents import (
     BEGINNINGS,
@@ -102,6 +103,7 @@ class Skeleton:
             max_positions=longest_sequence(text),
             published=published(self.model, text.model_type, blocks, tied, passengers.names),
             passengers=passengers,
+            labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
         self.constants = Constants(self.model, blocks, places, self.owner)
@@ -307,14 +309,14 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of n positions from the last layer's output [n, hidden].
+        """Logits [n, vocab] or scores [n, labels] from the last layer's output [n, hidden].
 
         Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
         """
         # never seen; not `hidden`, because some families scale their input in place
         unseen = hidden.new_zeros(len(hidden), 1, self._embedding_width)
         output = self._play(Tape(injected=hidden.unsqueeze(1)), inputs_embeds=unseen)
-        return output.logits.squeeze(1)  # type: ignore[no-any-return]
+        return output.logits.flatten(1)  # type: ignore[no-any-return]
 
     def _play(self, tape: Tape, **inputs: Any) -> Any:
         """Run the model's own forward with `tape` in every recorder."""
@@ -387,14 +389,12 @@ class Skeleton:
         family = type(self.model).__name__
         hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
         try:
-            with self._zeros(), torch.no_grad():
+            with self._zeros(), unwarned(), torch.no_grad():
                 shape = tuple(self.head(hidden).shape)
         except UNSUPPORTED as error:
             raise ModelError(
                 f"{family}: its head cannot run by itself ({error}); it cannot be streamed yet"
             ) from error
-        if shape != (2, self.anatomy.vocab_size):
-            raise ModelError(
-                f"{family}: its head returns {list(shape)} for 2 positions; "
-                "it cannot be streamed yet"
-            )
+        if shape != (2, self.anatomy.outputs):
+            what = f"its head returns {list(shape)} for 2 positions"
+            raise ModelError(f"{family}: {what}; it cannot be streamed yet")

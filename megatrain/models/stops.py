@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.data.chat import ChatTemplate
 from megatrain.errors import DataError
+from megatrain.models.classifiers import is_classifier
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -38,10 +39,13 @@ def with_stops(
 ) -> tuple[GenerationConfig | None, list[str]]:
     """(generation settings that stop at what ends an answer, the tokens that they lacked).
 
-    generation: None for a model that has none, for which transformers takes the configuration's.
+    generation: None for a model that has none, for which transformers takes the configuration's. A
+        reward model generates nothing, and has none.
     """
     from transformers import GenerationConfig
 
+    if is_classifier(config):
+        return None, []
     known = stop_ids(generation or config)
     tokens = dict.fromkeys(filter(None, (tokenizer.eos_token, *ends_of_turns(tokenizer))))
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}

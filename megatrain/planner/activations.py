@@ -295,7 +295,7 @@ def head_bytes(
     """
     direct = hardware.gpu is not None or job.precision == "float32"
     direct = direct and shape.trains_edges[1]  # a frozen matrix has none
-    never_stored = shape.vocab_size * shape.hidden_size if direct else 0
+    never_stored = shape.head_matrix if direct else 0
     previous = chunk_tokens if chunk_tokens < micro_batch_tokens else 0
     rows = (chunk_tokens + previous + micro_batch_tokens) * shape.hidden_size
     return shape.head.at(chunk_tokens) + (rows - never_stored) * WEIGHT_BYTES[job.precision]

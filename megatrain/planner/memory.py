@@ -174,8 +174,7 @@ class Layout:
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
         if hardware.gpu is None:
-            head = shape.vocab_size * shape.hidden_size
-            table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * head)
+            table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * shape.head_matrix)
         return table
 
     def _numel(self, array: str) -> tuple[int, ...]:

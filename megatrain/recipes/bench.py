@@ -18,7 +18,9 @@ from megatrain.config import Config
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
+from megatrain.errors import ConfigError
 from megatrain.losses import next_token
+from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
@@ -95,7 +97,12 @@ def bench(
 
 
 def prepare_shape(config: Config, layers: int | None) -> Parts:
-    """`prepare` for a model that has a configuration, but no files."""
+    """`prepare` for a model that has a configuration, but no files. Raises ConfigError."""
+    if METHODS[config.method].scores:
+        raise ConfigError(
+            f"{config.where('method')}: bench times steps of a language model; set method: sft, of "
+            "which the layers are the same"
+        )
     return setup.prepare(config, shape_model(config, layers), may_measure=True)
 
 

@@ -21,9 +21,9 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
 
     Of local files only the names are told: a card is published.
     """
-    config, anatomy = run.config, run.engine.anatomy
+    config, anatomy, method = run.config, run.engine.anatomy, METHODS[run.config.method]
     base = public_name(config.model.source)
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": method.task}
     if config.model.init == "pretrained" and not is_local(config.model.source):
         metadata["base_model"] = base
     metadata["tags"] = ["megatrain", config.method]
@@ -40,7 +40,7 @@ def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
     trained = "every parameter"
     if anatomy.frozen_parameters:
         trained = f"{anatomy.parameters:,} of its {every:,} parameters"
-    words = f"{METHODS[config.method].words.format(config.method)} {start}, with {trained}"
+    words = f"{method.words.format(config.method)} {start}, with {trained}"
     title = f"# {printable(config.output.resolve().name)}"
     text = [title, "", f"{words} trained by MegaTrain.", "", "| | |", "|---|---|", *table]
     return "\n".join(["---", *head, "---", "", *text, ""])

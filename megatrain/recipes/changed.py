@@ -42,5 +42,7 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
         return [*found, f"{error}; {DESCRIBED}"]
     changed = [what for what in now if what in then and now[what] != then[what]]
     return found + [
-        f"{path}: its {what} has changed since this run began; {used}" for what in changed
+        f"{path}: its {what} {'have' if what.endswith('s') else 'has'} changed since this run "
+        f"began; {used}"
+        for what in changed
     ]

@@ -18,6 +18,7 @@ from megatrain.config.resuming import (
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.errors import ConfigError, DataError
+from megatrain.models.classifiers import is_classifier
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.rows import read_rows
@@ -40,7 +41,8 @@ def rows_to_evaluate(
     Raises ConfigError and DataError.
     """
     if run_dir is None:
-        whole = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+        whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+        whole |= {"method": "reward"} if is_classifier(model.config) else {}
         config = load_config(whole, {"data.train": data, "data.eval": None})
         return config, read_rows(config, model)[0]
     day = day_of(load_config(run_dir / RESOLVED_FILE))

@@ -24,7 +24,7 @@ from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
 from megatrain.recipes.loop import evaluated, sweeps
-from megatrain.recipes.model import check_weights, describe_model, read_model
+from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, computed, fingerprint, kept
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
@@ -148,6 +148,7 @@ def evaluate_tasks(
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_writes(model, str(named))
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
@@ -178,11 +179,14 @@ def generate(
         named, trust_remote_code: as for `evaluate`.
         sampling: fields of `Sampling`; by default greedy.
         show: gets the text as it grows.
+
+    Raises ModelError for a reward model.
     """
     drawn = Sampling(**(sampling or {}))
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    check_writes(model, str(named))
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.data.named_templates import find_template
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.methods import METHODS
+from megatrain.models.classifiers import as_classifier, is_classifier
 from megatrain.models.pretrained import (
     code_of,
     digests_of,
@@ -65,6 +67,26 @@ def read_model(config: Config) -> Model:
         return describe_model(model.source, model.revision, model.trust_remote_code, template)
     except DataError as error:
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
+
+
+def suited(model: Model, config: Config) -> Model:
+    """The model with the head that the config's method trains.
+
+    Raises ModelError where there is none, and for a reward model under another method.
+    """
+    if METHODS[config.method].scores:
+        return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
+    check_writes(model, config.model.source, f"set method: reward instead of {config.method}, or ")
+    return model
+
+
+def check_writes(model: Model, named: str, remedy: str = "") -> None:
+    """Raise ModelError for a reward model. remedy: another than to name a language model."""
+    if is_classifier(model.config):
+        raise ModelError(
+            f"{named}: is a reward model, which gives scores and writes no text; {remedy}name a "
+            "language model"
+        )
 
 
 def describe_model(

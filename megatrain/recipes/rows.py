@@ -12,11 +12,13 @@ from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import DataOptions, Expected, load_data
 from megatrain.data.dataset import Rows
+from megatrain.data.loader import Loader
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
+from megatrain.optim.schedules import warmup_steps
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
@@ -71,6 +73,23 @@ def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
         logger.info(line)
     for line in warnings(rows, held_out):
         logger.warning(line)
+
+
+def say_steps(config: Config, loader: Loader) -> None:
+    """Warn of steps that cannot be of the size that was asked for, and of a rate never reached."""
+    train, rows, steps = config.train, loader.rows, loader.steps_total()
+    if train.tokens_per_step and (longer := int((rows.lengths > train.tokens_per_step).sum())):
+        logger.warning(
+            f"{longer:,} of {len(rows):,} rows are longer than train.tokens_per_step "
+            f"{train.tokens_per_step:,}, the longest {int(rows.lengths.max()):,} tokens: a step "
+            "takes one row at least, so it is larger there"
+        )
+    if steps <= (warming := warmup_steps(train.warmup, steps)):
+        logger.warning(
+            f"train.learning_rate {train.learning_rate:g} is never reached: the warm-up takes "
+            f"{warming:,} steps and the run {steps:,}, of which the first has rate 0; the highest "
+            f"rate is {train.learning_rate * (steps - 1) / warming:.3g}; set a lower train.warmup"
+        )
 
 
 def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:

@@ -51,7 +51,8 @@ from megatrain.recipes.reference import (
     compare_with_reference,
     known_reference,
 )
-from megatrain.recipes.rows import read_rows, say_rows
+from megatrain.recipes.rows import read_rows, say_rows, say_steps
+from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.verify import check_once
@@ -194,6 +195,7 @@ def get_ready(
     passengers = parts.resolved.skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
+    check_sample_prompt(config, parts.model)
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
@@ -209,6 +211,7 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows)
     plan.check()
+    say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
 
 

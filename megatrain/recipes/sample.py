@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.config import Config
 from megatrain.data.dataset import Rows
 from megatrain.data.prompts import Turns
 from megatrain.data.rendering import limited
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, ModelError
+from megatrain.models.rotary import longest_sequence
 from megatrain.models.stops import stop_ids, with_stops
 from megatrain.recipes.model import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("megatrain")
 
 SAMPLE_TOKENS = 48
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
@@ -93,7 +98,8 @@ def answer(
 def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
     """Token ids of a prompt in the model's chat format; without one, of its only turn.
 
-    Raises ModelError for turns that cannot be rendered. what: they are, for errors.
+    Raises ModelError for turns that cannot be rendered, and ConfigError for more than the model can
+    read and answer. what: they are, for errors.
     """
     tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
@@ -101,7 +107,27 @@ def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
     elif len(turns) > 1:
         raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
     # a template writes the special tokens itself
-    return list(tokenizer(text, add_special_tokens=not chats).input_ids)
+    ids = list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+    if (longest := positions_of(model)) is not None and len(ids) >= longest:
+        raise ConfigError(
+            f"{what} has {len(ids)} tokens, and the model reads no more than {longest}, its answer "
+            "included; shorten it"
+        )
+    return ids
+
+
+def check_sample_prompt(config: Config, model: Model) -> None:
+    """Raise ConfigError for a `sample_prompt` that the model cannot answer."""
+    if config.sample_prompt is not None:
+        try:
+            ids_of(model, [{"role": "user", "content": config.sample_prompt}])
+        except (ConfigError, ModelError) as error:
+            raise ConfigError(f"{config.where('sample_prompt')}: {error}") from error
+
+
+def positions_of(model: Model) -> int | None:
+    """Tokens that the model can read at a time; None for any number."""
+    return longest_sequence(model.config.get_text_config())
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
@@ -123,7 +149,7 @@ def continuation(
     sampling: Sampling = GREEDY,
     show: Callable[[str], None] = unseen,
 ) -> str:
-    """What follows token ids; `sampling` and `show` as in `answer`."""
+    """What follows token ids, within the model's positions; `sampling`, `show` as in `answer`."""
     choose, words = sampling.chooser(), _words(model, show)
 
     def chosen(logits: torch.Tensor) -> int:
@@ -131,8 +157,15 @@ def continuation(
         words.put(torch.tensor([token]))
         return token
 
-    tokens = engine.generate(torch.tensor([ids]), max_new_tokens, end_tokens(model), chosen)
+    longest, ends = positions_of(model), end_tokens(model)
+    room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
+    tokens = engine.generate(torch.tensor([ids]), room, ends, chosen)
     words.end()
+    if len(tokens) == room < max_new_tokens and tokens[-1:] not in [[end] for end in ends]:
+        logger.warning(
+            f"the answer is cut after {room} tokens: with its prompt it has the {longest} "
+            "positions of this model"
+        )
     return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
@@ -156,13 +189,13 @@ def end_tokens(model: Model) -> list[int]:
 def sample(
     engine: Engine, model: Model, held_out: Rows | None, prompt: str | None
 ) -> tuple[str | None, str | None]:
-    """(prompt, answer) for the summary, or (None, None) if there is nothing to ask.
+    """(prompt, answer) for the summary, or (None, None) if there is nothing to ask, or nobody.
 
     prompt: the config's; by default the context of the first held-out row.
     """
     if prompt is not None:
         return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
-    if held_out is None:
+    if held_out is None or engine.anatomy.labels is not None:
         return None, None
     row, mask = held_out.row(0)
     context = min(TEXT_PROMPT_TOKENS, len(row) // 2)

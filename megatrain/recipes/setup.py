@@ -44,7 +44,7 @@ from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.day import day_of
 from megatrain.recipes.doctor import measured_or_typical
-from megatrain.recipes.model import Model, read_model
+from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
@@ -95,7 +95,7 @@ def prepare(
             guessing them.
     """
     keep_caches_small()
-    model = model or read_model(config)
+    model = suited(model or read_model(config), config)
     machine = machine or find_machine(config, may_measure=may_measure)
     say_if_without_bfloat16(machine)
     train, source, loss = config.train, config.model, make_loss(config)

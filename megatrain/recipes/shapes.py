@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config, names_config
@@ -14,7 +15,8 @@ from megatrain.recipes.model import Model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NO_TOKENIZER: Any = None  # random tokens need none
+# random tokens need none
+NO_TOKENIZER: Any = SimpleNamespace(pad_token_id=None, eos_token_id=None)
 
 
 def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:

@@ -20,6 +20,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
+from megatrain.models.classifiers import is_classifier
 from megatrain.models.constants import Constants
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
@@ -216,7 +217,7 @@ def write_description(
     if tokenizer is not None:
         generation, added = with_stops(engine.hf_config, tokenizer, generation)
         _save_tokenizer(folder, tokenizer)
-    if generation is not None:
+    if generation is not None and not is_classifier(engine.hf_config):
         _write_generation(folder, generation)
     return added
 

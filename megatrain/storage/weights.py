@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,20 +17,25 @@ from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
+from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
-from megatrain.models.pretrained import ModelSource, read_model_config
-from megatrain.models.quantised import quantisation_in
+from megatrain.models.pretrained import ModelSource
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage.carried import NOTHING, Carried, about_carried, carried_of, with_frozen
-from megatrain.storage.dequantise import dequantised
+from megatrain.storage.candidates import Candidate, listed, open_folder, read_gguf, with_head
+from megatrain.storage.carried import (
+    CONFIG,
+    NOTHING,
+    Carried,
+    about_carried,
+    carried_of,
+    with_frozen,
+)
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
     in_parallel,
-    open_shards,
-    read_chunks,
 )
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
@@ -44,28 +48,20 @@ IGNORED = re.compile(
 logger = logging.getLogger("megatrain")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A tensor of the source. `chunks()` yields (first element, flat values) in order.
-
-    stored: where it lies in a safetensors file; None for other sources and quantised tensors.
-    """
-
-    where: str  # file and name, for error messages
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
-    stored: StoredTensor | None = None
-
-
 def load_weights(
-    anatomy: Anatomy, store: Store, source: ModelSource, constants: Constants
+    anatomy: Anatomy,
+    store: Store,
+    source: ModelSource,
+    constants: Constants,
+    head: NewHead | None = None,
 ) -> tuple[Tensors, Carried]:
     """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
     fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
     understood, and those that transformers renames on loading.
+
+    head: of a classifier, where the source is its language model.
 
     Returns:
         The tensors of a model folder, under the names that the source has for them, and what is
@@ -77,13 +73,14 @@ def load_weights(
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        copy_in(anatomy, store, _read_gguf(source), str(source.file), constants)
+        found_there = with_head(read_gguf(source), head, source)
+        copy_in(anatomy, store, found_there, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     try:
-        candidates = _open_folder(anatomy, store, source)
+        candidates = with_head(open_folder(anatomy, store, source), head, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     except (ModelError, StorageError):
         if manifest:  # a wrong name or value may be a damaged one
@@ -91,6 +88,8 @@ def load_weights(
             check_model_files(source.path, manifest, names)
         raise
     kept = carried_of(source.path, _unchanged(candidates, carried))
+    if head is not None:  # its config.json describes another model
+        kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in carried.items() if place is None]
     if said := about_carried(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
@@ -112,56 +111,6 @@ def _unchanged(
             )
         found[name] = stored
     return found
-
-
-def _open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[str, Candidate]:
-    stored, how = open_shards(source.path), quantisation_in(source.path)
-    found = {}
-    if how is not None:
-        held = sum(tensor.nbytes for tensor in stored.values())
-        quantised, stored = dequantised(stored, how)
-        for name, q in quantised.items():
-            found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
-        dtype = store.arrays["weight"].dtype
-        streamed = anatomy.parameters + anatomy.frozen_parameters
-        logger.info(
-            f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
-            f"and what it saves is {str(dtype).removeprefix('torch.')}: "
-            f"{streamed * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
-        )
-    for name, t in stored.items():
-        found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
-    return found
-
-
-def _read_gguf(source: ModelSource) -> dict[str, Candidate]:
-    """The tensors of a GGUF file, all of them in RAM, de-quantised to fp32 by transformers.
-
-    Its `from_pretrained` would do the same, but wants the accelerate package only to read a file.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config, file = read_model_config(source), source.file
-    try:
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        with torch.device("meta"):
-            names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        read: Any = load_gguf_checkpoint
-        tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
-    except (OSError, ValueError, TypeError, LookupError, ImportError, NotImplementedError) as error:
-        raise ModelError(
-            f"{file}: this GGUF file cannot be read ({error}); "
-            "name the Hugging Face folder of the model instead"
-        ) from error
-    return {
-        name: Candidate(f"{file}: {name}", t.dtype, tuple(t.shape), partial(_whole, t))
-        for name, t in tensors.items()
-    }
-
-
-def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    return [(0, tensor.reshape(-1))]
 
 
 def copy_in(
@@ -253,7 +202,7 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
     missing = anatomy.published.missing(found.keys())
     if missing:
         raise ModelError(
-            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
+            f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
     carried: dict[str, Place | None] = dict.fromkeys(dropped)
@@ -280,7 +229,7 @@ def _match_names(
             found[place] = name
     if unexpected:
         raise ModelError(
-            f"{where}: holds {_listed(unexpected)}, unknown to a {anatomy.family} model of this "
+            f"{where}: holds {listed(unexpected)}, unknown to a {anatomy.family} model of this "
             "config.json"
         )
     whole = {place.own for place in found if place.whole}
@@ -303,11 +252,6 @@ def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
         else:
             found[owner] = stand_in
     return twins
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
 def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:

@@ -11,6 +11,7 @@ from megatrain.cli import main
 from megatrain.config import Config, config_schema, example_config, load_config
 from megatrain.config.hints import SECTIONS, TOP
 from megatrain.config.resuming import with_absolute_paths
+from megatrain.errors import ConfigError
 
 FULL = """\
 model:
@@ -123,6 +124,8 @@ kto:
   beta: 0.1
   desirable_weight: 1.0
   undesirable_weight: 1.0
+reward:
+  center_rewards_coefficient: null
 precision: float32
 attention: sdpa
 compile: false
@@ -220,7 +223,7 @@ def test_a_wrong_value_of_any_key_names_the_line(write, capsys, index, key, bad)
 FILE = MINIMAL + "train: {seq_len: 128, seed: 1, tokens_per_step: 10}\n"
 SHAPE = "model: {config: shape, init: random, trust_remote_code: true}\ndata: {train: x}\n"
 START = "model: {config: shape}\nmethod: pretrain\ndata: {train: x}\n"
-MERGED, LAST = ["train={seed: 4}", "data.eval=null"], ["train.seed=2", "train.seed=3"]
+MERGED, LAST = ["train={seed: 4}", "data.eval=null"], ["train.seed=3"]
 ROWS = "train.tokens_per_step train.rows_per_step"
 MODEL = "model.source model.init model.trust_remote_code"
 PRECEDENCE = [  # file, command line, keys, values
@@ -251,6 +254,14 @@ def test_texts_that_look_like_numbers_survive(write):
     again = load_config(write(load_config(write(MINIMAL), texts).to_yaml()))
     keys = "model.revision sample_prompt data.split"
     assert values(again, keys) == ["12e4567", "1e5", "null"]
+
+
+@pytest.mark.parametrize(
+    "twice", [["data.train=a", "data.train=b"], ["train={seed: 4}", "train.seed=4"]]
+)
+def test_a_key_is_set_once_on_the_command_line(write, twice):
+    with pytest.raises(ConfigError, match=r"^command line: .*: is set twice; keep one$"):
+        load_config(write(MINIMAL), twice)
 
 
 def test_resolved_values_are_checked_and_written_back(write):

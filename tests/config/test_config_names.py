@@ -146,6 +146,12 @@ def test_an_alias_beside_our_own_key_is_refused(load, alias):
     assert str(caught.value).endswith("; keep one")
 
 
+def test_no_evaluation_beside_rows_for_one_is_a_contradiction(load):
+    words = r"data\.eval: contradicts eval_strategy at cfg\.yaml:1: one names rows to evaluate on"
+    with pytest.raises(ConfigError, match=words):
+        load("eval_strategy: no\ndata: {train: x, eval: y}", without="all")
+
+
 def test_rows_of_a_step_are_rows_a_device_times_accumulation(load):
     train = load("train: {per_device_train_batch_size: 2, gradient_accumulation_steps: 4}").train
     assert (train.rows_per_step, train.tokens_per_step) == (8, None)

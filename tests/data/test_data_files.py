@@ -111,6 +111,14 @@ def test_a_bare_name_does_not_wait_for_the_hub(tmp_path, monkeypatch, hub):
     with pytest.raises(DataError, match=words):
         files.check_source("data")
     assert time.monotonic() - started < 1
-    files.check_source("owner/name")  # perhaps in the cache of `datasets`
+    with pytest.raises(DataError, match=r"^owner/name: no such file or folder, and no folder "):
+        files.check_source("owner/name")
+    assert time.monotonic() - started < 2
+    for place in ("datasets/owner___name", "hub/datasets--owner--other-name"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    files.check_source("owner/Name:test")
+    files.check_source("owner/other-name")
     with pytest.raises(DataError, match="is neither a file or folder here nor a data set"):
         files.check_source("no such")

@@ -89,6 +89,29 @@ def test_text_parts_are_joined_and_strings_reach_the_template():
     assert read(row).messages[0] == Message("user", "ab", extra={"name": "eve"})
 
 
+def test_fields_of_text_parts_are_refused_or_named():
+    part: dict[str, Any] = {
+        "type": "text",
+        "text": "yo",
+        "cache_control": {"type": "x"},
+        "id": None,
+    }
+    row = {"messages": [said("hi"), said([part], "assistant")]}
+    assert read(row).unread == {"messages[].content[].cache_control"}
+    part["train"] = False
+    with pytest.raises(RowError, match=r"^messages\[1\]\.content\[0\]\.train: parts of a turn"):
+        read(row)
+
+
+@pytest.mark.parametrize("value", [0, False])
+@pytest.mark.parametrize(
+    ("column", "expected"), [("input", "text"), ("chat_template_kwargs", "an")]
+)
+def test_a_zero_where_something_else_is_expected_is_refused(column, value, expected):
+    with pytest.raises(RowError, match=f"field '{column}': expected {expected}"):
+        read({"instruction": "hi", "output": "yo", column: value})
+
+
 def test_alpaca_input_follows_the_instruction():
     chat = read({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert turns(chat)[0] == ("user", "Add.\n\n1 2")

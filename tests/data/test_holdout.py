@@ -108,8 +108,18 @@ def test_equal_rows_in_both_sources_are_warned_of(load):
     assert (len(train), len(held)) == (9, 5)
     (line,) = warnings(train)
     assert line.startswith("2 of 5 held-out rows are trained on as well; the held-out loss looks")
-    train, held = load([pair(n) for n in range(9)], [pair(n, 1) for n in range(9)])
-    assert warnings(train) == [], "other answers are other rows"
+
+
+def test_prompts_that_are_trained_on_with_other_answers_are_warned_of(load):
+    rows = [pair(n) for n in range(9)]
+    (line,) = warnings(load(rows, [pair(n, 1) for n in range(9)])[0])
+    assert line.startswith(
+        "9 of 9 held-out rows have a prompt that is trained on as well with other answers; the "
+    )
+    copied, asked = warnings(load(rows, [pair(1), pair(2, 1), pair(99)])[0])
+    assert copied.startswith("1 of 3 held-out rows are trained on as well; ")
+    assert asked.startswith("1 of 3 held-out rows have a prompt that is trained on")
+    assert warnings(load(rows, [pair(99), pair(98)])[0]) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"pack_to": 8}])

@@ -67,6 +67,13 @@ def test_a_source_of_which_nothing_is_left_is_refused(load):
         load(1, 1, held_out=36)  # one row of 37 is left
 
 
+@pytest.mark.parametrize("weight", [1e-9, 1e-6, 1e-3])
+def test_weights_that_repeat_rows_beyond_reason_are_refused(load, weight):
+    words = r"b\.jsonl: by its weight 1 an epoch of all rows of \S+a\.jsonl, whose weight is "
+    with pytest.raises(DataError, match=words + rf"{weight:g}, has each of its rows [0-9,]+ times"):
+        load(weight, 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_shares_are_within_a_row(seed):
     draw = np.random.default_rng(seed)

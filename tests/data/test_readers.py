@@ -40,6 +40,7 @@ def test_jsonl_lines_are_counted_over_blank_ones(tmp_path):
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "JSON"),
         (b"1" * 10_000, "unreadable JSON"),
+        (b'{"a": [{"b": 1, "b": 2}]}', "unreadable JSON: the key 'b' is twice in one object"),
     ],
 )
 def test_a_broken_line_is_one_bad_row(tmp_path, line, problem):
@@ -74,6 +75,15 @@ def test_broken_json_file_is_refused(tmp_path, text):
         values(file)
 
 
+def test_a_list_beside_the_rows_is_not_dropped(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('{"version": 1, "data": [{"a": 1}], "test": []}')
+    assert values(file) == [{"a": 1}]
+    file.write_text('{"data": [{"a": 1}], "test": [{"a": 2}]}')
+    with pytest.raises(DataError, match=r"of its lists 'data' and 'test' only the first would be"):
+        values(file)
+
+
 def test_text_pieces_join_to_the_file(tmp_path):
     file = tmp_path / "a.txt"
     text = "".join(f"line {n}\n\n" for n in range(3000))
@@ -102,6 +112,12 @@ def test_a_csv_row_with_a_field_too_many_is_one_bad_row(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n1,2,3\n4,5\n")
     problems = [row.problem for row in open_source(tmp_path / "a.csv").read()]
     assert problems == ["more fields than the header has", None]
+
+
+def test_a_csv_column_of_two_is_not_dropped(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b,a\n1,2,3\n")
+    with pytest.raises(DataError, match=r"a\.csv:1: the header has the column 'a' twice; keep one"):
+        values(tmp_path / "a.csv")
 
 
 def write_parquet(rows: arrow.Table, path: Path) -> None:

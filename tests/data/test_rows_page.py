@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.data.conversations import ABOUT_ALPACA, ABOUT_CHATS
 from megatrain.data.cuts import TRUNCATION_MODES
-from megatrain.data.formats import FORMATS, convert_row, detect_format, formats_of
+from megatrain.data.formats import FORMATS, MATTERS, convert_row, detect_format, formats_of
 from megatrain.data.preferences import LABELS, PROMPT_NAMES
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, texts_of
 from megatrain.methods import METHODS
@@ -20,16 +20,28 @@ TEXT = PAGE.read_text()
 EXAMPLES = {
     kind: [json.loads(line) for line in block.splitlines()]
     for kind, block in zip(
-        (PAIRS, JUDGED), re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL), strict=True
+        (PLAIN, PAIRS, JUDGED), re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL), strict=True
     )
 }
 
 
+def test_the_tables_have_the_formats_and_no_others():
+    assert re.findall(r"^\| (\w+) \| `", TEXT, re.MULTILINE) == list(FORMATS)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_on_the_page_with_its_columns(name):
+def test_the_table_says_which_columns_a_format_reads(name):
+    form = FORMATS[name]
     (line,) = re.findall(rf"^\| {name} \| (.*)$", TEXT, re.MULTILINE)
-    for column in FORMATS[name].columns:
-        assert f"`{column}`" in line
+    columns, also = line.split(" | ")
+    assert tuple(re.findall("`(.*?)`", columns)) == form.columns
+    more = [] if PAIRS not in form.kinds else ["margin"]
+    assert sorted(re.findall("`(.*?)`", also)) == sorted([*form.also, *more])
+
+
+def test_every_column_that_matters_is_on_the_page():
+    (named,) = re.findall(r"^A column that would change.*?\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    assert set(MATTERS) <= set(re.findall("`(.*?)`", named))
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

@@ -14,6 +14,7 @@ import pytest
 from megatrain.data.build import DataOptions, Expected, encode_source, load_data
 from megatrain.data.dataset import TokenRows
 from megatrain.data.holdout import hold_out
+from megatrain.data.loader import Loader
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
@@ -63,6 +64,17 @@ def test_a_pair_is_one_row_of_two_sequences(encode, make_tokenizer):
     assert data.values.dtype == np.float32
     assert data.values[:300].tolist() == [n / 2 for n in range(300)]
     assert np.isnan(data.values[300])
+
+
+@pytest.mark.parametrize(("kind", "sides"), [(PAIRS, 2), (JUDGED, 1)])
+def test_a_step_says_the_length_of_each_sequence_that_is_trained_on(encode, kind, sides):
+    """Tokens see those of their own sequence, which the utilisation of a GPU is counted by."""
+    data = encode([MAKE[kind](n) for n in range(8)], OPTIONS[kind])
+    loader = Loader(data, micro_batch_tokens=128, pad_id=0, seed=0, rows_per_step=8)
+    (step,) = loader
+    assert sorted(step.lengths) == sorted(data.side_lengths[:, :sides].ravel().tolist())
+    assert all(type(length) is int for length in step.lengths)
+    assert step.tokens == data.lengths.sum()
 
 
 def test_a_judged_row_has_a_mismatch_that_is_not_trained_on(encode, make_tokenizer):

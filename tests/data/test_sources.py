@@ -208,6 +208,25 @@ def test_what_is_read_of_a_folder_is_said(split_files):
     ]
 
 
+def test_names_of_splits_are_read_in_whatever_letters(tmp_path):
+    for name in ("Train-1", "TRAIN-2", "Test", "dev"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    said = f"{tmp_path}: split 'train' of train, test, validation, 2 of 4 files"
+    assert (texts(tmp_path), notes(tmp_path)) == ("TRAIN-2Train-1", [said])
+    assert texts(f"{tmp_path}:test") == "Test"
+    assert texts(tmp_path, "validation") == "dev"
+
+
+def test_names_that_only_look_like_splits_are_all_read_and_that_is_said(tmp_path):
+    for name in ("mytrain", "mytest"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert texts(tmp_path) == "mytestmytrain"
+    (line,) = notes(tmp_path)
+    assert line.startswith(f"{tmp_path}: all 2 files are read, mytest.txt too: only names with a")
+    (tmp_path / "mytest.txt").unlink()
+    assert notes(tmp_path) == []
+
+
 def test_files_that_name_no_split_are_train(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name[0]}) + "\n")

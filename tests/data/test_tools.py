@@ -16,6 +16,7 @@ from megatrain.data.fields import RowError
 from megatrain.data.formats import convert_row, detect_format
 from megatrain.data.samples import Chat
 from megatrain.data.tokenize import Encoder
+from megatrain.data.tools import parsed_calls
 from megatrain.models.stops import ends_of_turns
 from tests.mutated import mutated
 
@@ -253,3 +254,9 @@ def test_mutated_rows_with_tools_are_bad_or_trainable_and_never_crash(
     assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
     assert len(data) > 20
     assert data.target_counts.min() >= 1
+
+
+@pytest.mark.parametrize("arguments", [0, False, '"a"', '{"a": 1, "a": 2}'])
+def test_arguments_that_would_be_lost_are_refused(arguments):
+    with pytest.raises(RowError, match=r"^tool_calls\[0\]\.arguments: "):
+        parsed_calls([{"name": "f", "arguments": arguments}], "tool_calls")

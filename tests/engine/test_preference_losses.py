@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatrain.engine.results import StepResult
 from megatrain.engine.verify import gradients_of
-from megatrain.losses import Cpo, Dpo, Kto, Orpo, SequenceLoss
+from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES
-from tests.support import engine_of
+from tests.support import engine_of, tiny_config
 from tests.trl_oracle import Verdict, judge_by_trl, trainers
 
 pytest.importorskip("trl")
@@ -41,9 +41,14 @@ CASES: dict[str, Case] = {
         Cpo(2.0, 0.0, "simpo", simpo_gamma=1.0),
     ),
     "orpo": ("orpo", {"beta": 0.2}, Orpo(0.2)),
+    "reward": ("reward", {}, Reward()),
+    "reward-centered": ("reward", {"center_rewards_coefficient": 0.3}, Reward(0.3)),
+    "reward-margins": ("reward-margins", {}, Reward()),
     "kto": ("kto", {"desirable_weight": 1.3, "beta": 0.2}, Kto(0.2, 1.3)),
 }
-OF_LOGITS = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+# of TRL's metrics: of whole logits, or no means over a step
+WITHOUT = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+WITHOUT |= {"min_reward", "max_reward"}
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +63,31 @@ def verdict(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict
 
 
 def compare(theirs: Verdict, result: StepResult, ours: dict[str, Tensor]) -> None:
-    """Gradients and metrics, those of TRL that need whole logits left out."""
+    """Gradients and metrics, but for those that are not had here."""
     assert set(ours) == set(theirs.gradients)
     for tensor, gradient in ours.items():
         expected = theirs.gradients[tensor]
         assert float((gradient - expected).norm() / expected.norm()) < 1e-5, tensor
-    assert result.metrics.keys() == theirs.metrics.keys() - OF_LOGITS
+    assert result.metrics.keys() == theirs.metrics.keys() - WITHOUT
     for metric, value in result.metrics.items():
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
-    theirs, loss = verdict(name), CASES[name][2]
-    with engine_of("llama") as engine:
+    theirs, (method, _, loss) = verdict(name), CASES[name]
+    with engine_of(trainers()[method].model(tiny_config("llama"))) as engine:
         result = engine.forward_backward(theirs.micro_batches(size=2), loss)
         ours = gradients_of(engine)
     assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
     compare(theirs, result, ours)
 
 
-@pytest.mark.parametrize("name", ["dpo-ipo", "orpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo-ipo", "orpo", "kto", "reward-centered"])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma2"])
 def test_they_are_in_other_families(verdict, name, family):
-    theirs, loss = verdict(name, family), CASES[name][2]
-    with engine_of(family) as engine:
+    theirs, (method, _, loss) = verdict(name, family), CASES[name]
+    with engine_of(trainers()[method].model(tiny_config(family))) as engine:
         result = engine.forward_backward(theirs.micro_batches(size=3), loss)
         ours = gradients_of(engine)
     assert result.loss == pytest.approx(theirs.loss, rel=1e-6)

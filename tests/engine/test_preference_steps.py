@@ -10,10 +10,11 @@ import torch
 from megatrain.engine.batches import Batch
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, SequenceLoss
+from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.sequences import REFERENCE
+from megatrain.models.classifiers import as_classifier
 from megatrain.settings import Settings
-from tests.support import VOCABULARY, engine_of, tiny_config
+from tests.support import PAD, VOCABULARY, engine_of, tiny_config
 
 LOSSES: dict[str, SequenceLoss] = {
     "dpo": Dpo(loss_type=("sigmoid", "ipo", "sft")),
@@ -21,6 +22,7 @@ LOSSES: dict[str, SequenceLoss] = {
     "cpo": Cpo(),
     "orpo": Orpo(),
     "kto": Kto(),
+    "reward": Reward(0.01),
 }
 PAIRS = 5
 # (tokens of the answer to each example, of its prompt)
@@ -64,6 +66,8 @@ def examples(loss: SequenceLoss, seed: int) -> list[Batch]:
             "attention_mask": torch.ones_like(ids),
             REFERENCE: torch.tensor([-4.5 * answer], dtype=torch.float64),
         }
+        if loss.of_scores:
+            row["row_value"] = torch.tensor([0.2 * (number // 2) if number > 3 else torch.nan])
         if loss.prompts:
             row["token_answer"] = in_answer
         if isinstance(loss, Kto):
@@ -116,8 +120,13 @@ def cut(loss: SequenceLoss, rows: list[Batch], size: int) -> list[list[Batch]]:
     return [part[i : i + size] for part in together for i in range(0, len(part), size)]
 
 
+def model_for(loss: SequenceLoss) -> Any:
+    config = tiny_config("llama")
+    return as_classifier(config, PAD) if loss.of_scores else config
+
+
 def step(loss: SequenceLoss, batches: list[Batch], device: str, **options: Any) -> Any:
-    with engine_of("llama", device=device, **options) as engine:
+    with engine_of(model_for(loss), device=device, **options) as engine:
         result = engine.train_step(batches, loss)
         again = engine.train_step(batches, loss)
         return result, again, weights_of(engine)
@@ -146,11 +155,11 @@ def test_a_step_is_the_same_however_it_is_computed(name, how, device):
 def test_packed_examples_are_those_of_padded_ones(name, device):
     loss = LOSSES[name]
     parts = cut(loss, examples(loss, 1), 2)
-    with engine_of("llama", device=device) as engine:
+    with engine_of(model_for(loss), device=device) as engine:
         padded = engine.forward_backward([joined(part) for part in parts], loss)
         expected = gradients_of(engine)
         engine.step()
-    with engine_of("llama", device=device) as engine:
+    with engine_of(model_for(loss), device=device) as engine:
         found = engine.forward_backward([packed(part) for part in parts], loss)
         gradients = gradients_of(engine)
     assert found.loss == pytest.approx(padded.loss, rel=1e-5)
@@ -164,7 +173,7 @@ def test_packed_examples_are_those_of_padded_ones(name, device):
 def test_an_evaluation_has_the_loss_and_metrics_of_a_step(name, device):
     loss = LOSSES[name]
     batches = [joined(part) for part in cut(loss, examples(loss, 2), 2)]
-    with engine_of("llama", device=device) as engine:
+    with engine_of(model_for(loss), device=device) as engine:
         evaluated = engine.evaluate(batches, loss)
         trained = engine.train_step(batches, loss)
     assert evaluated.loss == pytest.approx(trained.loss, rel=1e-6)

@@ -16,9 +16,11 @@ from megatrain.engine.build import prepare
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.placement import PRECISIONS
-from megatrain.engine.resolved import Weights
+from megatrain.engine.resolved import Weights, scores_on_meta
+from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import typical
+from megatrain.models.classifiers import as_classifier
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.planner.cost.shape import ModelShape, shape_of
@@ -60,10 +62,11 @@ class Case:
     second_backward: bool = False
     activations: str = "none"
     freeze: tuple[str, ...] = ()
+    scores: bool = False
 
     @property
     def config(self) -> LlamaConfig:
-        return LlamaConfig(
+        config = LlamaConfig(
             hidden_size=64,
             intermediate_size=176,
             num_hidden_layers=self.layers,
@@ -72,6 +75,7 @@ class Case:
             vocab_size=self.vocab,
             tie_word_embeddings=self.tied,
         )
+        return as_classifier(config, pad_id=0) if self.scores else config
 
     def plan(self, folder: Path) -> Plan:
         shape = shape_for(
@@ -82,6 +86,7 @@ class Case:
                 vocab=self.vocab,
                 micro_batch_tokens=self.micro_batch_tokens,
                 freeze=self.freeze,
+                scores=self.scores,
             )
         )
         job = Job(
@@ -127,7 +132,7 @@ class Case:
             )
             engine = Engine(**prepared.arguments())
             live.peak = live.live  # building the modules takes some, but before the buffers exist
-            engine.train_step(batches)
+            engine.train_step(batches, Reward() if self.scores else next_token)
         stored = engine.store.nbytes
         engine.close()
         return live.peak, stored
@@ -138,6 +143,8 @@ def shape_for(case: Case) -> ModelShape:
     """case: the model and its micro-batches, whatever else is chosen."""
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
+        if case.scores:
+            return scores_on_meta(logits)
         targets = torch.zeros(len(logits), dtype=torch.long, device="meta")
         return token_logprobs(logits, targets).sum()
 
@@ -202,6 +209,9 @@ CASES = {
     "first half frozen, not clipped": Case(layers=8, freeze=FIRST_FOUR, clipping=False),
     "MLPs frozen": Case(freeze=("*.mlp.*",)),
     "one layer frozen": Case(freeze=("*.layers.2.*",)),
+    "scores": Case(scores=True, vocab=8192),
+    "scores, tied, fp32": Case(scores=True, vocab=8192, tied=True, precision="float32"),
+    "scores, retained, in groups": Case(scores=True, retained=4, groups=2, micro_batch_tokens=128),
     "the head alone": Case(freeze=(*EMBEDDING, "*.layers.*", "*.norm.*")),
 }
 

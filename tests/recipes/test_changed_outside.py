@@ -108,7 +108,7 @@ NO_EFFECT: dict[str, tuple[Change, str]] = {
     ),
     "generation settings": (
         set_in("model/generation_config.json", temperature=0.1),
-        f"model: its generation settings {HAS_CHANGED}",
+        f"model: its generation settings {HAS_CHANGED.replace('has', 'have', 1)}",
     ),
     "no model": (remove("model"), "model: is no longer there; the checkpoint describes the model"),
     "no config.json": (remove("model/config.json"), "model: has no config.json"),

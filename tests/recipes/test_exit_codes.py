@@ -70,8 +70,10 @@ PLACE = "command line: data"
 DATA_FAULTS = {
     "data.train=row.jsonl": f"{PLACE}.train: row.jsonl: no such file; did you mean rows.jsonl?",
     "data.train=[rows.jsonl, row.jsonl]": f"{PLACE}.train: row.jsonl: no such file; did you mean",
+    "data.train=no/such": f"{PLACE}.train: no/such: no such file or folder, and no folder no; and",
     "data.train=*.csv": f"{PLACE}.train: *.csv: no file matches",
     "data.split=test": "rows.jsonl: a file has no split 'test'; name a folder with splits",
+    "data.train=rows.jsonl:test": f"{PLACE}.train: rows.jsonl:test: rows.jsonl is a file, which",
     "data.train=empty.jsonl": "empty.jsonl: holds no rows",
     "data.train=empty": f"{PLACE}.train: empty: no data files in this folder; known types",
     "data.train=broken.jsonl": "broken.jsonl:2: broken JSON at column 2",
@@ -139,6 +141,12 @@ def test_data_that_is_not_there_is_known_before_torch_is_imported(project, comma
     assert done.stderr == f"error: cfg.yaml:3: data.train: {words}\n"
     assert done.stdout == "3 False\n"
     assert sorted(project.rglob("*")) == before
+
+
+def test_rows_to_evaluate_on_that_are_not_there_are_named_at_once(megatrain, project):
+    assert sentence(megatrain("eval model --data no/such", code=3)).startswith(
+        "--data: no/such: no"
+    )
 
 
 def test_bad_rows_are_skipped_if_asked(megatrain, broken):

@@ -24,6 +24,7 @@ FURTHER = {
     "simpo": OF_PAIRS | {"nll_loss"},
     "cpo": OF_PAIRS | {"nll_loss"},
     "kto": OF_PAIRS - {"rewards/accuracies"} | {"kl"},
+    "reward": {"accuracy", "margin", "mean_reward"},
 }
 KEYS = {"simpo": ["simpo.beta=2.0"], "kto": ["train.rows_per_step=12"]}
 REFERRED = [name for name, loss in LOSSES.items() if getattr(loss, "reference", False)]
@@ -165,6 +166,8 @@ def test_and_refuses_another_model(megatrain, project, of_method, stop_after):
         (["method=kto", "train.groups=2"], "the loss is over a whole step"),
         (["method=dpo", "train.micro_batch_tokens=64"], "64 cannot hold a pair of rows"),
         (["method=dpo", "data.train_on=all"], "method: dpo trains on answers"),
+        (["method=reward", "sample_prompt=hello"], "method: reward trains a model that writes no"),
+        (["method=reward", "reward.center_rewards_coefficient=-1"], "must be a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(megatrain, project, options, reason):

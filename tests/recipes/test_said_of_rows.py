@@ -85,3 +85,19 @@ def test_a_method_refuses_rows_of_another(megatrain, project, method, row, words
     error = megatrain(f"data cfg.yaml method={method}", code=3).err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_steps_that_cannot_be_as_asked_are_said(megatrain, project):
+    said = megatrain("train cfg.yaml train.tokens_per_step=10 train.max_steps=3 data.eval=null").err
+    assert "warning: 60 of 60 rows are longer than train.tokens_per_step 10, the longest " in said
+    assert "a step takes one row at least, so it is larger there" in said
+    assert "is never reached" not in said
+    quiet = megatrain("train cfg.yaml train.max_steps=3 output=other").err
+    assert "tokens_per_step" not in quiet
+
+
+@pytest.mark.parametrize(("warmup", "highest"), [(200, "0.0001"), (3, "0.00667")])
+def test_a_rate_that_is_never_reached_is_said(megatrain, project, warmup, highest):
+    said = megatrain(f"train cfg.yaml train.warmup={warmup} train.max_steps=3 data.eval=null").err
+    assert f"train.learning_rate 0.01 is never reached: the warm-up takes {warmup} steps" in said
+    assert f"the highest rate is {highest}; set a lower train.warmup" in said

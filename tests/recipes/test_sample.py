@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.recipes import sample
 from megatrain.recipes.sample import Sampling
+from tests.commands import conversation, write_jsonl
 
 ASK = ("generate", "model", "Count to 3.", "--max-new-tokens")
 
@@ -89,3 +91,48 @@ def test_equal_seeds_draw_the_same():
         for choose in (Sampling(1.0, seed=seed).chooser() for seed in (None, 0, 1))
     ]
     assert draws[0] == draws[1] != draws[2]
+
+
+LONG = " ".join(str(number) for number in range(60))
+
+
+@pytest.fixture
+def gpt2(project: Any, tokenizer: Any) -> None:
+    """The project's model is a GPT-2, which has an embedding of each of its 64 positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    (project / "model").unlink()
+    ends: Any = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    sizes: Any = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+
+
+def test_answers_end_with_the_model_s_positions(megatrain, gpt2):
+    said = megatrain("generate model", "Count to 3.", "--max-new-tokens", "100").err
+    assert "the answer is cut after" in said
+    assert "tokens: with its prompt it has the 64 positions of this model" in said
+    refused = megatrain("generate model", LONG, code=2).err
+    assert "tokens, and the model reads no more than 64, its answer included" in refused
+
+
+def test_a_sample_prompt_beyond_the_positions_is_refused_before_anything_is_trained(
+    megatrain, project, gpt2
+):
+    error = megatrain("train cfg.yaml", f"sample_prompt={LONG}", code=2).err
+    assert "command line: sample_prompt: the prompt has" in error
+    assert not (project / "run").exists()
+
+
+def test_a_run_whose_rows_fill_the_positions_ends_with_a_sample(
+    megatrain, gpt2, project, monkeypatch
+):
+    monkeypatch.setattr(sample, "end_tokens", lambda model: [])
+    monkeypatch.setattr(sample, "SAMPLE_TOKENS", 48)
+    rows = [conversation(f"{LONG[:60]} {n}", "1 2 3 4 5 6 7 8 9") for n in range(6)]
+    write_jsonl(project / "rows.jsonl", rows)
+    said = megatrain("train cfg.yaml train.max_steps=1 data.eval=1").err
+    assert "rows cut to seq_len" in said
+    assert "the answer is cut after" in said
+    assert (project / "run" / "final").exists()

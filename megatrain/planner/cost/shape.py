@@ -129,11 +129,17 @@ class ModelShape:
     # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
     graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
+    scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: Frozen | None = None  # what the user does not train
 
     @property
     def layers(self) -> int:
         return len(self.block_numel) - 2
+
+    @property
+    def head_matrix(self) -> int:
+        """Elements of the matrix that makes logits or scores."""
+        return (self.scores or self.vocab_size) * self.hidden_size
 
     @property
     def idle_parameters(self) -> int:
@@ -265,6 +271,7 @@ def _assembled(
         tied=anatomy.embed_feeds_head,
         hidden_size=anatomy.hidden_size,
         vocab_size=anatomy.vocab_size,
+        scores=anatomy.labels,
         layer=by_tokens(lambda run: run.layer),
         embed=by_tokens(lambda run: run.embed),
         head=WorkingSet(tuple((n, dry.head(n).peak_bytes) for n in HEAD_CHUNK_TOKENS)),

@@ -1,0 +1,276 @@
+"""Reward models: which token has the score, the head that a language model's folder lacks, and what
+transformers makes of what is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megatrain.engine.engine import Engine
+from megatrain.engine.verify import weights_of
+from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.losses import Dpo, Reward, find_ends
+from megatrain.models.classifiers import as_classifier, is_classifier
+from megatrain.optim import AdamW
+from megatrain.settings import Settings
+from tests.multimodal import save_multimodal
+from tests.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
+
+FAMILIES = ["llama", "llama-tied", "gpt-neox", "gpt2", "mixtral", "opt-projected", "ctrl"]
+SETTINGS = Settings(update_threads=1)
+LENGTHS = [5, 9, 7, 2]
+
+
+def reward_config(family: str) -> Any:
+    return as_classifier(tiny_config(family), PAD)
+
+
+def padded(pads: int = PAD, seed: int = 0) -> Batch:
+    """Two pairs of unequal lengths."""
+    width, generator = max(LENGTHS), torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (len(LENGTHS), width), generator=generator)
+    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    ids = ids.masked_fill(~real, pads)
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": real.long()}
+
+
+def scores_of(engine: Engine, batch: Batch) -> Tensor:
+    """The scores of its examples, each pair's from what an evaluation says of it."""
+    found = []
+    for first in range(0, len(batch["input_ids"]), 2):
+        of_pair = {name: values[first : first + 2] for name, values in batch.items()}
+        about = engine.evaluate([of_pair], Reward()).metrics
+        found += [about["mean_reward"] + sign * about["margin"] / 2 for sign in (1, -1)]
+    return torch.tensor(found)
+
+
+# -- the token that has the score ------------------------------------------------------------------
+
+
+def ends(batch: Batch, pad: int = PAD) -> list[int]:
+    return find_ends({"labels": batch["input_ids"], **batch}, pad).index.tolist()
+
+
+def rows(*ids: list[int]) -> Tensor:
+    return torch.tensor(ids)
+
+
+def test_the_last_token_that_is_no_padding_has_the_score():
+    assert ends({"input_ids": rows([5, 6, 0, 0], [7, 8, 9, 4])}) == [1, 7]
+    assert ends({"input_ids": rows([0, 0, 5, 6], [7, 8, 9, 4])}) == [3, 7], "padded on the left"
+
+
+def test_padding_is_what_the_mask_says_too():
+    mask = rows([1, 1, 0, 0], [1, 1, 1, 0])
+    assert ends({"input_ids": rows([5, 6, 7, 7], [7, 8, 9, 4]), "attention_mask": mask}) == [1, 6]
+
+
+def test_as_in_transformers_tokens_of_the_padding_do_not_end_an_answer():
+    assert ends({"input_ids": rows([5, 6, 2, 2])}, pad=2) == [1]
+    assert ends({"input_ids": rows([2, 2, 2, 2])}, pad=2) == [0]
+
+
+def test_packed_examples_have_their_own_ends():
+    ids, row_of = rows([5, 6, 7, 8, 9, 0, 0, 0]), rows([0, 0, 1, 1, 1, 1, 1, 1])
+    positions = rows([0, 1, 0, 1, 2, 0, 1, 2])
+    batch = {"input_ids": ids, "row_of": row_of, "position_ids": positions}
+    assert ends(batch) == [1, 4]
+    assert ends(batch, pad=3) == [1, 4], "positions that begin anew tell the padding"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_transformers_on_a_padded_batch(family):
+    config, batch = reward_config(family), padded()
+    model = plain_model(config).eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        expected = model(**inputs).logits[:, 0]
+    with engine_of(config) as engine:
+        found = scores_of(engine, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- the head of a new reward model ----------------------------------------------------------------
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A language model's."""
+    return saved(request.param, tmp_path / "language model")
+
+
+def saved(family: str, folder: Path) -> Path:
+    model: Any = plain_model(tiny_config(family))
+    model.save_pretrained(folder)
+    return folder
+
+
+def opened(folder: Path, seed: int = 0, config: Any = None) -> Engine:
+    """The reward model of a language model's folder, as a run opens it."""
+    from megatrain.models.pretrained import read_model_config, resolve_source
+
+    source = resolve_source(folder)
+    config = config or as_classifier(read_model_config(source), PAD)
+    options: dict[str, Any] = {"precision": "float32", "device": "cpu", "settings": SETTINGS}
+    engine = Engine.from_config(config, optimizer=AdamW(lr=1e-2), seed=seed, **options)
+    engine.load_weights(source)
+    return engine
+
+
+def test_all_but_the_head_is_the_language_model_s(folder, caplog):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    with caplog.at_level(logging.INFO, "megatrain"), opened(folder) as engine:
+        ours = weights_of(engine)
+    (head,) = (name for name in ours if name not in theirs)
+    assert f"has no {head}, which is drawn at random" in caplog.text
+    assert head.rpartition(".")[0] in ("score", "classifier")
+    assert float(ours.pop(head).std()) == pytest.approx(0.02, rel=0.4), "initializer_range"
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_what_is_not_used_of_it_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "megatrain"):
+        opened(saved("gpt-neox", tmp_path / "untied")).close()
+        assert "embed_out.weight is not used: a reward model has another head" in caplog.text
+        caplog.clear()
+        opened(saved("llama-tied", tmp_path / "tied")).close()
+        assert "is not used" not in caplog.text
+
+
+def test_the_head_follows_from_the_seed(tmp_path):
+    heads, folder = [], saved("llama", tmp_path / "model")
+    for seed in (1, 1, 2):
+        with opened(folder, seed) as engine:
+            heads.append(weights_of(engine)["score.weight"])
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tmp_path):
+    batch, out = padded(), tmp_path / "out"
+    with opened(folder) as engine:
+        for _ in range(2):
+            engine.train_step([batch], Reward())
+        engine.save_pretrained(out)
+        ours = scores_of(engine, batch)
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model, about = loading.from_pretrained(out, output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        theirs = model.eval()(**inputs).logits
+    torch.testing.assert_close(ours, theirs[:, 0], rtol=1e-5, atol=1e-6)
+    assert theirs.shape[1] == 1
+
+
+def test_a_vision_tower_is_carried_along_and_the_configuration_is_not(tmp_path):
+    """config.json stays as it came beside passengers, but here it is another model's."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    save_multimodal(folder, "gemma3")
+    with opened(folder) as engine:
+        assert engine.anatomy.passengers.multimodal
+        engine.train_step([padded()], Reward())
+        engine.save_pretrained(out)
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model, about = loading.from_pretrained(out, output_loading_info=True)
+    assert type(model).__name__ == "Gemma3ForSequenceClassification"
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_and_by_an_engine(tmp_path):
+    out = tmp_path / "out"
+    with opened(saved("qwen2", tmp_path / "model")) as engine:
+        engine.train_step([padded()], Reward())
+        engine.save_pretrained(out)
+        ours = weights_of(engine)
+    with Engine.from_pretrained(out, precision="float32", device="cpu", settings=SETTINGS) as again:
+        assert is_classifier(again.hf_config)
+        assert all(torch.equal(value, ours[name]) for name, value in weights_of(again).items())
+
+
+def test_a_reward_model_s_folder_without_its_head_is_not_completed(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    model: Any = plain_model(reward_config("llama"))
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if n != "score.weight"},
+              folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    with pytest.raises(ModelError, match=r"lacks score\.weight"):
+        Engine.from_pretrained(folder, precision="float32", device="cpu", settings=SETTINGS)
+
+
+def test_names_without_a_prefix_are_understood(tmp_path):
+    """GPT-2's own folder has them; what is saved has them, too."""
+    from safetensors.torch import load_file, save_file
+
+    folder, out, batch = saved("gpt2", tmp_path / "model"), tmp_path / "out", padded()
+    weights = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+    with opened(folder) as engine:
+        engine.save_pretrained(out)
+        ours = scores_of(engine, batch)
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model, about = loading.from_pretrained(out, output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys"))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(ours, model.eval()(**inputs).logits[:, 0].detach())
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "loss", "reason"),
+    [
+        ("llama", Reward(), "Reward needs scores, which a model for sequence classification gives"),
+        ("scores", Dpo(), "Dpo needs log-probabilities of tokens, which a language model gives"),
+    ],
+)
+def test_a_loss_needs_its_own_head(family, loss, reason):
+    config = reward_config("llama") if family == "scores" else tiny_config(family)
+    batch = padded() | {"row_reference": torch.zeros(len(LENGTHS), dtype=torch.float64)}
+    with engine_of(config) as engine, pytest.raises(ConfigError, match=reason):
+        engine.forward_backward([batch], loss)
+
+
+def test_a_reward_model_has_no_log_probabilities_and_writes_nothing():
+    with engine_of(reward_config("llama")) as engine:
+        with pytest.raises(ConfigError, match="this model gives scores"):
+            engine.logprobs([padded()])
+        with pytest.raises(ConfigError, match="a reward model gives scores and writes no text"):
+            engine.generate(padded()["input_ids"][:1], 3)
+
+
+def test_examples_without_tokens_are_refused():
+    batch = padded() | {"row_of": torch.tensor([0, 1, 2, 5])[:, None].expand(4, max(LENGTHS))}
+    with engine_of(reward_config("llama")) as engine, pytest.raises(DataError, match="leaves out"):
+        engine.forward_backward([batch], Reward())
+
+
+def test_families_without_such_a_class_and_several_labels_are_refused():
+    with pytest.raises(ModelError, match="'cohere' has no class for sequence classification"):
+        as_classifier(tiny_config("cohere"), PAD)
+    config = reward_config("llama")
+    config.num_labels = 3
+    with pytest.raises(ModelError, match="has 3 labels; a reward model has one"):
+        as_classifier(config, PAD)
+
+
+def test_the_saved_configuration_says_what_it_is(tmp_path):
+    with opened(saved("llama", tmp_path / "model")) as engine:
+        engine.save_pretrained(tmp_path / "out")
+    stated = json.loads((tmp_path / "out/config.json").read_text())
+    assert stated["architectures"] == ["LlamaForSequenceClassification"]
+    assert stated["pad_token_id"] == PAD
+    assert list(stated["id2label"].values()) == ["LABEL_0"]
+    assert not (tmp_path / "out/generation_config.json").exists()

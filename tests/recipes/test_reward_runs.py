@@ -1,0 +1,140 @@
+"""Runs of reward models: what they save, who reads it, and what is refused of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatrain.config import load_config
+from megatrain.data.dataset import Rows
+from megatrain.recipes.model import read_model
+from megatrain.recipes.rows import read_rows
+from tests.commands import evaluations_of, write_jsonl
+from tests.recipes.test_preference_runs import pairs
+
+OPTIONS = ["method=reward", "train.learning_rate=1e-3"]
+
+
+@pytest.fixture
+def of_pairs(project: Path) -> Path:
+    write_jsonl(project / "rows.jsonl", pairs())
+    return project
+
+
+@pytest.fixture
+def trained(megatrain: Any, of_pairs: Path) -> Path:
+    """The run folder of a finished run in float32."""
+    megatrain("train cfg.yaml", *OPTIONS, "precision=float32")
+    return of_pairs / "run"
+
+
+def accuracy_by_transformers(folder: Path, rows: Rows, tokenizer: Any) -> float:
+    """The share of pairs whose chosen answer has the higher score, on padded batches."""
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model = loading.from_pretrained(folder).eval()
+    scores = []
+    for row in range(len(rows)):
+        sides = [{"input_ids": rows.side(row, side)[0].tolist()} for side in (0, 1)]
+        batch = tokenizer.pad(sides, return_tensors="pt")
+        with torch.no_grad():
+            scores.append(model(**batch).logits[:, 0])
+    chosen, rejected = torch.stack(scores).T
+    return float((chosen > rejected).float().mean())
+
+
+def test_what_is_saved_scores_in_transformers_as_in_the_run(megatrain, trained):
+    last = evaluations_of(trained)[-1]
+    assert last["eval_accuracy"] > 0.5
+    config = load_config(trained / "config.yaml")
+    model = read_model(config)
+    held_out = read_rows(config, model)[1]
+    assert held_out is not None
+    found = accuracy_by_transformers(trained / "final", held_out, model.tokenizer)
+    assert found == pytest.approx(last["eval_accuracy"])
+    megatrain("export run there")
+    assert found == accuracy_by_transformers(trained.parent / "there", held_out, model.tokenizer)
+    for folder in (trained / "final", trained.parent / "there"):
+        assert not (folder / "generation_config.json").exists()
+
+
+def test_the_card_and_the_summary_are_of_a_reward_model(megatrain, of_pairs):
+    said = megatrain("train cfg.yaml", *OPTIONS).err
+    assert "score.weight, which is drawn at random" in said
+    assert "ends answers here" not in said
+    card = (of_pairs / "run/final/README.md").read_text()
+    assert 'pipeline_tag: "text-classification"' in card
+    assert "Trained as a reward model from" in card
+
+
+def test_defaults_are_those_of_trl(megatrain, of_pairs):
+    text = (of_pairs / "cfg.yaml").read_text().replace("learning_rate: 0.01, ", "")
+    (of_pairs / "cfg.yaml").write_text(text)
+    megatrain("train cfg.yaml", "method=reward", "train.max_steps=1")
+    found = load_config(of_pairs / "run/config.resolved.yaml")
+    assert (found.train.learning_rate, found.data.truncation_mode) == (1e-4, "drop")
+    kept = load_config(of_pairs / "cfg.yaml", ["method=reward", "data.truncation_mode=keep_end"])
+    assert kept.data.truncation_mode == "keep_end"
+
+
+def test_a_reward_model_is_trained_further_and_evaluated_without_its_run(megatrain, trained):
+    before = evaluations_of(trained)[-1]
+    more = ["model=run/final", "output=more", "precision=float32"]
+    said = megatrain("train cfg.yaml", *OPTIONS, *more).err
+    assert "drawn at random" not in said
+    first = evaluations_of(trained.parent / "more")[0]
+    assert first["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)
+    found = megatrain("eval run/final --data rows.jsonl --json").json
+    assert found["eval_accuracy"] > 0.5
+    assert "perplexity" not in found
+
+
+def test_margins_of_rows_are_wanted(megatrain, of_pairs):
+    losses = []
+    for margin in (None, 0.0, 2.0):
+        rows = [row if margin is None else {**row, "margin": margin} for row in pairs(80)]
+        write_jsonl(of_pairs / "rows.jsonl", rows[:60])
+        write_jsonl(of_pairs / "others.jsonl", rows[60:])
+        more = ["data.eval=others.jsonl", "train.max_steps=1", f"output=run-{margin}"]
+        megatrain("train cfg.yaml", *OPTIONS, *more)
+        losses.append(evaluations_of(of_pairs / f"run-{margin}")[0]["eval_loss"])
+    assert losses[0] == losses[1] < losses[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "reason"),
+    [
+        ("generate run hello", 2, "is a reward model, which gives scores and writes no text"),
+        ("train sft.yaml model=run/final output=no", 2, "set method: reward instead of sft"),
+        ("bench cfg.yaml method=reward", 2, "bench times steps of a language model"),
+    ],
+)
+def test_what_needs_a_language_model_is_refused(megatrain, trained, line, code, reason):
+    (trained.parent / "sft.yaml").write_text((trained.parent / "cfg.yaml").read_text())
+    refused = megatrain(line, code=code).err
+    assert reason in refused
+    assert "Traceback" not in refused
+
+
+def test_families_without_a_class_are_refused_before_rows_are_read(megatrain, project):
+    stated = json.loads((project / "model/config.json").read_text())
+    model = (project / "model").resolve()
+    (project / "other").mkdir()
+    for file in model.iterdir():
+        (project / "other" / file.name).write_bytes(file.read_bytes())
+    cohere = {**stated, "model_type": "cohere", "architectures": ["CohereForCausalLM"]}
+    (project / "other/config.json").write_text(json.dumps(cohere))
+    refused = megatrain("train cfg.yaml", *OPTIONS, "model=other", code=2).err
+    assert "model type 'cohere' has no class for sequence classification" in refused
+
+
+def test_a_plan_of_a_shape_has_no_vocabulary_in_its_head(megatrain, project):
+    plans = {
+        method: megatrain(f"plan tiny method={method} train.tokens_per_step=8192 --json").json
+        for method in ("dpo", "reward")
+    }
+    assert plans["dpo"]["parameters"] - plans["reward"]["parameters"] == 511 * 64
