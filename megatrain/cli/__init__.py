@@ -17,6 +17,7 @@ import typer
 
 from megatrain.cli.app import app
 from megatrain.errors import StorageError, exit_code_of, printable
+from megatrain.machine.address_space import address_space_errors, keep_address_space_small
 from megatrain.reporting.streams import lasting_streams, unwritable
 
 # In the order in which `megatrain --help` lists their commands.
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code_of(words: list[str], debug: bool) -> int:
     """The exit code of a command, which is run; its error is printed."""
     try:
-        done = app(args=words, prog_name="megatrain", standalone_mode=False)
+        with address_space_errors():
+            keep_address_space_small()
+            done = app(args=words, prog_name="megatrain", standalone_mode=False)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 0
     except UsageError as error:

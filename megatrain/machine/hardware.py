@@ -19,6 +19,11 @@ from typing import Any
 import psutil
 
 from megatrain.errors import ConfigError
+from megatrain.machine.address_space import (
+    AddressSpace,
+    keep_address_space_small,
+    read_address_space,
+)
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.datasheets import FIRST_BFLOAT16
 
@@ -48,10 +53,6 @@ PAGE_TABLE_SHARE = 8 / 4096
 PINNED_SHARE = 16 / 4096
 KERNEL_SPARE_BYTES = 512 * MIB  # of RAM, for growth: the kernel's own caches grew by 110 MiB
 KERNEL_SPARE_SHARE = 1 / 32  # and of a small machine's RAM no more than that
-
-# Of a limit on address space (`ulimit -v`): threads' stacks and heaps, and libraries' mappings that
-# are never filled. Two cores, a run of 1.6 GiB: 430 MiB.
-ADDRESS_SPARE_BYTES = 512 * MIB
 
 # glibc maps large blocks and returns them when they are freed, but raises the size from which it
 # does so up to 32 MiB as it goes. Smaller activations then leave holes in heaps that are never
@@ -94,6 +95,7 @@ class Hardware:
     workspace_bytes: int  # of the GPU, taken by libraries through PyTorch
     resident_bytes: int  # of the host, held already: Python, its imports, a tokenizer
     library_bytes: int  # of the host, taken by libraries once they compute
+    address_space: AddressSpace | None = None  # a limit that leaves less than the machine has
 
 
 def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
@@ -115,22 +117,25 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     held = own.rss - getattr(own, "shared", 0)
     spare = min(KERNEL_SPARE_BYTES, int(memory.total * KERNEL_SPARE_SHARE))
     most = held + memory.available - spare
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
-        most = min(most, own.rss + address_space - own.vms - ADDRESS_SPARE_BYTES)
+    if left is not None:
+        most = min(most, own.rss + left)
+    cores, space = physical_cores(), read_address_space()
+    if space is not None and (by_space := own.rss + space.left_bytes(cores)) < most:
+        most = by_space
+    else:
+        space = None
     return Hardware(
         gpu=gpu,
         host_total_bytes=memory.total if limit is None else min(memory.total, limit),
-        host_available_bytes=without_tables(
-            max(0, most if left is None else min(most, own.rss + left)), pinned=gpu is not None
-        ),
-        physical_cores=physical_cores(),
+        host_available_bytes=without_tables(max(0, most), pinned=gpu is not None),
+        physical_cores=cores,
         disk_free_bytes=disk_free(Path(output_folder)),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         context_bytes=CUDA_CONTEXT_BYTES if gpu else 0,
         workspace_bytes=CUBLAS_WORKSPACE_BYTES if gpu else 0,
         resident_bytes=own.rss,
         library_bytes=CUDA_LIBRARY_BYTES if gpu else CPU_LIBRARY_BYTES,
+        address_space=space,
     )
 
 
@@ -206,7 +211,8 @@ def _existing(folder: Path) -> Path:
 
 
 def keep_caches_small() -> None:
-    """Keep CPU kernel libraries from hoarding memory. Call it before they compute."""
+    """Keep libraries from hoarding memory and address space. Call it before they compute."""
+    keep_address_space_small()
     for name, value in LIBRARY_CACHES.items():
         os.environ.setdefault(name, value)
 

@@ -152,21 +152,38 @@ def make_plan(
     free = None if hardware.gpu is None else hardware.gpu.free_bytes
     budget = Budget(
         gpu=free if free is None else min(gpu_limit or free, free),
-        host=host_limit or hardware.host_available_bytes,
+        host=host_budget(hardware, host_limit),
         disk=hardware.disk_free_bytes,
         nvme=nvme_limit,
     )
     search = Search(job, shape, hardware, machine, budget)
     plan = lay_out(search.fastest(), machine, budget)
     if not plan.fits:
-        held = hardware.host_total_bytes - hardware.host_available_bytes
-        passing = ""
-        if host_limit is None and held > MUCH_HELD and plan.host_bytes <= budget.host + held:
-            held_gib = f"{held / GIB:.1f} GiB"
-            passing = f" (other programs hold {held_gib} of RAM now: this may pass)"
-        return replace(plan, fix=cheapest_fix(plan.short, search) + passing)
+        why = why_short(plan, hardware, host_limit)
+        return replace(plan, fix=cheapest_fix(plan.short, search) + why)
     found = faster(plan.choices, plan.timing, search) if suggest else ()
     return replace(plan, faster=found)
+
+
+def host_budget(hardware: Hardware, host_limit: int | None) -> int:
+    """Bytes of host RAM: the user's figure, unless a limit on address space is below it."""
+    available = hardware.host_available_bytes
+    if host_limit is None:
+        return available
+    return host_limit if hardware.address_space is None else min(host_limit, available)
+
+
+def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
+    """Where host RAM is short for a reason that may be removed: that, in brackets."""
+    available = hardware.host_available_bytes
+    if "host" in plan.short and hardware.address_space and plan.budget.host == available:
+        return f" ({hardware.address_space})"
+    held = hardware.host_total_bytes - available
+    if hardware.address_space or host_limit is not None or held <= MUCH_HELD:
+        return ""
+    if plan.host_bytes > available + held:
+        return ""
+    return f" (other programs hold {held / GIB:.1f} GiB of RAM now: this may pass)"
 
 
 def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:

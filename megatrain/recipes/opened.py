@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatrain.errors import MegaTrainError
+from megatrain.machine.address_space import address_space_errors
 from megatrain.recipes.describe import DESCRIPTION
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import Stopped, StopRequest, stop_requests
@@ -46,7 +47,8 @@ def in_run_folder(
     console, made = console_on(stderr=True), not os.path.exists(path)
     with stop_requests() as stop, run_lock(path) as lock:
         try:
-            with logging_to(path, console), watchdog(hang_timeout, path / LOG_FILE) as watch:
+            watched = watchdog(hang_timeout, path / LOG_FILE)
+            with logging_to(path, console), address_space_errors(), watched as watch:
                 if lock.warning:
                     logger.warning(lock.warning)
                 if not verifies():

@@ -23,6 +23,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.losses import SequenceLoss
+from megatrain.machine.address_space import address_space_errors
 from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.job import StepTokens
@@ -259,7 +260,7 @@ def _run(
     config = ready.parts.config
     opened.watch.expect(plan.timing.seconds)
     exact = deterministic(config.train.deterministic)
-    with ExitStack() as stack, setup.memory_errors(plan), exact:
+    with setup.memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
         log_every = config.train.log_every
         progress = stack.enter_context(Progress(opened.console, log_every=log_every))
         run = open_run(ready, opened.lock, progress, stack, resuming)

@@ -283,10 +283,17 @@ def test_folders_of_one_drive_count_once(tmp_path):
 def test_a_limit_on_address_space_bounds_what_is_available(tmp_path):
     own = psutil.Process().memory_info()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (own.vms + 2 * GIB, before[1]))
+    limit = own.vms + 3 * GIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        limited = read_hardware(tmp_path, "cpu").host_available_bytes
+        limited = read_hardware(tmp_path, "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert limited - own.rss == pytest.approx(1.5 * GIB, rel=0.05)
-    assert read_hardware(tmp_path, "cpu").host_available_bytes > limited
+    spare = 0.5 * GIB + 16 * MIB * limited.physical_cores
+    assert limited.host_available_bytes - own.rss == pytest.approx(3 * GIB - spare, rel=0.05)
+    assert limited.address_space is not None
+    assert limited.address_space.limit_bytes == limit
+    assert limited.address_space.taken_bytes == pytest.approx(own.vms, rel=0.05)
+    free = read_hardware(tmp_path, "cpu")
+    assert free.host_available_bytes > limited.host_available_bytes
+    assert free.address_space is None
