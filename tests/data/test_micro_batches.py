@@ -166,16 +166,18 @@ def test_a_step_has_the_same_rows_however_it_is_cut(kind, pack_to):
 
 @pytest.mark.parametrize("kind", [PAIRS, JUDGED])
 def test_a_step_is_filled_with_what_is_trained_on(kind):
-    rows, batches = FakeSides(kind), list(loader(kind))
+    rows, batches, trained = FakeSides(kind), list(loader(kind)), {PAIRS: 2, JUDGED: 1}[kind]
     numbers = [[one.number for one in of_step(batch)] for batch in batches]
     for batch, mine in zip(batches, numbers, strict=True):
         of_rows = sorted({number // 2 for number in mine})
-        assert sorted(batch.lengths) == sorted(rows.lengths[of_rows].tolist())
+        assert sorted(batch.lengths) == sorted(
+            rows.side_lengths[of_rows, :trained].ravel().tolist()
+        )
         assert batch.tokens == rows.lengths[of_rows].sum() <= 400
     for batch, following in zip(batches, numbers[1:], strict=False):
         assert batch.tokens + max(rows.lengths[number // 2] for number in following) > 400
     (whole,) = loader(kind, tokens_per_step=int(rows.lengths.sum()))
-    assert len(whole.lengths) == ROWS
+    assert len(whole.lengths) == trained * ROWS
 
 
 def test_mismatches_are_never_beside_rows_that_are_trained_on():
