@@ -28,6 +28,7 @@ ALONE_BATCHES = 4  # which this process does alone: a small set is done before o
 WAITING = 2  # batches for each process that are under way or done
 PR_SET_PDEATHSIG = 1
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+IGNORED += (signal.SIGUSR2, signal.SIGALRM)
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # of threads, which are not there after a fork
 
 Given = TypeVar("Given")

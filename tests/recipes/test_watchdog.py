@@ -40,7 +40,7 @@ EARLY = {
     "the model": ("megatrain.recipes.setup", "read_model"),
     "the plan": ("megatrain.recipes.setup", "make_plan"),
     "the self-check": ("megatrain.recipes.run", "check_once"),
-    "tokens": ("megatrain.data.build", "write_rows"),
+    "tokens": ("megatrain.data.build", "make_shards"),
 }
 WAITS = """
 import threading, {module} as module
