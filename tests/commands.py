@@ -243,3 +243,12 @@ class Forker:
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
+
+
+def children_of(parent: int) -> list[int]:
+    """Numbers of the processes that a process started from its first thread."""
+    try:
+        text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    except OSError:  # it has ended
+        return []
+    return [int(word) for word in text.split()]

@@ -163,7 +163,9 @@ def test_data_shows_rows_or_counts(recipes, capsys):
     assert recipes.calls == [("show_data", config, *given) for given in options]
 
 
-def test_eval_prints_the_loss(recipes, capsys):
+def test_eval_prints_the_loss(recipes, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("held.jsonl").write_text('{"text": "held out"}\n')
     assert cli.main(["eval", "run", "--data", "held.jsonl"]) == 0
     assert capsys.readouterr().out == "eval_loss: 1.25\nrows: 4\n"
     assert cli.main(["eval", "run", "--json"]) == 0

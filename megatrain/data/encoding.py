@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,9 @@ from megatrain.data.cuts import Row
 from megatrain.data.dataset import Counts, IdArray
 from megatrain.data.fields import RowError
 from megatrain.data.readers import RawRow
+from megatrain.data.rendering import Fence, Handed, worked_off
 from megatrain.data.samples import Chat, Document, Judged, Pair, Sample, texts_of
+from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from megatrain.data.build import DataOptions
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 Formats = dict[tuple[int, str], str]  # the format's name by source and file
+Renderer = Fence[Sample, "tuple[Marked, ...]"]
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,15 @@ class Reader:
             format_of(row, value, self._formats, self._options)
 
 
-def encode_batch(batch: Batch, encoder: Encoder, options: DataOptions) -> EncodedBatch:
-    """Tokenise the good rows; count all. None is tokenised where a bad one is to be refused."""
+def encode_batch(
+    batch: Batch, fence: Renderer, encoder: Encoder, options: DataOptions
+) -> EncodedBatch:
+    """Tokenise the good rows; count all. None is tokenised where a bad one is to be refused.
+
+    fence: of `encoder.marks`. Raises DataError for a chat template that takes too much.
+    """
     counts, uncut = Counts(), array("q")
-    marked = list(_marked(batch, encoder, options, counts))
+    marked = list(_marked(batch, fence, encoder, options, counts))
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
         return EncodedBatch([], counts, uncut)
     encoded, rows = iter(encoder.encode([text for *_, texts in marked for text in texts])), []
@@ -176,17 +185,35 @@ def _begun_alike(sides: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _marked(
-    batch: Batch, encoder: Encoder, options: DataOptions, counts: Counts
+    batch: Batch, fence: Renderer, encoder: Encoder, options: DataOptions, counts: Counts
 ) -> Iterator[tuple[RawRow, Sample, tuple[Marked, ...]]]:
     """(row, sample, marked texts) of every good row; bad ones are counted."""
+    samples = _samples(batch, encoder, options, counts)
+    for (raw, sample), found in worked_off(fence, samples):
+        try:
+            if isinstance(sample, RowError):
+                raise sample
+            if isinstance(found, DataError):
+                raise found
+            yield raw, sample, encoder.marks(sample) if found is None else found
+        except RowError as error:
+            counts.add_bad(f"{raw.where}: {error}")
+
+
+def _samples(
+    batch: Batch, encoder: Encoder, options: DataOptions, counts: Counts
+) -> Iterator[Handed[tuple[RawRow, Sample | RowError]]]:
+    """Every row with what it is, to be handed over where the chat template renders it."""
     settled = dict(batch.formats)
     for raw in batch.rows:
         counts.read += 1
+        sample: Sample | RowError
         try:
             sample = _sample(raw, settled, options, counts)
-            yield raw, sample, encoder.marks(sample)
+            argument = pickle.dumps(sample) if encoder.renders(sample) else None
         except RowError as error:
-            counts.add_bad(f"{raw.where}: {error}")
+            sample, argument = error, None
+        yield Handed((raw, sample), argument, raw.where)
 
 
 def format_of(raw: RawRow, value: object, settled: Formats, options: DataOptions) -> str:

@@ -7,7 +7,7 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.data.fields import RowError
+from megatrain.data.rendering import fenced
 from megatrain.data.template import ANSWERED, FOLLOWED, Template
 from megatrain.errors import DataError, if_forbidden
 
@@ -54,10 +54,14 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """
     tokenizer.chat_template = find_template(name)
     template = Template(tokenizer)
-    try:
+
+    def tried() -> str:
         template.render(ANSWERED)
-        text = template.render(FOLLOWED, generation_prompt=True)
-    except RowError as error:
+        return template.render(FOLLOWED, generation_prompt=True)
+
+    try:
+        text = fenced(tried)
+    except DataError as error:
         raise DataError(f"{name}: {error}") from error
     for token in dict.fromkeys(TOKEN.findall(text)):
         if len(tokenizer.encode(token, add_special_tokens=False)) != 1:

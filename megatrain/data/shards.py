@@ -18,6 +18,7 @@ import numpy as np
 from megatrain.data import cuts
 from megatrain.data.dataset import Counts
 from megatrain.data.encoding import Batch, EncodedBatch, Reader, encode_batch
+from megatrain.data.rendering import Fence
 from megatrain.data.workers import Team
 from megatrain.data.writing import Answer, Cutter
 
@@ -46,9 +47,11 @@ def make_shards(
 
     From a bad row on that is to be refused nothing is written, but all rows are counted.
     """
-    with Team(partial(encode_batch, encoder=encoder, options=options), options.processes) as team:
-        work = _Work(making, Reader(source, options, on_progress), team, options)
-        work.run()
+    with Fence(encoder.marks) as fence:
+        encode = partial(encode_batch, fence=fence, encoder=encoder, options=options)
+        with Team(encode, options.processes) as team:
+            work = _Work(making, Reader(source, options, on_progress), team, options)
+            work.run()
     counts = Counts(parts=[0] * max(1, len(source.parts)))
     for number in range(work.number):
         counts.add(making.shards[number].counts)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
-from megatrain.data.rendering import GENERATION, LARGEST_CHARACTERS, check_constants, limited
+from megatrain.data.rendering import GENERATION, LARGEST_CHARACTERS, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 
 class Template:
     """A tokenizer's chat template, and what its text shows of how it writes turns.
+
+    Rendering takes what the template's code takes, without an end: see `rendering.fenced`.
 
     day: the date that it is told when it asks for the time.
     """
@@ -233,7 +235,6 @@ class Template:
         source = self._with_tools if scene.tools else self._source
         try:
             with limited():
-                check_constants(source)
                 found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
                     conversations=[list(scene.turns)],
                     tools=[dict(tool) for tool in scene.tools] or None,
@@ -242,6 +243,8 @@ class Template:
                     add_generation_prompt=generation_prompt,
                     **{**self._variables, **scene.variables},
                 )
+        except MemoryError:  # the process that renders ends by it
+            raise
         except Exception as error:  # whatever the code of a template does
             reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
             raise RowError(f"{refuses}: {reason}") from error

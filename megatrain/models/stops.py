@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.chat import ChatTemplate
+from megatrain.data.rendering import fenced
 from megatrain.errors import DataError
 from megatrain.models.classifiers import is_classifier
 
@@ -13,12 +14,26 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
+# What templates were found to end turns with: each is asked in a process of its own.
+_known: dict[str, tuple[str, ...]] = {}
+
+
 def ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens that end an assistant's turns in the chat template, the usual one first."""
-    try:
-        return ChatTemplate(tokenizer).stops if tokenizer.chat_template else ()
-    except DataError:  # none of several is the default
+    """The tokens that end an assistant's turns in the chat template, the usual one first.
+
+    Raises TooMuch for a template that takes too long, or too much memory, to tell.
+    """
+    if not tokenizer.chat_template:
         return ()
+    special = sorted(map(str, tokenizer.added_tokens_decoder.values()))
+    asked = str((tokenizer.chat_template, tokenizer.special_tokens_map, special))
+    if asked not in _known:
+        try:
+            template = ChatTemplate(tokenizer)
+        except DataError:  # none of several is the default
+            return ()
+        _known[asked] = fenced(lambda: template.stops)
+    return _known[asked]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -61,11 +61,16 @@ class Model:
 
 
 def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model. Raises ModelError and ConfigError."""
+    """Configuration and tokenizer of the config's model.
+
+    Raises ModelError, ConfigError, and DataError for a template of the model's own.
+    """
     model, template = config.model, config.data.chat_template
     try:
         return describe_model(model.source, model.revision, model.trust_remote_code, template)
     except DataError as error:
+        if template is None:
+            raise
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
 
 

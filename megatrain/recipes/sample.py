@@ -13,7 +13,7 @@ import torch
 from megatrain.config import Config
 from megatrain.data.dataset import Rows
 from megatrain.data.prompts import Turns
-from megatrain.data.rendering import limited
+from megatrain.data.rendering import fenced, limited
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.rotary import longest_sequence
@@ -131,14 +131,23 @@ def positions_of(model: Model) -> int | None:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
-    """The prompt in the chat's format. Raises ModelError where the template refuses it."""
-    try:
-        with limited():
-            made = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever the code of a template does
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"the chat template refuses this prompt: {reason}") from error
-    return str(made)
+    """The prompt in the chat's format. Raises ModelError where the template refuses it, and
+    TooMuch."""
+
+    def render() -> str:
+        try:
+            with limited():
+                made = tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True
+                )
+        except MemoryError:  # the process that renders ends by it
+            raise
+        except Exception as error:  # noqa: BLE001  whatever the code of a template does
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"the chat template refuses this prompt: {reason}") from None
+        return str(made)
+
+    return fenced(render)
 
 
 def continuation(

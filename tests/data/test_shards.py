@@ -176,9 +176,9 @@ def test_the_first_judged_rows_mismatch_may_come_late(make_tokenizer, write_json
     assert (len(found), len(shard_folders(tmp_path / "cache"))) == (3, 4)
 
 
-def test_small_sets_start_no_process(encode_into, monkeypatch):
+def test_small_sets_start_no_process_that_tokenises(encode_into, monkeypatch):
     monkeypatch.setattr(workers, "ALONE_BATCHES", ROWS // BATCH)
-    monkeypatch.setattr(os, "fork", None)
+    monkeypatch.setattr(workers, "forked", None)
     encode_into("alone", processes=8)
 
 

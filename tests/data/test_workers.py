@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data import workers
+from megatrain.data import forking, workers
 from megatrain.errors import DataError, MegaTrainError
+from tests.commands import children_of
 
 
 @pytest.fixture(autouse=True)
 def from_the_first_batch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "ALONE_BATCHES", 0)
-
-
-def children_of(parent: int) -> list[int]:
-    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(word) for word in text.split()]
 
 
 def slowly(batch: int) -> int:
@@ -79,7 +75,7 @@ def test_processes_end_with_a_parent_that_is_killed_and_heed_no_signal(tmp_path)
         time.sleep(0.01)
     children = [int(word) for word in said.read_text().split()]
     for child in children:
-        for number in workers.IGNORED:
+        for number in forking.IGNORED:
             os.kill(child, number)
     time.sleep(0.1)
     assert set(children_of(parent)) == set(children)

@@ -195,7 +195,7 @@ def test_the_class_is_the_one_that_the_configuration_names():
     text = Skeleton(config.text_config, dtype=torch.float32)
     assert type(text.model).__name__ == "Qwen3_5ForCausalLM"
     assert text.anatomy.passengers.names == ()
-    other = tiny_config("llama", architectures=["LlamaForSequenceClassification"])
+    other = tiny_config("llama", architectures=["LlamaForTokenClassification"])
     assert type(build_model(other, "auto", torch.float32)).__name__ == "LlamaForCausalLM"
 
 

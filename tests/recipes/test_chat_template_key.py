@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from megatrain.data import rendering
 from megatrain.data.named_templates import find_template
 from megatrain.models.pretrained import load_tokenizer, resolve_source
 
@@ -73,3 +74,18 @@ def test_a_gguf_file_takes_one_too(smollm2_gguf):
     tokenizer: Any = load_tokenizer(resolve_source(smollm2_gguf), chat_template="alpaca")
     text = tokenizer.apply_chat_template(TURNS, tokenize=False)
     assert text.endswith(f"### Response:\n1 2 3{tokenizer.eos_token}\n\n")
+
+
+@pytest.mark.parametrize("command", ["data cfg.yaml", "train cfg.yaml", "generate model a"])
+def test_a_template_that_computes_without_end_ends_every_command(
+    megatrain, project, monkeypatch, command
+):
+    monkeypatch.setattr(rendering, "LONGEST_S", 0.2)
+    source = (project / "model").resolve()
+    (project / "model").unlink()
+    shutil.copytree(source, project / "model")
+    hostile = "{% set n = 10 %}{{ (n ** n) ** (n ** n) }}"
+    (project / "model" / "chat_template.jinja").write_text(hostile)
+    error = megatrain(command, code=3).err
+    assert "the chat template takes more than 0.2 s of computing for one conversation" in error
+    assert not (project / "run").exists()

@@ -68,8 +68,8 @@ def test_where_no_checkpoint_is_good_the_way_back_is_the_beginning(megatrain, pr
     written = "null" not in options[0]
     none = "was followed by a finite step" if written else "was written yet"
     assert f"no checkpoint {none}: start again with a lower rate: megatrain train" in lost.err
-    command = shlex.split(printed_command(lost.err))
-    assert command[-1] == "train.learning_rate=1e+19"
+    *command, rate = shlex.split(printed_command(lost.err))
+    assert rate == "train.learning_rate=1e+19"
     assert megatrain(shlex.join(command), "train.learning_rate=1e-3", "--json").json["steps"] == 12
     assert (project / "run-2" / "final").is_dir()
 
