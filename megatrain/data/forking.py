@@ -22,6 +22,7 @@ IGNORED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGXCPU,
+    signal.SIGALRM,
 )
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # of threads, which are not there after a fork
 
