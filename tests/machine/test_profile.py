@@ -36,7 +36,7 @@ MACHINE: Any = {"gpu": None, "memlock_bytes": None, "physical_cores": 16, **MEMO
 CPU = Hardware(**NOTHING | MACHINE | {"disk_free_bytes": 100 * GIB})
 
 
-def with_gpu(name: str, **changes: int) -> Hardware:
+def with_gpu(name: str, **changes: Any) -> Hardware:
     return replace(CPU, gpu=Gpu(name, 80 * GIB, 79 * GIB, (9, 0)), **changes)
 
 
