@@ -76,7 +76,7 @@ class ForwardPasses:
     def logprobs(
         self, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
     ) -> list[tuple[Targets, torch.Tensor, torch.Tensor]]:
-        """Each micro-batch's targets and what `head.target_logprobs` says of them, in one sweep.
+        """Each micro-batch's targets and what `head.target_values` says of them, in one sweep.
 
         targets: others than the labels show; a position may have several.
         """

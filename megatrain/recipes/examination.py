@@ -17,7 +17,7 @@ from megatrain.recipes.judging import Figures
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import continuation, ids_of
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.tasks import TaskOptions, Tasks, load_tasks, run_tasks
+from megatrain.recipes.tasks import Sizes, TaskOptions, Tasks, load_tasks, run_tasks
 from megatrain.reporting.samples import write_samples
 
 if TYPE_CHECKING:
@@ -100,8 +100,6 @@ def examine(run: Run, stop: StopRequest) -> Figures | None:
 def figures_of(run: Run, tasks: Tasks, stop: StopRequest) -> Figures | None:
     """What tasks find in the middle of a run, by their names in metrics.jsonl; None if asked to
     stop. A task that fails gives no figures, and is logged; before the first step it raises."""
-    from megatrain.recipes.harness import Sizes
-
     model = run.model
     generation = with_stops(model.config, model.tokenizer, model.generation)[0]
     sizes = Sizes(run.loader.micro_batch_tokens, run.sweep_tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -36,23 +35,12 @@ from megatrain.heartbeat import beat
 from megatrain.models.rotary import regimes_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import Sampling
+from megatrain.recipes.tasks import AskedToStop, Sizes
 
 MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf backend's own
 DRAWN = {"do_sample", "temperature", "top_p"}  # what answers that are streamed can be drawn by
 
 Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
-
-
-class AskedToStop(Exception):
-    """Somebody asked to stop, in the middle of a task."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Padded tokens that are computed at once, and that share one sweep over the weights."""
-
-    micro_batch_tokens: int
-    sweep_tokens: int
 
 
 class EngineLM(TemplateLM):

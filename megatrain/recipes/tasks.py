@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,24 @@ from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.model import Model
 from megatrain.reporting.metrics import json_able
 
-if TYPE_CHECKING:
-    from megatrain.recipes.harness import Sizes
-
 # A sweep over a streamed model should carry many tokens: these micro-batches at most, and hidden
 # states, old and new, in this share of what a GPU has free.
 SWEEP_MICRO_BATCHES, MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 4, 64, 0.25
 
 # (task, metric, filter) -> value; filter "none" is the usual one
 Values = dict[tuple[str, str, str], float]
+
+
+class AskedToStop(Exception):
+    """Somebody asked to stop, in the middle of a task."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Padded tokens that are computed at once, and that share one sweep over the weights."""
+
+    micro_batch_tokens: int
+    sweep_tokens: int
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,6 @@ def is_known(name: str, manager: Any) -> bool:
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Raise whatever the code of a task, a data set or a metric raises as a DataError."""
-    from megatrain.recipes.harness import AskedToStop
-
     try:
         yield
     except (MegaTrainError, AskedToStop):
@@ -231,7 +238,7 @@ def run_tasks(
     """
     from lm_eval.evaluator import simple_evaluate
 
-    from megatrain.recipes.harness import AskedToStop, EngineLM
+    from megatrain.recipes.harness import EngineLM
 
     options = tasks.options
     if options.apply_chat_template and model.tokenizer.chat_template is None:
@@ -303,8 +310,6 @@ def silent(wanted: bool) -> Iterator[None]:
 
 def sizes_for(engine: Engine, longest: int) -> Sizes:
     """Batches for an engine that nothing else computes on. longest: tokens of a row, at most."""
-    from megatrain.recipes.harness import Sizes
-
     size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
     sweep = SWEEP_MICRO_BATCHES * size
     if engine.device.type == "cuda":
