@@ -147,6 +147,16 @@ class Loader:
             position = self._after(position, len(stops), stops[-1])
         return position.step
 
+    def batches_of(
+        self, rows: Rows, limit: int | None = None, references: ReferenceArray | None = None
+    ) -> Iterator[MicroBatch]:
+        """`held_out_batches` of any rows, in micro-batches like those that are trained on."""
+        return held_out_batches(
+            *(rows, self.micro_batch_tokens, self.pad_id, limit, self.pack_to, self.regimes),
+            references=references,
+            prompts_too=self.prompts_too,
+        )
+
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
         """`counted` for micro-batches of every size, over the run's first STEPS_LOOKED_AT steps."""
         steps, full = self._first_steps()

@@ -30,12 +30,17 @@ from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks, sizes_for
+from megatrain.recipes.tasks import (
+    SWEEP_MICRO_BATCHES,
+    TaskOptions,
+    TaskResults,
+    load_tasks,
+    run_tasks,
+    sizes_for,
+)
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.saves import find_checkpoint
-
-SWEEP_MICRO_BATCHES = 4  # that share one sweep of the weights
 
 
 def show_data(

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
+from megatrain.data.loader import Loader, MicroBatch, StepBatch
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss, joined
@@ -282,7 +282,8 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     started, found, given = time.perf_counter(), None, Figures()
     with run.progress.doing("evaluating"):
         if run.held_out is not None:
-            batches = held_out(run, run.held_out)
+            limit = run.config.train.eval_rows
+            batches = run.loader.batches_of(run.held_out, limit, run.held_out_references)
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
                 return None
@@ -295,17 +296,6 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
     run.progress.evaluated(run.step, loss, seconds)
     return figures if loss is None else {"eval_loss": loss, **figures}
-
-
-def held_out(run: Run, rows: Rows) -> Iterator[MicroBatch]:
-    """The micro-batches of an evaluation."""
-    loader, limit = run.loader, run.config.train.eval_rows
-    size, pad_id, pack_to = loader.micro_batch_tokens, loader.pad_id, loader.pack_to
-    return held_out_batches(
-        *(rows, size, pad_id, limit, pack_to, loader.regimes),
-        references=run.held_out_references,
-        prompts_too=loader.prompts_too,
-    )
 
 
 def evaluated(

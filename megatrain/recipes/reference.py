@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from megatrain.data.dataset import Rows, default_cache
-from megatrain.data.loader import held_out_batches
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
@@ -203,8 +202,7 @@ def compare_with_reference(
         return None
 
     def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        given = loader.micro_batch_tokens, loader.pad_id, None, loader.pack_to, loader.regimes
-        return sweeps(held_out_batches(rows, *given, references=references), ready.sweep_tokens)
+        return sweeps(loader.batches_of(rows, references=references), ready.sweep_tokens)
 
     with progress.doing("the reference's log-probabilities"):
         here = fingerprint(engine) if anew else of_model
