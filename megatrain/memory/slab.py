@@ -56,12 +56,12 @@ class Slab:
         if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= HUGE_PAGE:
             with suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy what is pinned, and need as much
-            self._map.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if pinned or touched:  # several threads are faster than pinning alone
             self._touch(threads)
         if pinned:
+            if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy what is pinned, and need as much
+                self._map.madvise(mmap.MADV_DONTFORK)
             self._register()
 
     @property
