@@ -95,7 +95,7 @@ def test_weights_without_room_are_streamed(monkeypatch, tmp_path):
 @pytest.mark.cuda
 def test_a_gpu_holds_the_weights_beside_what_it_has_already(monkeypatch):
     with engine_of("llama", device="cuda") as engine:
-        weights = 4 * engine.anatomy.parameters
+        weights = 4 * sum(layout.numel for layout in engine.store.layouts)
         room = weights + 40 * 4 * 32 * (2 * 3 + generation.HIDDEN_STATES) + generation.RESERVE_BYTES
         for free, fits in ((room + 4096, True), (room - 4096, False)):
             monkeypatch.setattr(generation, "free_bytes", lambda device, free=free: free)
