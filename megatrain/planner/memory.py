@@ -37,6 +37,7 @@ NOT_ALLOCATED = ("allocator slack", "CUDA context")
 # their own: fitted to the host's peak of six runs of 8 and 4 layers with 4 and 25 million weights
 # in the head (docs/log.md), which it predicts to 1%.
 CPU_HEAD_BYTES = {"bfloat16": 4.6, "fp8": 4.6, "float32": 2.6}
+Combined = Callable[[Iterable[int]], int]  # sum or max
 HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 
 
@@ -136,10 +137,8 @@ class Layout:
         """What is in host RAM: every array of the streamed blocks, and the process itself."""
         choices, whole, activations = self.choices, self.job.whole_update, self.activations
         streamed = self.shape.trained_numel[choices.resident :]
-        table = {
-            name: int(sum(self._numel(name)[choices.resident :]) * each)
-            for name, each in self.array_bytes.items()
-        }
+        elements = self._elements(range(choices.resident, len(self.shape.block_numel)), sum)
+        table = {name: int(elements(name) * each) for name, each in self.array_bytes.items()}
         if whole is not None:
             table |= whole.of_blocks(choices.resident)
         table = {name: size - self.nvme.get(name, 0) for name, size in table.items()}
@@ -177,9 +176,12 @@ class Layout:
             table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * shape.head_matrix)
         return table
 
-    def _numel(self, array: str) -> tuple[int, ...]:
-        """Elements of an array in every block: only the weight has frozen ones."""
-        return self.shape.block_numel if array == "weight" else self.shape.trained_numel
+    def _elements(self, blocks: Sequence[int], combined: Combined) -> Callable[[str], int]:
+        """Elements of an array in these blocks, combined: only the weight has frozen ones."""
+        shape = self.shape
+        trained = combined(map(shape.trained_numel.__getitem__, blocks))
+        weight = combined(map(shape.block_numel.__getitem__, blocks)) if shape.frozen else trained
+        return lambda array: weight if array == "weight" else trained
 
     @cached_property
     def array_bytes(self) -> dict[str, float]:
@@ -199,22 +201,18 @@ class Layout:
         """What is on NVMe."""
         return {name: int(size) for name, size in self.far_arrays(self.far_blocks, sum).items()}
 
-    @property
+    @cached_property
     def far_blocks(self) -> tuple[int, ...]:
         """Blocks that keep arrays on NVMe."""
         choices = self.choices
         return blocks_on_nvme(len(self.shape.block_numel), choices.resident, choices.nvme_blocks)
 
-    def far_arrays(
-        self, blocks: Sequence[int], combined: Callable[[Iterable[int]], int]
-    ) -> dict[str, float]:
+    def far_arrays(self, blocks: Sequence[int], combined: Combined) -> dict[str, float]:
         """Bytes of each array on NVMe in these blocks, combined: their sum, or the largest."""
         if not blocks:
             return {}
-        arrays = {
-            name: combined(self._numel(name)[block] for block in blocks) * each
-            for name, each in self.array_bytes.items()
-        }
+        elements = self._elements(blocks, combined)
+        arrays = {name: elements(name) * each for name, each in self.array_bytes.items()}
         if self.job.whole_update is not None:
             for name, sizes in self.job.whole_update.state_bytes:
                 arrays[name] = combined(sizes[block] for block in blocks)

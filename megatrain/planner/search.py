@@ -64,7 +64,10 @@ class Search:
                 candidates.append(without and self.layout(without.choices))
             # the first of equal ones: room to spare is worth something
             found = min(filter(None, candidates), key=self.cost, default=None)
-        return found or min(self.lean(), key=self.shortage)
+        if found is not None:
+            return found
+        lean = (each if self.on_device(each) else self.spilled(each) for each in self.lean())
+        return min(lean, key=self.shortage)
 
     def strains(self, choices: Choices) -> int:
         """Number of expensive memory savers in use that the user did not ask for."""
@@ -267,8 +270,12 @@ class Search:
     # -- placing blocks ----------------------------------------------------------------------------
 
     def filled(self, choices: Choices) -> Layout:
-        """With blocks, then accumulators on the device as they fit, and the excess on NVMe."""
-        return self.spilled(self.placed_on_device(self.layout(choices)))
+        """With blocks, then accumulators on the device as they fit, and the excess on NVMe.
+
+        Where the device has no room, no drive helps, and none is used.
+        """
+        layout = self.placed_on_device(self.layout(choices))
+        return self.spilled(layout) if self.on_device(layout) else layout
 
     def placed_on_device(self, layout: Layout) -> Layout:
         """With as many blocks resident as fit, then as many accumulators."""
@@ -320,14 +327,16 @@ class Search:
 
     # -- memory ------------------------------------------------------------------------------------
 
+    def on_device(self, layout: Layout) -> bool:
+        """True if there is room on the GPU, or none."""
+        return self.budget.gpu is None or layout.device_bytes <= self.budget.gpu
+
     def fits_device(self, layout: Layout) -> bool:
         """True if there is room on the GPU; without one, on every tier."""
-        gpu = self.budget.gpu
-        return self.fits(layout) if gpu is None else layout.device_bytes <= gpu
+        return self.fits(layout) if self.budget.gpu is None else self.on_device(layout)
 
     def fits(self, layout: Layout) -> bool:
-        on_device = self.budget.gpu is None or layout.device_bytes <= self.budget.gpu
-        return on_device and self.shortage(layout) <= 1  # the host's table takes longer
+        return self.on_device(layout) and self.shortage(layout) <= 1  # the host's takes longer
 
     def shortage(self, layout: Layout) -> float:
         """The need of the tightest tier as a share of its budget."""

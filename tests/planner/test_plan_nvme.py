@@ -71,7 +71,7 @@ def test_room_to_spare_is_not_worth_a_drive(again, drives):
         assert (with_drive.choices, with_drive.nvme) == (without.choices, {})
 
 
-@pytest.mark.parametrize(("host", "most"), [(90, "state"), (60, "state"), (32, "all")])
+@pytest.mark.parametrize(("host", "most"), [(60, "state"), (32, "all")])
 def test_as_little_as_can_be_goes_to_the_drive(host, most):
     plan = plan_of(ON_DRIVE, h200(24, host))
     plan.check()
