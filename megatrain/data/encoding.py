@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
 Formats = dict[tuple[int, str], str]  # the format's name by source and file
 Renderer = Fence[Sample, "tuple[Marked, ...]"]
+MarkedRow = tuple[RawRow, Sample, "tuple[Marked, ...]"]
 
 
 @dataclass(frozen=True)
@@ -132,15 +134,33 @@ class Reader:
             format_of(row, value, self._formats, self._options)
 
 
-def encode_batch(
-    batch: Batch, fence: Renderer, encoder: Encoder, options: DataOptions
-) -> EncodedBatch:
+def encode_batches(
+    batches: Iterable[Batch], fence: Renderer, encoder: Encoder, options: DataOptions
+) -> Iterator[EncodedBatch]:
     """Tokenise the good rows; count all. None is tokenised where a bad one is to be refused.
 
-    fence: of `encoder.marks`. Raises DataError for a chat template that takes too much.
+    fence: of `encoder.marks`; the next rows are rendered there while these are tokenised. Raises
+    DataError for a chat template that takes too much.
     """
-    counts, uncut = Counts(), array("q")
-    marked = list(_marked(batch, fence, encoder, options, counts))
+    begun = deque[tuple[Batch, Counts]]()
+
+    def samples() -> Iterator[Handed[tuple[RawRow, Sample | RowError]]]:
+        for batch in batches:
+            begun.append((batch, Counts()))
+            yield from _samples(*begun[-1], encoder, options)
+
+    coming = worked_off(fence, samples())
+    for first in coming:
+        batch, counts = begun.popleft()
+        rows = itertools.chain([first], itertools.islice(coming, len(batch.rows) - 1))
+        yield _encoded(batch, counts, list(_marked(rows, encoder, counts)), encoder, options)
+
+
+def _encoded(
+    batch: Batch, counts: Counts, marked: list[MarkedRow], encoder: Encoder, options: DataOptions
+) -> EncodedBatch:
+    """Of the good rows of a batch, rendered."""
+    uncut = array("q")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
         return EncodedBatch([], counts, uncut)
     encoded, rows = iter(encoder.encode([text for *_, texts in marked for text in texts])), []
@@ -185,11 +205,12 @@ def _begun_alike(sides: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _marked(
-    batch: Batch, fence: Renderer, encoder: Encoder, options: DataOptions, counts: Counts
-) -> Iterator[tuple[RawRow, Sample, tuple[Marked, ...]]]:
+    rows: Iterable[tuple[tuple[RawRow, Sample | RowError], tuple[Marked, ...] | DataError | None]],
+    encoder: Encoder,
+    counts: Counts,
+) -> Iterator[MarkedRow]:
     """(row, sample, marked texts) of every good row; bad ones are counted."""
-    samples = _samples(batch, encoder, options, counts)
-    for (raw, sample), found in worked_off(fence, samples):
+    for (raw, sample), found in rows:
         try:
             if isinstance(sample, RowError):
                 raise sample
@@ -201,7 +222,7 @@ def _marked(
 
 
 def _samples(
-    batch: Batch, encoder: Encoder, options: DataOptions, counts: Counts
+    batch: Batch, counts: Counts, encoder: Encoder, options: DataOptions
 ) -> Iterator[Handed[tuple[RawRow, Sample | RowError]]]:
     """Every row with what it is, to be handed over where the chat template renders it."""
     settled = dict(batch.formats)

@@ -31,7 +31,7 @@ LONGEST_S = 10.0  # of computing, of one rendering; real ones take under a milli
 EARNED_S = 0.25  # that each adds to what all may take: so much on average, and LONGEST_S more
 LARGEST_BYTES = 1 << 30  # of memory, beside what the process begins with
 LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
-BATCH, BATCH_BYTES = 64, 8 << 20  # of rows that are handed over at a time, at most
+BATCH, BATCH_BYTES = 256, 8 << 20  # of rows that are handed over at a time, at most
 FAILED = 1  # exit code of the process
 STATE = "qq"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatrain.data import cuts
 from megatrain.data.dataset import Counts
-from megatrain.data.encoding import Batch, EncodedBatch, Reader, encode_batch
+from megatrain.data.encoding import Batch, EncodedBatch, Reader, encode_batches
 from megatrain.data.rendering import Fence
 from megatrain.data.workers import Team
 from megatrain.data.writing import Answer, Cutter
@@ -48,7 +48,7 @@ def make_shards(
     From a bad row on that is to be refused nothing is written, but all rows are counted.
     """
     with Fence(encoder.marks) as fence:
-        encode = partial(encode_batch, fence=fence, encoder=encoder, options=options)
+        encode = partial(encode_batches, fence=fence, encoder=encoder, options=options)
         with Team(encode, options.processes) as team:
             work = _Work(making, Reader(source, options, on_progress), team, options)
             work.run()

@@ -30,11 +30,13 @@ Done = TypeVar("Done")
 class Team(Generic[Given, Done]):
     """Does a piece of work for each of many batches, in several processes once they are many.
 
+    work: makes the results of batches in order; it may look ahead.
+
     Use it in a `with` block, whose end ends the processes. Raises MegaTrainError if one of them is
     killed from outside, and what the work raises.
     """
 
-    def __init__(self, work: Callable[[Given], Done], processes: int) -> None:
+    def __init__(self, work: Callable[[Iterable[Given]], Iterator[Done]], processes: int) -> None:
         self._work, self._processes = work, processes
         self._alone = ALONE_BATCHES
         self._children: list[tuple[int, Connection]] = []
@@ -56,11 +58,11 @@ class Team(Generic[Given, Done]):
         """The result for each batch, in order; a few batches are taken ahead."""
         coming = iter(batches)
         if self._processes == 1:
-            yield from map(self._work, coming)
+            yield from self._work(coming)
             return
-        for batch in islice(coming, self._alone):
+        for done in self._work(islice(coming, self._alone)):
             self._alone -= 1
-            yield self._work(batch)
+            yield done
         under_way = deque[Future[Done]]()
         for batch in coming:
             if not self._children:
@@ -109,7 +111,7 @@ class Team(Generic[Given, Done]):
             batch = connection.recv()
             answer: tuple[Done | None, Exception | None]
             try:
-                answer = (self._work(batch), None)
+                answer = (next(self._work([batch])), None)
             except Exception as error:  # noqa: BLE001  the parent raises it
                 answer = (None, error)
             connection.send(answer)
