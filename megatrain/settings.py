@@ -172,6 +172,7 @@ class Settings(Chosen):
             gradients approximate (engine/activations/codecs.py), or "none".
         compile: fuse the element-wise parts of every layer with torch.compile. Pays where
             micro-batches have few different shapes.
+        fused_loss: compute the loss' passes over the logits as one kernel each, whatever layers do.
         lengths_vary: micro-batches seldom have the same shape twice, so kernels that are planned
             for one shape are avoided.
         nvme_folders: folders on the drives that hold what `nvme_blocks` names.
@@ -182,6 +183,7 @@ class Settings(Chosen):
     group_size: int | None = None
     activations: str = UNCHANGED
     compile: bool = False
+    fused_loss: bool = False
     lengths_vary: bool = False
     nvme_folders: tuple[Path, ...] = ()
 

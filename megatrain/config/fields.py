@@ -284,10 +284,11 @@ class Config(Options):
         "matmuls in fp8; float32 in fp32; auto: by the hardware, never fp8.",
     )
     attention: c.Attention = key("auto", "auto: the fastest that is correct for the model family.")
-    compile: v.FlagOrAuto = key(
+    compile: v.Compile = key(
         "auto",
-        "torch.compile the layers (needs a C compiler); auto: on CUDA, where all rows have one "
-        "length, as in pretrain, and layers take no kernels of other packages (fla, mamba-ssm).",
+        "torch.compile layers and loss (needs a C compiler), or the loss alone; auto, on CUDA: "
+        "both where all rows have one length, as in pretrain, and layers take no kernels of other "
+        "packages (fla, mamba-ssm), else the loss.",
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")

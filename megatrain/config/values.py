@@ -177,6 +177,7 @@ def _is_day(value: str) -> str:
 Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_is_day)]
 Flag = Annotated[bool, wanted("true or false")]
 FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
+Compile = Annotated[bool | Literal["loss"] | Auto, wanted("true, false, loss or auto")]
 DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Patterns = Annotated[

@@ -97,7 +97,8 @@ class ForwardPasses:
     @property
     def _chunks(self) -> tuple[int, bool]:
         """How the head takes targets: how many at a time, and whether by compiled passes."""
-        return self.settings.head_chunk_tokens, self.settings.compile
+        fused = self.settings.compile or self.settings.fused_loss
+        return self.settings.head_chunk_tokens, fused
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor, positions: slice = slice(None)) -> torch.Tensor:

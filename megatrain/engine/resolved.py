@@ -70,7 +70,7 @@ class Resolved:
     """A job on one machine, decided once from a config or from keywords; nothing is allocated yet.
 
     Attributes:
-        compile: fuse the layers' element-wise parts.
+        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
         router_aux_loss_coef: weight of the routers' balancing loss; 0: none.
         packed_to: tokens of the sequences into which examples are packed; None: one example each.
         lengths_vary: sequences are of variable length, so that micro-batches are padded and seldom
@@ -87,7 +87,7 @@ class Resolved:
     max_grad_norm: float | None
     router_aux_loss_coef: float
     seq_len: int
-    compile: bool
+    compile: bool | Literal["loss"]
     packed_to: int | None
     lengths_vary: bool
     weights: Weights
@@ -118,7 +118,7 @@ def resolve(
     seq_len: int,
     weights: Weights,
     packing: bool | Literal["auto"] | None = None,
-    compile: bool | Literal["auto"] = "auto",
+    compile: bool | Literal["auto", "loss"] = "auto",
     micro_batch_tokens: int | None = None,
     layer_chunk_tokens: int | Literal["auto"] | None = "auto",
     seed: int = 0,
@@ -146,7 +146,7 @@ def resolve(
             head_loss=next_token_on_meta if skeleton.anatomy.labels is None else scores_on_meta,
             runs_on=device,
             padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
-            compiled=compiled,
+            compiled=compiled is True,
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
         )
@@ -195,7 +195,8 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
             for moments, lighter in with_lighter_moments(optimizer)
         ),
         fp8_share=Fp8Policy().share(skeleton.layers),
-        compiled=resolved.compile,
+        compiled=resolved.compile is True,
+        fused_loss=bool(resolved.compile),
         draws_weights=resolved.weights.source is None,
         lengths_vary=resolved.lengths_vary,
         nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
@@ -241,20 +242,24 @@ def packs(
 
 
 def compiles(
-    skeleton: Skeleton, machine: Machine, wanted: bool | Literal["auto"], lengths_vary: bool
-) -> bool:
-    """True if layers are compiled; "auto": on a GPU where a compiler is at hand, if all rows have
-    one length and layers compute in PyTorch alone, without dropout."""
+    skeleton: Skeleton, machine: Machine, wanted: bool | Literal["auto", "loss"], lengths_vary: bool
+) -> bool | Literal["loss"]:
+    """`Resolved.compile`. "auto": on a GPU where a compiler is at hand the loss, and layers too if
+    all rows have one length and layers compute in PyTorch alone, without dropout."""
     if wanted != "auto":
         return wanted
+    if not can_compile(machine):
+        return False
     # compiled, dropout's masks would not come back; kernels of other packages leave the compiler's
     # graphs, and plans would count others
     whole = not (lengths_vary or skeleton.has_dropout or skeleton.has_kernels)
-    return whole and machine.device.type == "cuda" and compiler_at_hand(machine)
+    return whole or "loss"
 
 
-def compiler_at_hand(machine: Machine) -> bool:
-    """True if torch.compile can work on that machine."""
+def can_compile(machine: Machine) -> bool:
+    """True if that machine has a GPU, and torch.compile can work there."""
+    if machine.device.type != "cuda":
+        return False
     if machine.compiles is not None:
         return machine.compiles
     compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))

@@ -94,6 +94,7 @@ class Job(Asked):
             `state_bytes` and `update_arithmetic`.
         fp8_share: share of the layers' matmul FLOPs that precision fp8 computes in fp8.
         compiled: torch.compile fuses the layers' element-wise parts.
+        fused_loss: the loss' passes over the logits are compiled, whatever layers are.
         activations: codec of recomputed layers' checkpoints.
         nvme_drives: number of drives that hold what host RAM has no room for.
         draws_weights: weights start at random and are drawn on the device.
@@ -120,6 +121,7 @@ class Job(Asked):
     whole_update: WholeUpdate | None = None
     fp8_share: float = 1.0
     compiled: bool = False
+    fused_loss: bool = False
     activations: str = UNCHANGED
     nvme_drives: int = 0
     draws_weights: bool = False
@@ -190,6 +192,7 @@ class Choices(Chosen):
             group_size=self.micro_batches(job),
             activations=job.activations,
             compile=job.compiled,
+            fused_loss=job.fused_loss,
             lengths_vary=job.lengths_vary,
             nvme_folders=tuple(nvme_folders),
         )

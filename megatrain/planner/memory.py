@@ -166,7 +166,9 @@ class Layout:
     def _process(self) -> dict[str, int]:
         """The process before the run, its libraries at work, and what these keep of the device."""
         job, shape, hardware = self.job, self.shape, self.hardware
-        libraries = hardware.library_bytes + (COMPILER_BYTES if job.compiled else 0)
+        libraries = hardware.library_bytes + (
+            COMPILER_BYTES if job.compiled or job.fused_loss else 0
+        )
         if hardware.gpu:
             # attention in float32 loads nothing of cuDNN
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0

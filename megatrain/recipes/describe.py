@@ -53,7 +53,7 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
         "data.packing": parts.resolved.packed_to is not None,
         "data.date": parts.day.isoformat(),
         "precision": parts.machine.precision,
-        "compile": plan.job.compiled,
+        "compile": parts.resolved.compile,
         "train.router_aux_loss_coef": parts.resolved.router_aux_loss_coef,
         "device": parts.machine.device.type,
         **decided_of_optimizer(parts.config),

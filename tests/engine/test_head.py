@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from megatrain.engine.head import loss_and_gradients, loss_sum, token_logprobs
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.losses import Targets, find_targets, next_token
 from megatrain.planner.cost.footprint import LiveBytes
+from megatrain.settings import Settings
 from tests.compare import distance
+from tests.support import engine_of, full_batches
 
 VOCABULARY, HIDDEN = 31, 8
 
@@ -138,6 +141,17 @@ def test_fused_passes_agree_with_the_others():
         results.append((logprobs.detach(), *torch.autograd.grad(logprobs.sum(), leaf)))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_alone_may_be_fused(monkeypatch, fused):
+    compiled = Mock(side_effect=lambda function: function)
+    monkeypatch.setattr(head, "compiled", compiled)
+    settings = Settings(head_chunk_tokens=7, fused_loss=fused)
+    with engine_of("llama", settings=settings) as engine:
+        engine.train_step(full_batches(0, [(2, 8)]))
+        assert not any(layer._compiled_call_impl for layer in engine.skeleton.layers)
+    assert compiled.called is fused
 
 
 @pytest.mark.parametrize("size", [1000.0, 1e4])
