@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatrain import __version__
 from megatrain.errors import ConfigError, ModelError, if_forbidden
 from megatrain.reporting.streams import console_on
 
@@ -61,9 +62,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"megatrain {version('megatrain')}")
+        typer.echo(f"megatrain {__version__}")
         raise typer.Exit
 
 

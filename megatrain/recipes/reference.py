@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatrain import __version__
 from megatrain.data.dataset import Rows, default_cache
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.durable import sync_folder
@@ -40,7 +41,7 @@ logger = logging.getLogger("megatrain")
 
 FOLDER, DIGEST_BYTES = "reference", 16
 AT_ONCE = 16  # tensors that are hashed at a time
-PACKAGES = ("megatrain", "transformers", "torch")
+PACKAGES = ("transformers", "torch")
 # (rows, what to give as their references) -> micro-batches over all of them, by sweeps of weights
 Batches = Callable[[Rows, ReferenceArray], Iterable[list[MicroBatch]]]
 
@@ -48,7 +49,8 @@ Batches = Callable[[Rows, ReferenceArray], Iterable[list[MicroBatch]]]
 def fingerprint(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
     attention = engine.hf_config._attn_implementation
-    about = [engine.precision, attention, engine.device.type, *map(version, PACKAGES)]
+    about = [engine.precision, attention, engine.device.type, __version__]
+    about += map(version, PACKAGES)
     found = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
     weights = engine.iter_weights()
     with ThreadPoolExecutor() as threads:
