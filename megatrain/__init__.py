@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatrain.version import VERSION as __version__  # noqa: F401
+
 if TYPE_CHECKING:
     from megatrain import errors as errors
     from megatrain import losses as losses
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from megatrain.recipes.api import train as train
     from megatrain.settings import Settings as Settings
 
-__version__ = "0.1.0"
 
 _NAMES = {
     "megatrain.config": ("Config", "load_config"),

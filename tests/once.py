@@ -8,10 +8,12 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from torch import nn
 
 from megatrain.models.probe import Findings, probe_model
@@ -23,7 +25,8 @@ from tests.kernel_packages import kernels_there
 SAMPLE_TOKENS = 4  # of the answer that ends every run: each takes a forward of its own
 
 
-def key_of(skeleton: Skeleton, *more: Any) -> str:
+def key_of(skeleton: Skeleton, *more: Any, frozen: bool = True) -> str:
+    """Of what a skeleton is made. `frozen`: and of which of its tensors are trained."""
     attention = getattr(skeleton.config, "_attn_implementation", None)
     chunked = [
         name
@@ -38,8 +41,8 @@ def key_of(skeleton: Skeleton, *more: Any) -> str:
         if module._forward_hooks
     ]
     config = skeleton.config.to_dict()
-    frozen = skeleton.anatomy.frozen
-    return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, frozen, more))
+    names = skeleton.anatomy.frozen if frozen else ()
+    return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, names, more))
 
 
 class Once:
@@ -71,7 +74,9 @@ def products_left_out_are_found_once() -> Iterator[None]:
         return skeleton._skippable
 
     def find_skippable(skeleton: Skeleton) -> None:
-        skeleton._skippable = once.get(key_of(skeleton), lambda: found(skeleton))
+        # layers' tensors are frozen only when they are bound, later
+        key = key_of(skeleton, frozen=False)
+        skeleton._skippable = once.get(key, lambda: found(skeleton))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Skeleton, "find_skippable", find_skippable)
@@ -126,6 +131,32 @@ def answers_are_short() -> Iterator[None]:
 
 
 @contextmanager
+def arguments_are_declared_once() -> Iterator[None]:
+    """The command line's parser: a hundredth of a second of each command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.main.get_command", cache(typer.main.get_command))
+        yield
+
+
+@contextmanager
+def auto_precision_is_float32() -> Iterator[None]:
+    """As on a processor that is not fast at bf16, which takes half as long again for tiny products
+    and is asked for by name where runs have to be the same in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
+        yield
+
+
+@contextmanager
+def no_power_is_lost() -> Iterator[None]:
+    """No file is waited for until it is on the disk; tests/recipes/test_power_loss.py says which
+    have to be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@contextmanager
 def engines_are_built_fast() -> Iterator[None]:
     with models_are_probed_once(), products_left_out_are_found_once():
         yield
@@ -133,5 +164,12 @@ def engines_are_built_fast() -> Iterator[None]:
 
 @contextmanager
 def commands_are_short() -> Iterator[None]:
-    with engines_are_built_fast(), commands_dry_run_models_once(), answers_are_short():
+    with (
+        engines_are_built_fast(),
+        commands_dry_run_models_once(),
+        answers_are_short(),
+        arguments_are_declared_once(),
+        auto_precision_is_float32(),
+        no_power_is_lost(),
+    ):
         yield

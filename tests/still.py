@@ -6,6 +6,7 @@ import copy
 import hashlib
 import threading
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ class StillEngine:
 
     optimizer = AdamW()
 
-    def __init__(self, config: Any = CONFIG, precision: str = "bfloat16") -> None:
+    def __init__(self, config: Any, skeleton: Skeleton, precision: str) -> None:
         self.precision = precision
         self.hf_config = config
-        skeleton = Skeleton(config, dtype=dict(ARRAYS[precision])["weight"])
         self.anatomy: Anatomy = skeleton.anatomy
         self.constants = skeleton.constants
         self.published, self.carried = self.anatomy.published.tensors, NOTHING
@@ -92,9 +92,21 @@ class StillEngine:
 
 def still_engine(layers: int = 2, precision: str = "bfloat16", vocab_size: int = 32) -> StillEngine:
     """What is named may differ from the usual."""
+    dtype = dict(ARRAYS[precision])["weight"]
+    config = config_of(layers, vocab_size)
+    return StillEngine(config, skeleton_of(layers, vocab_size, dtype), precision)
+
+
+def config_of(layers: int, vocab_size: int) -> Any:
     config = copy.deepcopy(CONFIG)
     config.num_hidden_layers, config.vocab_size = layers, vocab_size
-    return StillEngine(config, precision)
+    return config
+
+
+@cache
+def skeleton_of(layers: int, vocab_size: int, dtype: torch.dtype) -> Skeleton:
+    """From which engines read what the tensors are, and no more."""
+    return Skeleton(config_of(layers, vocab_size), dtype=dtype)
 
 
 def save_steps(run_dir: Path, engine: StillEngine, *steps: int, keep: int) -> Path:

@@ -120,6 +120,13 @@ MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state":
 JAMBA = {f"{part}_layer_{name}": n for part in ("attn", "expert") for name, n in
          (("period", 2), ("offset", 1))}  # fmt: skip
 
+# Of those above, one for each way in which layers, what they are given, or a model's ends differ.
+# All families that can be built are tried by benchmarks.families.
+KINDS = (
+    "llama", "mistral-sliding", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox",
+    "gpt2", "gemma2", "gemma3", "ctrl", "opt-projected", "mixtral", "bloom",
+)  # fmt: skip
+
 # Mixtures of experts, some of them beside recurrent layers.
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": MORE_FAMILIES["mixtral"],

@@ -18,7 +18,7 @@ import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
 from megatrain.recipes.api import config_of
-from tests.once import commands_dry_run_models_once
+from tests.once import commands_dry_run_models_once, engines_are_built_fast
 from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 BATCHES = full_batches(0, [(2, 16), (2, 16)])
@@ -27,7 +27,8 @@ PLANNED: dict[str, Any] = {"tokens_per_step": 64, "seq_len": 16}
 
 @pytest.fixture(scope="module", autouse=True)
 def once() -> Iterator[None]:
-    with commands_dry_run_models_once():  # by all of its arguments: Python's and the command's
+    # shapes by all of their arguments: Python's and the command's
+    with engines_are_built_fast(), commands_dry_run_models_once():
         yield
 
 
@@ -57,10 +58,12 @@ def test_keywords_are_spelled_out_and_the_same_in_both_constructors():
 # -- planning ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def config_folder(tmp_path: Path) -> Path:
-    tiny_config("llama").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, as the shape of a model is known by its folder, too."""
+    folder = tmp_path_factory.mktemp("config") / "model"
+    tiny_config("llama").save_pretrained(folder)
+    return folder
 
 
 def as_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -160,8 +163,9 @@ def test_a_plan_that_does_not_fit_opens_no_engine(config_folder):
 
 
 def test_a_plan_for_another_machine_opens_no_engine(config_folder):
-    plan = mt.plan(config_folder, **PLANNED, gpu="H200", ram="128GiB")
-    with pytest.raises(mt.errors.PlanError, match=r"another machine .*H200"):
+    elsewhere: dict[str, Any] = {"gpu": "RTX 4090", "ram": "64GiB"}  # of which the shape is known
+    plan = mt.plan(config_folder, **PLANNED, **elsewhere, optimizer={"moments": "int8"})
+    with pytest.raises(mt.errors.PlanError, match=r"another machine .*RTX 4090"):
         Engine.from_plan(plan)
     with pytest.raises(mt.errors.PlanError, match="make it with"):
         Engine.from_plan(replace(plan, made_of=None))
@@ -222,24 +226,28 @@ WRONG_BATCHES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_of(tiny_config("llama")) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize("case", WRONG_BATCHES)
 @pytest.mark.parametrize("call", ["train_step", "forward_backward", "evaluate"])
-def test_wrong_micro_batches_get_a_sentence(case, call):
+def test_wrong_micro_batches_get_a_sentence(engine, case, call):
     batches, message = WRONG_BATCHES[case]
-    with engine_of(tiny_config("llama")) as engine:
-        with pytest.raises(mt.errors.DataError, match=message):
-            getattr(engine, call)(batches)
-        assert engine.train_step([BATCH]).target_tokens > 0
+    with pytest.raises(mt.errors.DataError, match=message):
+        getattr(engine, call)(batches)
+    assert engine.train_step([BATCH]).target_tokens > 0
 
 
-def test_a_wrong_loss_or_rate_gets_a_sentence():
-    with engine_of(tiny_config("llama")) as engine:
-        train: Any = engine.train_step
-        with pytest.raises(mt.errors.MegaTrainError, match=r"loss: .* has no denominator"):
-            train([BATCH], loss=lambda *_: 0)
-        with pytest.raises(mt.errors.MegaTrainError, match="lr: 'fast' is not a number"):
-            train([BATCH], lr="fast")
-        assert engine.train_step([BATCH]).target_tokens > 0
+def test_a_wrong_loss_or_rate_gets_a_sentence(engine):
+    train: Any = engine.train_step
+    with pytest.raises(mt.errors.MegaTrainError, match=r"loss: .* has no denominator"):
+        train([BATCH], loss=lambda *_: 0)
+    with pytest.raises(mt.errors.MegaTrainError, match="lr: 'fast' is not a number"):
+        train([BATCH], lr="fast")
+    assert engine.train_step([BATCH]).target_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -132,7 +132,7 @@ def judge_by_trl(trainer: Trainer, family: str, folder: Path, **keys: Any) -> Ve
         made.model.train().zero_grad()
         loss = made.compute_loss(made.model, inputs)
         loss.backward()
-    datasets.enable_progress_bars()
+        datasets.enable_progress_bars()  # warns where a recipe ran before, which turns them off
     gradients = {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
     metrics = getattr(made, "_stored_metrics", None) or made._metrics
     found = {name: float(values[-1]) for name, values in metrics["train"].items()}

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from megatrain import __version__
 from megatrain.errors import ConfigError, ModelError, if_forbidden
 from megatrain.reporting.streams import console_on
+from megatrain.version import VERSION
 
 app = typer.Typer(
     name="megatrain",
@@ -62,7 +62,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"megatrain {__version__}")
+        typer.echo(f"megatrain {VERSION}")
         raise typer.Exit
 
 

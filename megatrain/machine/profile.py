@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -130,6 +131,7 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
     return next(processor_facts(("model name",), cpuinfo), platform.processor())
 
 
+@cache  # a start asks for some of them several times, and each is a page of metadata to parse
 def installed_version(package: str) -> str | None:
     """A package's version, without importing it; None where it is not installed."""
     try:

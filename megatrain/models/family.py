@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -134,12 +133,15 @@ def architecture(config: Any) -> Any:
 
 def refuse_sizes(config: Any) -> None:
     """Raise ModelError for sizes that no model has."""
-    for part, (name, largest) in product((config, *parts_of(config).values()), LARGEST.items()):
-        own_name = part.attribute_map.get(name)
-        sizes = (size for key, size in _settings_in(part.to_dict()) if key in (name, own_name))
-        for size in sizes:
-            if isinstance(size, int | float) and not size <= largest:  # NaN, too
-                raise ModelError(f"{name} of {size:.6g} in config.json is more than any model has")
+    for part in (config, *parts_of(config).values()):
+        settings = list(_settings_in(part.to_dict()))
+        for name, largest in LARGEST.items():
+            keys = (name, part.attribute_map.get(name))
+            for size in (size for key, size in settings if key in keys):
+                if isinstance(size, int | float) and not size <= largest:  # NaN, too
+                    raise ModelError(
+                        f"{name} of {size:.6g} in config.json is more than any model has"
+                    )
 
 
 def _settings_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

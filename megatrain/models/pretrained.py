@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -105,6 +107,24 @@ def nothing_overlooked(folder: Path) -> Iterator[None]:
         os.stat = look
         if failed:
             raise failed[0]
+
+
+@contextmanager
+def parsed_once(source: ModelSource) -> Iterator[None]:
+    """Inside, what is asked of a GGUF file again is not parsed again: seconds for a vocabulary.
+
+    transformers parses it for the configuration, and for the tokenizer.
+    """
+    if source.kind != "gguf":
+        yield
+        return
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
@@ -304,8 +324,9 @@ def load_config_and_tokenizer(
     """
     from transformers import GenerationConfig
 
-    config = read_model_config(source, trust_remote_code)
-    tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
+    with parsed_once(source):
+        config = read_model_config(source, trust_remote_code)
+        tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
     generation = load_generation_config(source)
     if source.kind == "gguf":
         ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id

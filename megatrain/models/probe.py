@@ -35,6 +35,7 @@ from megatrain.models.recorder import (
 )
 
 PROBE_TOKENS = 4
+PLAIN = (bool, int, float, str)  # values that settings have
 
 
 @dataclass
@@ -291,13 +292,18 @@ def buffers_of(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def plain_attributes(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Settings that the modules of a layer hold, but for the layer's own index."""
+    """Settings that the modules of a layer hold, but for the layer's own index by such a name."""
     return tuple(
         (path, name, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and (value is True or value != index)
+        if isinstance(value, PLAIN) and not (is_index(name) and value == index)
     )
+
+
+def is_index(name: str) -> bool:
+    """True of an attribute that may say which layer a module is in, such as layer_idx."""
+    return "layer" in name or "idx" in name
 
 
 def graph_of(tree: Any) -> set[Any]:

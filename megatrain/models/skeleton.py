@@ -43,7 +43,7 @@ from megatrain.models.rotary import forget_lengths, growing, longest_sequence
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
-from megatrain.models.transforms.skippable import skippable, skipping
+from megatrain.models.transforms.skippable import skippable_in, skipping
 from megatrain.models.transforms.token_wise import ROWS, TOKENS, Modules, token_wise_modules
 
 # What a family's code raises on arguments that it does not support.
@@ -248,10 +248,7 @@ class Skeleton:
         with torch.random.fork_rng(devices=[]):
             hidden, calls = self.dry_call(1, 2)
         shape = (1, 2, hidden.shape[-1])
-        self._skippable = [
-            skippable(layer, shape, self.dtype, call)
-            for layer, call in zip(self.layers, calls, strict=True)
-        ]
+        self._skippable = skippable_in(self.layers, shape, self.dtype, calls)
 
     def compile_layers(self, cheap: bool = False, *, lengths_vary: bool = False) -> None:
         """Have torch.compile fuse what lies between the matmuls of each layer, when it first runs.

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatrain import __version__
 from megatrain.data.dataset import Rows, default_cache
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.durable import sync_folder
@@ -33,6 +32,7 @@ from megatrain.losses import SequenceLoss
 from megatrain.recipes.loop import sweeps
 from megatrain.reporting.progress import Progress
 from megatrain.storage.restore import Resumable, read_about
+from megatrain.version import VERSION
 
 if TYPE_CHECKING:
     from megatrain.recipes.run import Ready
@@ -49,7 +49,7 @@ Batches = Callable[[Rows, ReferenceArray], Iterable[list[MicroBatch]]]
 def fingerprint(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
     attention = engine.hf_config._attn_implementation
-    about = [engine.precision, attention, engine.device.type, __version__]
+    about = [engine.precision, attention, engine.device.type, VERSION]
     about += map(version, PACKAGES)
     found = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
     weights = engine.iter_weights()

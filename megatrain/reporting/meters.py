@@ -21,26 +21,48 @@ def peak_host_bytes() -> int:
     A page that several processes map is divided among them (Linux's PSS): forked children, such as
     a compiler's, have most of theirs from their parent, and would each be counted for all of it.
     """
-    own = psutil.Process()
-    return _peak_bytes(own) + sum(_own_bytes(child) for child in own.children(recursive=True))
+    own = os.getpid()
+    return _peak_bytes(own) + sum(_own_bytes(child) for child in _descendants(own))
 
 
-def _own_bytes(process: psutil.Process) -> int:
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process started, and those that these started.
+
+    It is asked after every step, and psutil would look at every process of the machine.
+    """
+    try:  # Linux lists them by the thread that started them
+        lists = [path.read_bytes() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # a thread has ended
+        lists = []
+    if not lists:
+        return _descendants_by_psutil(pid)
+    children = [int(word) for text in lists for word in text.split()]
+    return children + [each for child in children for each in _descendants(child)]
+
+
+def _descendants_by_psutil(pid: int) -> list[int]:
     try:
-        memory = process.memory_full_info()
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _own_bytes(pid: int) -> int:
+    try:
+        memory = psutil.Process(pid).memory_full_info()
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
         return 0
     return int(getattr(memory, "pss", memory.rss))
 
 
-def _peak_bytes(process: psutil.Process) -> int:
+def _peak_bytes(pid: int) -> int:
     try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         status = ""
     peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
     # Not Linux, or a sandbox: what is resident now is the best there is.
-    return int(peaks[0]) * 1024 if peaks else int(process.memory_info().rss)
+    return int(peaks[0]) * 1024 if peaks else int(psutil.Process(pid).memory_info().rss)
 
 
 class GpuMeter:

@@ -34,7 +34,7 @@ from megatrain.storage.carried import (
     with_dtype,
 )
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.manifest import stray_files, verify_checkpoint
+from megatrain.storage.manifest import MANIFEST, stray_files, verify_checkpoint
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
 from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
@@ -284,11 +284,12 @@ def export(
         try:
             with _model_folder(out) as folder:
                 _fill(folder, source, dtype)
-                if sequence_of(source) == save:
+                if sequence_of(source) == save and os.path.isfile(source / MANIFEST):
                     return out
                 raise StorageError(f"{source}: was replaced while it was read")
         except (StorageError, ModelError):
-            if sequence_of(source) == save:
+            # it was there when it was found, even if it was gone before its number was read
+            if sequence_of(source) == save and os.path.isfile(source / MANIFEST):
                 raise
             logger.info(f"{source}: was removed by its run while it was read; trying the next")
     raise StorageError(

@@ -195,29 +195,52 @@ def test_defaults(write, keys, expected):
     assert values(load_config(write(MINIMAL)), keys) == expected
 
 
+def section_of(index: int) -> list[str]:
+    """FULL with the section of a line, what every config needs, and empty lines for the rest."""
+    found = [key.partition(".")[0] for _, key in keys_of(FULL)]
+    needed = ("model", "data", found[index])
+    lines = zip(FULL.splitlines(), found, strict=True)
+    return [line if section in needed else "" for line, section in lines]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(("index", "key"), keys_of(FULL))
-def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, capsys, index, key):
-    lines = FULL.splitlines()
+def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, index, key):
+    lines = section_of(index)
     name = key.rpartition(".")[2]
     typo = name[:-1] if len(name) < 5 else name[:2] + name[3:]
     lines[index] = lines[index].replace(name, typo, 1)
-    assert main(["train", str(write("\n".join(lines)))]) == 2
     dotted = f"{key.rpartition('.')[0]}.{typo}".lstrip(".")
-    error = f"error: cfg.yaml:{index + 1}: {dotted}: did you mean {name}?"
-    assert error in capsys.readouterr().err.splitlines()
+    error = f"cfg.yaml:{index + 1}: {dotted}: did you mean {name}?"
+    assert error in refusal(write("\n".join(lines))).splitlines()
 
 
-@pytest.mark.parametrize("bad", ["{a: [1]}", "[[]]", "-3", "'  '", "0x"])
 @pytest.mark.parametrize(("index", "key"), LEAVES)
-def test_a_wrong_value_of_any_key_names_the_line(write, capsys, index, key, bad):
-    if bad == "0x" and key in FREE_TEXT:
-        pytest.skip("a text like any other")
-    lines = FULL.splitlines()
-    lines[index] = lines[index].split(":")[0] + ": " + bad
-    assert main(["train", str(write("\n".join(lines)))]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: cfg.yaml:{index + 1}: {key}: ")
-    assert "must be" in error or "not built yet" in error
+def test_a_wrong_value_of_any_key_names_the_line(write, index, key):
+    for bad in ("{a: [1]}", "[[]]", "-3", "'  '", "0x"):
+        if bad == "0x" and key in FREE_TEXT:
+            continue  # a text like any other
+        lines = section_of(index)
+        lines[index] = lines[index].split(":")[0] + ": " + bad
+        (error,) = refusal(write("\n".join(lines))).splitlines()
+        assert error.startswith(f"cfg.yaml:{index + 1}: {key}: "), bad
+        assert "must be" in error or "not built yet" in error, bad
+
+
+def test_the_command_says_so_of_each_and_ends(write, capsys):
+    text = FULL.replace("moments: ", "moment: ").replace("seed: 7", "seed: -3")
+    assert main(["train", str(write(text))]) == 2
+    lines = {key: index + 1 for index, key in keys_of(FULL)}
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: cfg.yaml:{lines['optimizer.moments']}: optimizer.moment: did you mean moments?",
+        f"error: cfg.yaml:{lines['train.seed']}: train.seed: must be a whole number from 0 to "
+        "2^63 - 1, not -3",
+    ]
 
 
 FILE = MINIMAL + "train: {seq_len: 128, seed: 1, tokens_per_step: 10}\n"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain.data import encoding, shards
 from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.dataset import TokenRows
 from tests.commands import CHATML, SPECIAL
@@ -19,6 +21,12 @@ CORPUS = (
     "The user asks, the assistant answers: hello world, naïve café ☕ 日本語.\n"
 )
 MakeTokenizer = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_power_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill is none, so nothing waits for the disk; tests of what is on it count the calls."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
@@ -94,3 +102,9 @@ def encode(
         return encode_source(write_jsonl(rows), tokenizer or make_tokenizer(), options, cache)
 
     return run
+
+
+@pytest.fixture
+def a_shard_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 1)
+    monkeypatch.setattr(shards, "SHARD_ROWS", 1)

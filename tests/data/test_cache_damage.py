@@ -11,7 +11,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,22 +28,30 @@ OPTIONS = DataOptions(seq_len=64)
 SHARD = {"ids.bin", "mask.bin", "shard.json"}
 SHARD |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined", "uncut")}
 FILES = {"set.json", *(f"00000/{name}" for name in SHARD)}
-CORRUPTIONS = 300
+ROUNDS = 15  # of some twenty corruptions each
 Start = Callable[[], TokenRows]
+
+
+def row(number: int) -> dict[str, str]:
+    return {"prompt": f"what is {number}?", "completion": f"it is {number}"}
 
 
 @pytest.fixture
 def start(write_jsonl, make_tokenizer, cache) -> Start:
     """What a run does at its start: read the rows, or take them from the cache."""
-    pairs = [{"prompt": f"what is {n}?", "completion": f"it is {n}"} for n in range(5)]
-    file, tokenizer = write_jsonl(pairs), make_tokenizer()
+    file, tokenizer = write_jsonl([row(n) for n in range(5)]), make_tokenizer()
     return lambda: encode_source(file, tokenizer, OPTIONS, cache)
 
 
 def contents(rows: TokenRows) -> list[object]:
     of_tokens = (rows.ids, rows.mask, rows.offsets)
     arrays = (*of_tokens, rows.targets, rows.hashes, rows.contexts, rows.joined)
-    return [rows.counts, rows.digest, *(np.asarray(array).tolist() for array in arrays)]
+    of_sides = (rows.of_rows, rows.mismatches)  # as bytes: a margin may be NaN
+    return [
+        *(rows.counts, rows.digest, rows.kind),
+        *(np.asarray(array).tolist() for array in arrays),
+        *(np.asarray(array).tobytes() for array in of_sides),
+    ]
 
 
 def files_in(folder: Path) -> set[str]:
@@ -49,9 +59,13 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def corrupt(path: Path, draw: random.Random) -> None:
-    """Flip bits, cut, lengthen, overwrite, or remove a file, or put another in its place."""
-    data = bytearray(path.read_bytes())
+def corrupt(path: Path, draw: random.Random) -> bool:
+    """Flip bits, cut, lengthen, overwrite, or remove a file, or put another in its place.
+
+    Returns whether it is another than before.
+    """
+    before = path.read_bytes()
+    data = bytearray(before)
     place = draw.randrange(len(data))
     match draw.choice(["flip", "flip", "cut", "more", "zeros", "remove", "other", "digit"]):
         case "flip":
@@ -64,27 +78,43 @@ def corrupt(path: Path, draw: random.Random) -> None:
             data[place:] = bytes(len(data) - place)
         case "remove":
             path.unlink()
-            return
+            return True
         case "other":
             data[:] = draw.choice([b"", b"{}", b"[]", b"null", b"[" * 10_000, b'{"own": 1}'])
         case "digit":  # JSON stays JSON, an array stays an array
-            data = bytearray(bytes(data).replace(b"5", b"4"))
+            data = bytearray(before.replace(b"5", b"4"))
     path.write_bytes(data)
+    return data != before
 
 
-def test_every_corruption_is_mended_or_changes_nothing(start, cache, caplog, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # 300 times
-    draw, mended = random.Random(0), 0
+def every_damage_is_mended(start: Start, cache: Path, caplog: Any, rounds: int) -> None:
+    """Of a set of many shards, most lose a file or have one that is damaged, and every other time
+    so is the set's own: those are named, and what is read is as it was."""
+    draw, damages = random.Random(0), 0
     expected = contents(start())
     (folder,) = cache.iterdir()
-    assert files_in(folder) == FILES
-    for _ in range(CORRUPTIONS):
-        corrupt(folder / draw.choice(sorted(FILES)), draw)
+    places = sorted(path for path in folder.iterdir() if path.is_dir())
+    for number in range(rounds):
+        files = [draw.choice(sorted(place.iterdir())) for place in draw.sample(places, 20)]
+        files += [folder / "set.json"] if number % 2 else []
+        changed = [file for file in files if corrupt(file, draw)]
+        # a set without its own file is one whose making was interrupted
+        damaged = {file.relative_to(folder).parts[0] for file in changed}
+        damaged -= set() if (folder / "set.json").exists() else {"set.json"}
         caplog.clear()
         assert contents(start()) == expected
-        mended += "are damaged; they are made anew" in caplog.text
+        said = "the tokenised rows are damaged; they are made anew"
+        assert set(caplog.messages) == {f"{folder / name}: {said}" for name in damaged}
         assert list(cache.iterdir()) == [folder]
-    assert mended > 0.8 * CORRUPTIONS  # the others changed nothing: a 5 that was not there
+        damages += len(changed)
+    assert damages > 0.8 * 20 * rounds  # the others changed nothing: a 5 that was not there
+
+
+@pytest.mark.usefixtures("a_shard_for_each_row")
+def test_every_corruption_is_mended_or_changes_nothing(write_jsonl, make_tokenizer, cache, caplog):
+    file, tokenizer = write_jsonl([row(n) for n in range(25)]), make_tokenizer()
+    start = partial(encode_source, file, tokenizer, OPTIONS, cache)
+    every_damage_is_mended(start, cache, caplog, ROUNDS)
 
 
 @pytest.mark.parametrize("header", [b"({\n", b"{'descr': 1 1}\n", b"\x00\n"])
@@ -104,6 +134,7 @@ def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):
         start()
     assert (folder / "00000" / "ids.bin").stat() == before
     assert caplog.text == ""
+    assert files_in(folder) == FILES
     about = json.loads((folder / "00000" / "shard.json").read_text())
     assert set(about["blake2b"]) == SHARD - {"shard.json"}
     assert json.loads((folder / "set.json").read_text())["shards"] == [about["own"]]

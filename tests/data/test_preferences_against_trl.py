@@ -35,6 +35,14 @@ TEXTS = {
     "line": ("What?\n", "\nIt is four", "It is not"),
     "ended": ("What?", " four<|endoftext|>", " five"),
 }
+# as (chosen, rejected)
+IN_BOTH = [
+    ("Q: a? A: yes", "Q: a? A: no"),
+    ("Q: a? A: forty", "Q: a? A: four"),
+    ("Q: a? A: four", "Q: a? A: four plus"),
+    ("Q: a? A: four plus", "Q: a? A: four"),
+    ("The sky is blue.", "The sky is green."),
+]
 Sides = list[tuple[list[int], list[bool]]]
 
 
@@ -106,19 +114,23 @@ def assert_same(own: Sides, theirs: Sides, tokenizer: Any) -> None:
         assert differ == behind
 
 
+def row_of(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_conversations_with_a_prompt_of_their_own_or_in_both(tokenizers, ours, name, kind):
-    prompt, chosen, rejected = CONVERSATIONS[kind]
-    row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    tokenizer = tokenizers[name]
-    (theirs,) = pairs_of_trl([row], tokenizer)
-    (own,) = ours([row], tokenizer, PAIRS)
-    assert_same(own, theirs, tokenizer)
-    implicit: dict[str, Any] = {"chosen": prompt + chosen, "rejected": prompt + rejected}
-    (of_both,) = ours([implicit], tokenizer, PAIRS)
-    assert of_both == own
-    assert pairs_of_trl([implicit], tokenizer) == [theirs]
+def test_conversations_with_a_prompt_of_their_own_or_in_both(tokenizers, ours, name):
+    tokenizer, rows = tokenizers[name], [row_of(*turns) for turns in CONVERSATIONS.values()]
+    theirs, own = pairs_of_trl(rows, tokenizer), ours(rows, tokenizer, PAIRS)
+    assert len(own) == len(theirs) == len(CONVERSATIONS)
+    for mine, other in zip(own, theirs, strict=True):
+        assert_same(mine, other, tokenizer)
+    implicit: list[dict[str, Any]] = [
+        {"chosen": prompt + chosen, "rejected": prompt + rejected}
+        for prompt, chosen, rejected in CONVERSATIONS.values()
+    ]
+    assert ours(implicit, tokenizer, PAIRS) == own
+    assert pairs_of_trl(implicit, tokenizer) == theirs
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "lfm2_v2"])
@@ -140,35 +152,24 @@ def test_tools_and_an_answer_of_several_turns(tokenizers, ours, name):
     assert text.rstrip().endswith("It is sunny.<|im_end|>")
 
 
+def assert_texts_are_the_same(own: list[Sides], theirs: list[Sides]) -> None:
+    assert [[ids for ids, _ in row] for row in own] == [[ids for ids, _ in row] for row in theirs]
+    masks, other_masks = ([[mask[1:] for _, mask in row] for row in rows] for rows in (own, theirs))
+    assert masks == other_masks
+
+
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [None, CHATML])
-@pytest.mark.parametrize("kind", TEXTS)
-def test_texts(make_tokenizer, ours, kind, template, bos):
+def test_texts(make_tokenizer, ours, template, bos):
     tokenizer = make_tokenizer(template, trim_offsets=False, bos=bos)
-    prompt, chosen, rejected = TEXTS[kind]
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    (theirs,) = pairs_of_trl([row], tokenizer)
-    (own,) = ours([row], tokenizer, PAIRS)
-    assert [ids for ids, _ in own] == [ids for ids, _ in theirs]
-    assert [mask[1:] for _, mask in own] == [mask[1:] for _, mask in theirs]
+    rows = [row_of(*texts) for texts in TEXTS.values()]
+    assert_texts_are_the_same(ours(rows, tokenizer, PAIRS), pairs_of_trl(rows, tokenizer))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected"),
-    [
-        ("Q: a? A: yes", "Q: a? A: no"),
-        ("Q: a? A: forty", "Q: a? A: four"),
-        ("Q: a? A: four", "Q: a? A: four plus"),
-        ("Q: a? A: four plus", "Q: a? A: four"),
-        ("The sky is blue.", "The sky is green."),
-    ],
-)
-def test_the_prompt_in_two_texts(make_tokenizer, ours, chosen, rejected):
-    tokenizer, row = make_tokenizer(trim_offsets=False), {"chosen": chosen, "rejected": rejected}
-    (theirs,) = pairs_of_trl([row], tokenizer)
-    (own,) = ours([row], tokenizer, PAIRS)
-    assert [ids for ids, _ in own] == [ids for ids, _ in theirs]
-    assert [mask[1:] for _, mask in own] == [mask[1:] for _, mask in theirs]
+def test_the_prompt_in_two_texts(make_tokenizer, ours):
+    tokenizer = make_tokenizer(trim_offsets=False)
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in IN_BOTH]
+    assert_texts_are_the_same(ours(rows, tokenizer, PAIRS), pairs_of_trl(rows, tokenizer))
 
 
 def length_of(number: int) -> list[dict[str, Any]]:
@@ -186,7 +187,7 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3", "cohere2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3"])
 def test_cut_pairs_and_which_are_dropped(tokenizers, ours, name, mode):
     tokenizer = tokenizers[name]
     seq_len = seq_len_of(tokenizer)
@@ -212,7 +213,7 @@ def judged_rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3", "cohere2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3"])
 def test_judged_rows_and_their_mismatches(tokenizers, ours, name, cut):
     """TRL gives the first prompt of a batch the answer of its last row, here it is the second's."""
     tokenizer = tokenizers[name]
@@ -236,9 +237,7 @@ def test_judged_texts(make_tokenizer, ours):
     texts = list(TEXTS.values())
     rows = [{"prompt": one[0], "completion": one[1], "label": True} for one in texts]
     theirs = judged_of_trl(rows, tokenizer)
-    for mine, other in zip(ours(rows, tokenizer, JUDGED)[1:], theirs[1:], strict=True):
-        assert [ids for ids, _ in mine] == [ids for ids, _ in other]
-        assert [mask[1:] for _, mask in mine] == [mask[1:] for _, mask in other]
+    assert_texts_are_the_same(ours(rows, tokenizer, JUDGED)[1:], theirs[1:])
 
 
 def test_rows_that_are_too_long_for_a_score_are_dropped_as_by_the_reward_trainer(tokenizers, ours):

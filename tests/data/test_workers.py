@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,10 @@ def from_the_first_batch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "ALONE_BATCHES", 0)
 
 
-def slowly(batch: int) -> int:
-    time.sleep(0.05)
-    return batch
+def slowly(batches: Iterable[int]) -> Iterator[int]:
+    for batch in batches:
+        time.sleep(0.05)
+        yield batch
 
 
 def endless() -> Iterator[int]:
@@ -71,7 +72,9 @@ def test_processes_end_with_a_parent_that_is_killed_and_heed_no_signal(tmp_path)
                         said.write_text(" ".join(map(str, children_of(os.getpid()))))
         finally:
             os._exit(1)
+    deadline = time.monotonic() + 20
     while not said.exists() or len(said.read_text().split()) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     children = [int(word) for word in said.read_text().split()]
     for child in children:
@@ -87,10 +90,11 @@ def test_processes_end_with_a_parent_that_is_killed_and_heed_no_signal(tmp_path)
         time.sleep(0.01)
 
 
-def failing(batch: int) -> int:
-    if batch == 3:
-        raise DataError("the fourth")
-    return batch
+def failing(batches: Iterable[int]) -> Iterator[int]:
+    for batch in batches:
+        if batch == 3:
+            raise DataError("the fourth")
+        yield batch
 
 
 def test_an_error_comes_in_its_turn():

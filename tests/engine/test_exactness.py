@@ -29,7 +29,7 @@ from tests.support import (
 )
 
 STEPS = {
-    "cpu": [micro_batches(seed) for seed in range(3)],
+    "cpu": [micro_batches(seed) for seed in range(2)],
     "cuda": [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(3)],
 }
 UNTIED = {"cpu": "mistral-sliding", "cuda": "llama"}
@@ -49,11 +49,10 @@ PLACEMENTS = [
     Settings(groups=2, resident=2, retained=1, offload_activations=True, head_chunk_tokens=7),
 ]
 PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-# every placement with each precision and each clip, and these with each other
+# every placement; several of each kind with each precision and each clip
 PLACED = [
-    (settings, precision, 0.5 if (place + number) % 2 else None)
+    (settings, ("float32", "bfloat16")[place % 2], 0.5 if place // 2 % 2 else None)
     for place, settings in enumerate(PLACEMENTS)
-    for number, precision in enumerate(("float32", "bfloat16"))
 ]
 CLIPS = pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -195,7 +194,7 @@ def backward(
         return engine.forward_backward(batches).loss, gradients_of(engine)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (3, 3), (2, 2, 2), (1, 5), (1,) * 6], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 5), (1,) * 6], ids=str)
 def test_the_size_of_micro_batches_changes_only_summation_order(sizes):
     (whole,) = micro_batches(0, [(6, 11)])
     cut: list[Batch] = [

@@ -4,6 +4,7 @@ bit, and that they leave the device."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatrain.planner.cost.shape import shape_of
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
 from tests.delays import failing
-from tests.runs import Steps, assert_same, run, train_engine
+from tests.runs import Steps, Trace, assert_same, run, train_engine
 from tests.support import Scaled, engine_of, full_batches, micro_batches, tiny_config
 
 NO_CALL = LayerCall((), {})
@@ -31,12 +32,17 @@ either = pytest.mark.parametrize(
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-def check_equal(model: Any, settings: Settings, steps: Steps = STEPS, **options: Any) -> None:
+def check_equal(model: Any, settings: Settings, steps: Steps = STEPS[:2], **options: Any) -> None:
     """That a run under `settings` ends where one does that retains every layer on the device."""
     kept = replace(settings, retained=ALL, retained_on_host=0)
     options = {"precision": "bfloat16", **options}
     expected = run(engine_of(model, settings=kept, **options), steps)
     assert_same(run(engine_of(model, settings=settings, **options), steps), expected)
+
+
+@cache
+def undisturbed(settings: Settings) -> Trace:
+    return run(engine_of("llama", precision="bfloat16", settings=settings), STEPS[:2])
 
 
 @pytest.mark.parametrize(
@@ -97,16 +103,13 @@ def test_padded_rows_and_steps_of_other_sizes_find_room() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.usefixtures("no_code_is_generated")
-@pytest.mark.parametrize(
-    ("cheap", "steps"),
-    [(False, [full_batches(seed) for seed in range(2)]), (True, STEPS[:2])],
-    ids=["whole", "cheap and of several lengths"],
-)
-def test_compiled_graphs_travel_too(cheap: bool, steps: Any) -> None:
-    check_equal("llama", replace(HALF, compile=True, cheap_retention=cheap), steps)
+def test_compiled_graphs_travel_too() -> None:
+    """With the lengths that graphs of several keep."""
+    settings = replace(EVERY_GRAPH, compile=True, cheap_retention=True, head_chunk_tokens=64)
+    check_equal("llama", settings, [full_batches(seed, [(2, 16), (2, 12)]) for seed in range(2)])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-neox", "phi3", "mixtral", "falcon-7b", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "mixtral", "gpt2"])
 def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothing_leaves_twice(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,19 +199,19 @@ def test_a_graph_lets_go_of_its_input() -> None:
 
 
 @either
-@pytest.mark.parametrize("when", range(1, 6))
+@pytest.mark.parametrize("when", [1, 3, 5])
 def test_a_step_that_was_abandoned_leaves_room_for_the_next(
     when: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever backward stopped: what had been asked for is nobody's any more."""
-    expected = run(engine_of("llama", precision="bfloat16", settings=settings), STEPS)
+    expected = undisturbed(settings)
     with engine_of("llama", precision="bfloat16", settings=settings) as engine:
         gradients = engine.parts.gradients
         once = failing(gradients.add, when, RuntimeError("abandoned"))
         monkeypatch.setattr(gradients, "add", once)
         with pytest.raises(RuntimeError, match="abandoned"):
             engine.train_step(STEPS[2])
-        assert_same(run(engine, STEPS), expected)
+        assert_same(run(engine, STEPS[:2]), expected)
 
 
 @pytest.mark.timeout(60)
@@ -218,14 +221,14 @@ def test_an_interrupt_just_before_or_after_something_is_sent_leaves_the_engine_u
     sent: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the ring's stretch and the note of what frees it."""
-    expected = run(engine_of("llama", precision="bfloat16", settings=settings), STEPS)
+    expected = undisturbed(settings)
     with engine_of("llama", precision="bfloat16", settings=settings) as engine:
         download = engine.parts.lanes["download"]
         once = failing(download.submit, 5, KeyboardInterrupt(), after=sent)  # 1 begins the group
         monkeypatch.setattr(download, "submit", once)
         with pytest.raises(KeyboardInterrupt):
             engine.forward_backward(STEPS[2])
-        assert_same(run(engine, STEPS), expected)
+        assert_same(run(engine, STEPS[:2]), expected)
 
 
 def test_a_ring_that_found_no_memory_is_made_anew_for_less(monkeypatch: pytest.MonkeyPatch) -> None:

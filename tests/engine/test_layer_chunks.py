@@ -4,6 +4,7 @@ does with them."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,9 +24,7 @@ IN_CHUNKS = Settings(head_chunk_tokens=7, layer_chunk_tokens=CHUNK)
 STEPS, RATES = [micro_batches(seed) for seed in range(2)], [1e-3, 5e-4]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2-tied", "gemma2", "phi3", "falcon-7b", "gpt-neox", "gpt2"]
-)
+@pytest.mark.parametrize("family", ["qwen2-tied", "gemma2", "falcon-7b", "gpt2"])
 def test_steps_equal_a_plain_loop(family: str) -> None:
     plain = train_plain(plain_model(tiny_config(family)), STEPS, RATES)
     with engine_of(family, settings=IN_CHUNKS) as engine:
@@ -39,18 +38,21 @@ def trained(precision: str = "bfloat16", **dials: Any) -> Trace:
     return run(engine_of("llama", precision=precision, settings=settings), STEPS)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+without_dials = cache(trained)
+
+
 @pytest.mark.parametrize(
-    "dials",
+    ("precision", "dials"),
     [
-        {"offload_activations": True},
-        {"retained": ALL},
-        {"offload_activations": True, "retained_on_host": 2},
-        {"resident": ALL},
+        ("bfloat16", {"offload_activations": True}),
+        ("fp8", {"retained": ALL}),
+        ("bfloat16", {"offload_activations": True, "retained_on_host": 2}),
+        ("fp8", {"offload_activations": True, "retained_on_host": 2}),
+        ("bfloat16", {"resident": ALL}),
     ],
 )
 def test_other_dials_change_no_bit(precision: str, dials: dict[str, Any]) -> None:
-    assert_same(trained(precision, **dials), trained(precision))
+    assert_same(trained(precision, **dials), without_dials(precision))
 
 
 def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> None:

@@ -20,7 +20,7 @@ from megatrain.schedule import (
 from megatrain.settings import Settings
 from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 
-DEPTHS = (4, 24)
+DEPTHS = (4, 12)
 BATCHES = full_batches(0, [(2, 16), (1, 16)])
 TOKENS = sum(batch["input_ids"].numel() for batch in BATCHES)
 MODES: dict[str, dict[str, Any]] = {

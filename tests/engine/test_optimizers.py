@@ -13,7 +13,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
-from megatrain.settings import ALL, Settings
+from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
 from tests.compare import apart
@@ -32,7 +32,7 @@ OPTIMIZERS: list[Optimizer] = [
     Lion(lr=1e-4, weight_decay=0.1, moments="bfloat16"),
     Lion(lr=1e-4, weight_decay=0.1, moments="int8"),
 ]
-STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(6)]
+STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(4)]
 every_optimizer = pytest.mark.parametrize(
     "optimizer", OPTIMIZERS, ids=lambda optimizer: f"{optimizer.name}-{optimizer.moments}"
 )
@@ -60,12 +60,11 @@ def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
             per = GROUP if engine.store.arrays[name].per == "group" else 1
             assert len(expected.state[name, block]) == engine.store.layouts[block].numel // per
         assert_same(train_serially(engine, STEPS), expected)
-    for resident in (2, ALL):
-        settings = Settings(resident=resident, head_chunk_tokens=7)
-        assert_same(run(make(optimizer, settings=settings), STEPS), expected)
+    settings = Settings(resident=2, head_chunk_tokens=7)
+    assert_same(run(make(optimizer, settings=settings), STEPS), expected)
 
 
-@every_optimizer
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=["adamw", "lion"])
 def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None:
     """Groups sum gradients in fp32, which rounds them otherwise: their losses are near."""
     expected = straight(optimizer)
@@ -75,7 +74,7 @@ def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None
 
 
 @every_optimizer
-def test_six_steps_equal_three_and_three_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
+def test_four_steps_equal_two_and_two_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
     assert_same(with_a_break(lambda: make(optimizer), STEPS, tmp_path), straight(optimizer))
 
 
@@ -112,17 +111,17 @@ def test_an_engine_learns_as_with_fp32_moments_in_less_memory(
 
 @cache
 def learnt(optimizer: Optimizer) -> tuple[float, list[float]]:
-    """(bytes per parameter, losses of 40 steps over the same rows)."""
+    """(bytes per parameter, losses of 25 steps over the same rows)."""
     options: Any = {"precision": "bfloat16", "optimizer": optimizer}
     with engine_of(tiny_config("llama", **SIZES), **options) as engine:
         nbytes = sum(engine.store.array(name, 0).nbytes for name in engine.store.arrays)
-        trace = train_engine(engine, [full_batches(0, [(2, 8)])] * 40)
+        trace = train_engine(engine, [full_batches(0, [(2, 8)])] * 25)
         return nbytes / engine.store.layouts[0].numel, trace.losses
 
 
 def test_lion_equals_a_plain_loop() -> None:
     """With clipping, decay and a schedule. A sign next to zero is a matter of rounding."""
-    rates, steps = cosine(20, 1e-4), [micro_batches(seed) for seed in range(20)]
+    rates, steps = cosine(10, 1e-4), [micro_batches(seed) for seed in range(10)]
     model = plain_model(tiny_config("llama"))
     plain = train_plain(model, steps, rates, [plain_optimizer(model, 1e-4, PlainLion)])
     with engine_of("llama", optimizer=Lion(weight_decay=0.1)) as engine:

@@ -1,4 +1,4 @@
-"""The engine against a plain PyTorch loop: every family, clipping active, weight decay, a
+"""The engine against a plain PyTorch loop: every kind of family, clipping active, weight decay, a
 schedule, padding, unequal micro-batches."""
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from tests.plain import (
 )
 from tests.runs import cosine, masters_of, run, train_engine
 from tests.support import (
-    FAMILIES,
-    MORE_FAMILIES,
+    KINDS,
     RECURRENT,
-    WITH_EXTRAS,
     Batch,
     engine_of,
     full_batches,
@@ -38,10 +36,11 @@ from tests.support import (
     tiny_config,
 )
 
-STEPS = [micro_batches(seed) for seed in range(10)]
+STEPS = [micro_batches(seed) for seed in range(6)]
 RATES = cosine(len(STEPS), 1e-3)
 # eager Falcon returns its attention too
 EAGER = ("llama", "qwen2-tied", "gpt-neox")
+STEPPED = ("llama", "qwen2-tied", "falcon-rw", "gpt-neox-tied")  # tied or not, biases or none
 ON_CUDA = [*((family, "eager") for family in EAGER), ("falcon-40b", "sdpa")]
 SETTINGS = [
     Settings(),
@@ -49,14 +48,14 @@ SETTINGS = [
     Settings(resident=2, retained=2),
     Settings(groups=3, resident=ALL, retained=ALL),
 ]
-CASES = [("cpu", family, "auto", Settings(head_chunk_tokens=7)) for family in FAMILIES] + [
+CASES = [("cpu", family, "auto", Settings(head_chunk_tokens=7)) for family in STEPPED] + [
     pytest.param("cuda", *model, settings, marks=pytest.mark.cuda)
     for model, settings in product(ON_CUDA, SETTINGS)
 ]
 
 
 @pytest.mark.parametrize(("device", "family", "attention", "settings"), CASES, ids=str)
-def test_ten_steps_equal_a_plain_loop(device, family, attention, settings):
+def test_six_steps_equal_a_plain_loop(device, family, attention, settings):
     config = tiny_config(family)
     plain, twin = (
         train_plain(
@@ -97,7 +96,7 @@ def assert_gradients_equal_autograd(
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        *((f, "auto") for f in (*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS, *RECURRENT)),
+        *((family, "auto") for family in (*KINDS, "bamba", *RECURRENT)),
         ("falcon-7b", "eager"),
     ],
 )
@@ -126,7 +125,7 @@ def packed(documents: Sequence[int], pad: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("pad", [0, 3], ids=["full", "padded"])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral-sliding", "opt"])
 def test_packed_rows_are_read_as_transformers_reads_them(family, pad):
     """It keeps documents apart by their positions, but only where there is no mask."""
     assert_gradients_equal_autograd(family, [packed([5, 4, 3], pad)])
@@ -141,7 +140,7 @@ def test_a_row_of_nothing_but_padding_adds_nothing(family):
 
 
 def test_without_clipping_training_equals_a_plain_loop_too():
-    steps, rates = STEPS[:6], RATES[:6]
+    steps, rates = STEPS[:3], RATES[:3]
     plain = train_plain(plain_model(tiny_config("llama-tied")), steps, rates, max_norm=float("inf"))
     with engine_of("llama-tied", max_grad_norm=None) as engine:
         ours = train_engine(engine, steps, rates)
@@ -200,7 +199,7 @@ def test_bfloat16_follows_a_plain_fp32_loop_fed_with_the_same_gradients(family, 
     options = {"precision": "bfloat16", "settings": settings, "device": device}
     with engine_of(family, optimizer=AdamW(weight_decay=DECAY), **options) as engine:
         start = {name: master.clone() for name, master in masters_of(engine).items()}
-        expected = follow_in_fp32(engine, cosine(10, 1e-3))
+        expected = follow_in_fp32(engine, cosine(6, 1e-3))
         for name, master in masters_of(engine).items():
             assert distance(master, expected[name]) <= 1e-6, name
             assert distance(master - start[name], expected[name] - start[name]) <= 1e-3, name

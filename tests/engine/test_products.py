@@ -12,7 +12,7 @@ from torch.nn import functional
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.models.skeleton import Skeleton
 from tests.compare import distance
-from tests.support import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny_config
+from tests.support import KINDS, VOCABULARY, tiny_config
 
 
 def empty_sum(*shape: int) -> Sum:
@@ -104,7 +104,7 @@ def test_what_is_not_named_and_what_is_no_layer_is_left_to_autograd():
     assert not into.empty
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize("family", KINDS)
 def test_every_familys_embedding_and_head_have_the_gradients_of_autograd(family):
     skeleton = Skeleton(tiny_config(family), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -20,8 +20,8 @@ from tests.runs import Trace, assert_same, run, state_of, train_engine
 from tests.support import engine_of, full_batches, tiny_config
 
 STEPS = {
-    device: [full_batches(seed, [shape] * 3) for seed in range(3)]
-    for device, shape in (("cpu", (1, 6)), ("cuda", (2, 8)))
+    device: [full_batches(seed, [shape] * 3) for seed in range(steps)]
+    for device, shape, steps in (("cpu", (1, 6), 2), ("cuda", (2, 8), 3))
 }
 MODES = {
     "one group": Settings(),
@@ -33,6 +33,7 @@ MODES = {
     "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
 }
+WITH_ONE_SLOW = ("two groups, sums travel", "graphs on the host")  # they use all lanes
 WHO = (*LANES, "compute")
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -55,10 +56,11 @@ def undelayed(mode: str, clip: float | None, device: str) -> Trace:
 
 
 def delayed_runs() -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
-    """Every mode with all slow, clipped and not; and with each alone, half of which are clipped."""
+    """Every mode with all slow, clipped and not; and some with each alone, half of which are
+    clipped."""
     for number, mode in enumerate(MODES):
         yield from ((mode, clip, WHO) for clip in (0.5, None))
-        for other, slow in enumerate(WHO):
+        for other, slow in enumerate(WHO if mode in WITH_ONE_SLOW else ()):
             yield mode, None if (number + other) % 2 else 0.5, (slow,)
 
 
@@ -70,7 +72,7 @@ def test_delays_change_no_bit(mode, clip, slow, device):
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("llama", "bfloat16"), ("falcon-7b", "float32"), ("gpt-neox", "bfloat16")],
+    [("llama", "bfloat16"), ("falcon-7b", "float32")],
 )
 def test_delays_change_no_bit_in_other_families(family, precision):
     prompt, late = (
@@ -81,7 +83,7 @@ def test_delays_change_no_bit_in_other_families(family, precision):
 
 
 def test_evaluation_and_saving_right_after_a_step_see_its_update():
-    first, second, _ = STEPS["cpu"]
+    first, second = STEPS["cpu"]
     with make() as prompt, make() as late:
         late.train_step(first)
         state_of(late)  # waits
@@ -187,7 +189,7 @@ ON_DEVICES = [
 )
 def test_without_its_wait_a_delay_changes_the_result(fault, device, monkeypatch):
     """On a busy machine a lane may have to be held up for longer until others overtake it."""
-    assert any(result_changes(fault, device, late_s, monkeypatch) for late_s in (0.04, 0.1, 0.5))
+    assert any(result_changes(fault, device, late_s, monkeypatch) for late_s in (0.01, 0.04, 0.5))
 
 
 def result_changes(fault: Fault, device: str, late_s: float, monkeypatch: Any) -> bool:

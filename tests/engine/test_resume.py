@@ -1,4 +1,4 @@
-"""Ten steps equal five, a checkpoint, and five more in a new engine: bit for bit in every array."""
+"""Four steps equal two, a checkpoint, and two more in a new engine: bit for bit in every array."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from megatrain.settings import ALL, Settings
 from tests.runs import assert_same, run, train_with_a_break
 from tests.support import engine_of, full_batches, tiny_config, without_targets
 
-STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(10)]
+STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(4)]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip"), [("float32", 0.5), ("bfloat16", 0.5), ("bfloat16", None)]
-)
-@pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "precision", "clip"),
     [
-        ("qwen2-tied", {}),
-        ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
-        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("qwen2-tied", {}, "float32", 0.5),
+        ("qwen2-tied", {}, "bfloat16", None),
+        ("gpt-neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2}, "bfloat16", 0.5),
+        ("mixtral", {"router_jitter_noise": 0.1}, "bfloat16", 0.5),
+        ("mixtral", {"router_jitter_noise": 0.1}, "float32", None),
     ],
 )
-def test_ten_steps_equal_five_and_five(family, changes, precision, clip, device, tmp_path):
+def test_four_steps_equal_two_and_two(family, changes, precision, clip, device, tmp_path):
     options = {"precision": precision, "max_grad_norm": clip, "seed": 3, "device": device}
 
     def make():

@@ -4,6 +4,7 @@ and nothing half done."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
 from tests.delays import LANES, delay, failing, poison, take_staging_at_once
-from tests.runs import Steps, assert_same, run, state_of, train_with_a_break
+from tests.runs import Steps, Trace, assert_same, run, state_of, train_with_a_break
 from tests.support import (
     Scaled,
     engine_of,
@@ -30,6 +31,7 @@ from tests.support import (
 STEPS = [micro_batches(seed) for seed in range(4)]
 FULL = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(3)]
 TWICE = Settings(head_chunk_tokens=7, second_backward=True)
+HALF_RESIDENT = replace(TWICE, resident=3, offload_activations=True)
 ONCE = replace(TWICE, second_backward=False)
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -44,26 +46,30 @@ def check_equal(model: Any, settings: Settings, steps: Steps = STEPS[:3], **opti
     assert_same(run(make(model, settings, **options), steps), stored)
 
 
+@cache
+def two_steps(family: str, settings: Settings, device: str = "cpu") -> Trace:
+    return run(make(family, settings, device=device), FULL[:2])
+
+
 # -- the same bits ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "precision", "clip"),
+    ("family", "settings", "precision", "clip"),
     [
-        (TWICE, "float32", 0.5),
-        (TWICE, "bfloat16", 1e9),
-        (replace(TWICE, offload_activations=True), "bfloat16", 0.5),
-        (replace(TWICE, resident=1), "bfloat16", 0.5),
-        (replace(TWICE, resident=3, offload_activations=True), "float32", 1e9),
-        (replace(TWICE, resident=ALL), "bfloat16", 0.5),
-        (replace(TWICE, update_threads=1), "bfloat16", 0.5),
+        ("llama", TWICE, "float32", 0.5),
+        ("qwen2-tied", TWICE, "bfloat16", 1e9),
+        ("qwen2-tied", replace(TWICE, offload_activations=True), "bfloat16", 0.5),
+        ("llama", replace(TWICE, resident=1), "bfloat16", 0.5),
+        ("qwen2-tied", replace(TWICE, resident=3, offload_activations=True), "float32", 1e9),
+        ("qwen2-tied", replace(TWICE, resident=ALL), "bfloat16", 0.5),
+        ("llama", replace(TWICE, update_threads=1), "bfloat16", 0.5),
     ],
     ids=["fp32", "unclipped", "offloaded", "1 resident", "3 resident", "all resident", "1 thread"],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_it_changes_no_bit(family, settings, precision, clip, device):
     options = {"precision": precision, "max_grad_norm": clip, "device": device}
-    check_equal(family, settings, STEPS[:3] if device == "cpu" else FULL, **options)
+    check_equal(family, settings, STEPS[:2] if device == "cpu" else FULL, **options)
 
 
 @pytest.mark.cuda
@@ -78,19 +84,7 @@ def test_nor_on_cuda_with_fp8_products_and_compiled_layers(family, precision, co
     check_equal(config, settings, FULL, precision=precision, device="cuda")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mistral-sliding",
-        "gemma2",
-        "gpt-neox-tied",
-        "falcon-7b",
-        "phi3",
-        "mixtral",
-        "gpt2",
-        "opt-projected",
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma2", "falcon-7b", "mixtral", "opt-projected"])
 def test_nor_in_other_families(family):
     check_equal(family, replace(TWICE, offload_activations=True), STEPS[:2])
 
@@ -108,12 +102,11 @@ def test_nor_where_rows_are_padded_on_the_left_and_micro_batches_have_no_targets
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.usefixtures("no_code_is_generated")
 def test_nor_where_layers_are_compiled():
-    """By the real compiler: seconds for every graph, and once for layers that share their code."""
     steps = [full_batches(seed, [(2, 16)] * 2) for seed in range(2)]
     config = tiny_config("llama", num_hidden_layers=2)
     check_equal(config, replace(TWICE, compile=True), steps, precision="float32")
-    torch._dynamo.reset()
 
 
 def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path):
@@ -132,9 +125,8 @@ def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path):
     ids=[*LANES, "all, streamed", "all, 3 resident"],
 )
 def test_delays_change_no_bit(settings, slow, device):
-    stored = run(make("qwen2-tied", replace(settings, second_backward=False), device=device), FULL)
     late = delay(make("qwen2-tied", settings, device=device), slow, longest_s=0.003)
-    assert_same(run(late, FULL), stored)
+    assert_same(run(late, FULL[:2]), two_steps("qwen2-tied", ONCE, device))
 
 
 def test_evaluation_and_forgotten_slots_between_the_two_change_nothing():
@@ -173,10 +165,16 @@ def test_another_seed_or_boundary_in_the_second_one_would_show(broken, monkeypat
 
 
 def test_staging_that_is_taken_before_its_update_is_done_would_show():
-    with delay(make(), ["update"], longest_s=0.2, shortest_s=0.2) as engine:
-        take_staging_at_once(engine)
-        engine.train_step(STEPS[0])
-        assert differing(state_of(engine), run(make(settings=ONCE), STEPS[:1]).state)
+    """On a busy machine an update may have to be held up for longer until others overtake it."""
+    expected = run(make(settings=ONCE), STEPS[:1])
+
+    def shows(late_s: float) -> bool:
+        with delay(make(), ["update"], late_s, late_s) as engine:
+            take_staging_at_once(engine)
+            engine.train_step(STEPS[0])
+            return bool(differing(state_of(engine), expected.state))
+
+    assert any(shows(late_s) for late_s in (0.03, 0.2))
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_what_the_second_one_needs_is_given_back_after_it():
     with make() as engine:
         engine.train_step(STEPS[0])
         with LiveBytes() as live:
-            for batches in STEPS:
+            for batches in STEPS[:2]:
                 engine.train_step(batches)
             assert live.live == 0
             engine.train_step(STEPS[0], Scaled())
@@ -199,11 +197,15 @@ OF_BACKWARDS = (range(3), range(3, 6))  # recomputations of a layer, for three m
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [TWICE, replace(TWICE, resident=3, offload_activations=True), replace(TWICE, resident=ALL)],
-    ids=["streamed", "half resident", "all resident"],
+    ("what", "settings"),
+    [
+        ("loss", TWICE),
+        ("loss", HALF_RESIDENT),
+        ("gradient", TWICE),
+        ("gradient", replace(TWICE, resident=ALL)),
+        ("no target", HALF_RESIDENT),
+    ],
 )
-@pytest.mark.parametrize("what", ["loss", "gradient", "no target"])
 def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what, settings, device):
     with make("llama-tied", settings, device=device) as engine:
         engine.train_step(FULL[0])
@@ -219,7 +221,7 @@ def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what, settings, 
         engine.skipped -= 1
         engine.train_step(FULL[1])
         after = state_of(engine)
-    expected = run(make("llama-tied", settings, device=device), FULL[:2])
+    expected = two_steps("llama-tied", settings, device)
     assert differing(after, expected.state) == [], "the skipped step left a trace"
 
 
@@ -241,8 +243,7 @@ def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(setti
         assert (engine.updates, engine.skipped) == (1, 1)
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("resident", [0, ALL], ids=["streamed", "resident"])
+@pytest.mark.parametrize(("resident", "layer"), [(0, 0), (0, 2), (ALL, 0)])
 def test_a_second_gradient_that_alone_is_not_finite_ends_the_run(resident, layer):
     with make(settings=replace(TWICE, resident=resident)) as engine:
         engine.train_step(STEPS[0])

@@ -1,5 +1,5 @@
-"""Rows that share a sequence are trained on as if each were alone, in every family that tells
-them apart; the others are known."""
+"""Rows that share a sequence are trained on as if each were alone, in every kind of family that
+tells them apart; the others are known."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from tests.compare import apart
 from tests.data.test_loader import FakeRows
-from tests.support import FAMILIES, MORE_FAMILIES, RECURRENT, engine_of, tiny_config
+from tests.support import KINDS, RECURRENT, engine_of, tiny_config
 
 CPU = torch.device("cpu")
 SEQUENCES = [[0, 1], [2, 3, 4]]
 # These count positions otherwise, or make masks of their own: their rows would see each other.
-TOGETHER = {"opt", "opt-projected", "falcon-7b", "falcon-7b-untied", "falcon-rw", "falcon-40b"}
+TOGETHER = {"opt-projected", "falcon-7b", "falcon-rw", "falcon-40b"}
 TOGETHER |= {"bloom", *RECURRENT}  # these have masks that say otherwise
 
 
@@ -38,7 +38,7 @@ def check(model: Any, lengths: list[int], seq_len: int, share: float, **options:
     assert apart(gradients, expected, share) == []
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *RECURRENT])
+@pytest.mark.parametrize("family", [*KINDS, *RECURRENT])
 def test_rows_apart_and_together_have_the_same_gradients(family):
     if Skeleton(tiny_config(family)).separates_documents(CPU):
         check(family, [7, 5, 4, 3, 2], 13, 1e-5)

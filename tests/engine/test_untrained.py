@@ -23,6 +23,11 @@ from megatrain.storage.restore import load_checkpoint
 from tests.compare import differing
 from tests.support import CONSTANT, engine_of, known, micro_batches, plain_model, tiny_config
 
+# biases of routers, alone, beside an indexer's matrices and beside a recurrence, and by
+# another name; parameters of an activation; scales of layers; tables that the family computes
+KINDS = {
+    "glm4-moe", "deepseek-v32", "nemotron-h", "lfm2-moe", "apertus", "gemma4-moe", "minimax",
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {"device": "cpu", "settings": Settings(head_chunk_tokens=7)}
 
 
@@ -30,12 +35,12 @@ def values_of(engine: Engine) -> dict[str, Tensor]:
     return {name: engine.constants[name].detach().clone() for name in engine.constants}
 
 
-@pytest.mark.parametrize("family", known(CONSTANT))
-def test_every_family_computes_as_in_plain_pytorch_and_its_folder_comes_out_again(family):
+@pytest.mark.parametrize("family", sorted(KINDS.intersection(known(CONSTANT))))
+def test_they_are_computed_with_as_in_plain_pytorch_and_the_folder_comes_out_again(family):
     assert verify(Skeleton(tiny_config(family), dtype=torch.float32)) == Verdict("passed")
 
 
-@pytest.mark.parametrize("family", known(CONSTANT))
+@pytest.mark.parametrize("family", sorted(KINDS.intersection(known(CONSTANT))))
 def test_a_zeroed_constant_changes_the_loss(family):
     """Otherwise other tests would not see what is done to them."""
     with engine_of(family) as engine:

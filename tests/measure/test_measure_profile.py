@@ -22,7 +22,8 @@ OF_GPUS = {"upload", "download", "both", "fp8", "grouped"}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "PARAMETERS", 1 << 16)
-    monkeypatch.setattr(disk, "FILE_BYTES", 2 * disk.PIECE_BYTES)
+    monkeypatch.setattr(disk, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(disk.disk_rates, "__defaults__", (2 << 16,))
     monkeypatch.setattr(compute, "WIDTH", 64)
     monkeypatch.setattr(compute, "WIDE", 128)
     monkeypatch.setattr(compute, "MODEL", 32)

@@ -13,11 +13,8 @@ FOUND = {
     for rows in json.loads(families.RESULTS.read_text())["families"].values()
     for row in rows
 }
-# One of every kind of layer, and of every state.
-SOME = (
-    "llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba2",
-    "falcon", "qwen3_5_moe", "llava", "zaya", "bert", "gemma3n_text", "dots3_note_text", "reformer",
-)  # fmt: skip
+# One of every state, and more where that is for several reasons.
+SOME = ("gpt_oss", "mamba2", "llava", "zaya", "bert", "gemma3n_text", "dots3_note_text", "reformer")
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -72,7 +72,7 @@ def test_small_models_are_tried_on_the_cpu_too(family, installed):
     assert found.causal
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"], indirect=True)
+@pytest.mark.parametrize("family", ["mamba2"], indirect=True)
 def test_their_plans_are_made_too(family, installed):
     shape = shape_of(Skeleton(CONFIGS[family]), 8, [8])
     assert min(layer.forward.matmul_flops for layer in shape.cost.layers) > 0

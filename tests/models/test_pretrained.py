@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import transformers
 from tokenizers import Tokenizer
@@ -285,9 +286,20 @@ def test_the_end_of_a_turn_is_read_from_the_template(
     assert end_of_turn(tokenizer) == token
 
 
-def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
+def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Path] = []
+    reader = gguf.GGUFReader
+
+    def noted(path: Path) -> Any:
+        parsed.append(path)
+        return reader(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", noted)
     config, tokenizer, generation = load_config_and_tokenizer(resolve_source(smollm2_gguf))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert (config.eos_token_id, config.pad_token_id) == (2, 2)
     assert generation is not None
     assert generation.eos_token_id == 2
+    assert len(parsed) == 1

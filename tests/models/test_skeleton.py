@@ -13,19 +13,16 @@ from megatrain.models.family import build_model, choose_attention
 from megatrain.models.skeleton import Skeleton
 from tests.delays import failing
 from tests.support import (
-    FAMILIES,
-    MORE_FAMILIES,
+    KINDS,
     VOCABULARY,
-    WITH_EXTRAS,
     engine_of,
     plain_model,
     tiny_config,
 )
 
-ALL = [*FAMILIES, *MORE_FAMILIES, *WITH_EXTRAS]
-TIED = {"llama-tied", "qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt-neox-tied", "gpt2"}
-TIED |= {"opt", "gemma2", "gemma3", "cohere", "ctrl", "opt-projected", "gpt-bigcode", "bloom"}
-TIED |= {"mpt", "gpt-neo", "gpt-neox-japanese"}
+ALL = [*KINDS, "falcon-7b-untied", "mpt", "bamba"]
+TIED = {"qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt2", "gemma2", "gemma3", "ctrl"}
+TIED |= {"opt-projected", "bloom", "mpt"}
 
 
 def skeleton_of(family: str, **changes: object) -> Skeleton:

@@ -30,6 +30,9 @@ KERNELS: dict[str, tuple[Any, tuple[bool, ...]]] = {
     for split in (True, False)
 }
 
+# The loop over float32 weights is that over split ones without the two ends: one stands for all.
+COMPILED = [name for name in KERNELS if name.endswith("split") or name == "adamw, float32"]
+
 
 def njit_whose_cache_raises(error: Exception) -> Any:
     def njit(*arguments: Any, cache: bool = False, **options: Any) -> Any:
@@ -40,7 +43,7 @@ def njit_whose_cache_raises(error: Exception) -> Any:
     return njit
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_loop_is_vectorised(name, monkeypatch):
     if platform.machine() != "x86_64":
         pytest.skip("reads x86 assembly")

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.once import engines_are_built_fast
 from tests.still import StillEngine, save_steps, still_engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def once() -> Iterator[None]:
+    with engines_are_built_fast():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_power_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill is none, so nothing waits for the disk; tests of what is on it count the calls."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

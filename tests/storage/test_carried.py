@@ -27,7 +27,7 @@ from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.run_folder import PASSENGERS, bytes_of_checkpoints
 from tests.compare import differing, distance
 from tests.files import flip, names
-from tests.multimodal import MULTIMODAL, save_multimodal, skip_unless_it_reads_text
+from tests.multimodal import save_multimodal, skip_unless_it_reads_text
 from tests.plain import plain_optimizer, train_plain
 from tests.runs import assert_same, run, train_engine
 from tests.support import VOCABULARY, micro_batches
@@ -41,6 +41,9 @@ PROCESSOR = {
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 }
+# experts one by one, masks of images, images, tied embeddings, a parameter that is no module's.
+# `python -m benchmarks.families` does the same with every family that there is.
+FAMILIES = ("qwen3.5-moe", "gemma3", "llama4", "qwen2-vl", "llava-next")
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]  # of text, and of passengers
 
 
@@ -117,7 +120,7 @@ def test_text_is_trained_on_the_device_beside_passengers(given, device):
 # -- folders ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_trained_as_in_plain_pytorch_and_the_rest_comes_out_as_it_went_in(tmp_path, family):
     before, after, out = (tmp_path / name for name in ("in", "trained", "out"))
     model: Any = save_multimodal(before, family)
@@ -347,15 +350,14 @@ def test_another_run_in_the_folder_of_one_has_its_own(tmp_path, source, engine):
     assert read_manifest(saved).files[SHARDS[1]] == kept[SHARDS[1]]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_frozen_tensors_go_with_them(source, tmp_path, precision):
+def test_frozen_tensors_go_with_them(source, tmp_path):
     before, freeze = tensors_of(source), "*language_model.layers.0.*"
     frozen = {n: t for n, t in before.items() if "language_model.layers.0." in n}
     assert frozen
-    with open_engine(source, precision, freeze=freeze) as engine:
+    with open_engine(source, "bfloat16", freeze=freeze) as engine:
         engine.train_step(STEPS[0])
         first = save_checkpoint(tmp_path / "run", 1, engine, None, {})
-    with open_engine(source, precision, freeze=freeze) as engine:
+    with open_engine(source, "bfloat16", freeze=freeze) as engine:
         load_checkpoint(first, engine)
         shutil.rmtree(source)
         for step in (2, 3):  # the first goes, from which it was read

@@ -139,8 +139,9 @@ def as_transformers(folder: Path, how: Any) -> Tensors:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [1 << 22, 5000])
+@pytest.mark.parametrize(
+    ("case", "chunk"), [*((case, 5000) for case in CASES), ("fp8", 1 << 22), ("mxfp4", 1 << 22)]
+)
 def test_weights_are_those_of_transformers(quantised, monkeypatch, case, chunk):
     monkeypatch.setattr("megatrain.storage.dequantise.CHUNK_ELEMENTS", chunk)
     folder = quantised(case)

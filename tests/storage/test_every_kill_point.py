@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterator
+from itertools import cycle
 
 import pytest
 
@@ -16,19 +18,22 @@ from megatrain.storage.checkpoint import reopen, write_final
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.saves import find_checkpoint
+from tests.still import still_engine
 
 EVERY = 7  # kill point; `make campaign` tries them all
-EVERY_FAILURE = 29
+EVERY_FAILURE = 23
 ENDS = (0, ConfigError.exit_code, StorageError.exit_code)
 
 
-@pytest.fixture
-def stage(tmp_path, new_engine, monkeypatch, request) -> Stage:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill is no power loss
-    return Stage(request.param, tmp_path, new_engine(layers=1))
+@pytest.fixture(scope="module", params=SCENARIOS)
+def stage(request, tmp_path_factory) -> Iterator[Stage]:
+    engine = still_engine(layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # a kill is no power loss
+        yield Stage(request.param, tmp_path_factory.mktemp("stage"), engine)
+    engine.store.close()
 
 
-@pytest.mark.parametrize("stage", SCENARIOS, indirect=True)
 def test_a_kill_before_any_system_call_loses_nothing(stage):
     number = 1
     stage.set_up()
@@ -39,12 +44,12 @@ def test_a_kill_before_any_system_call_loses_nothing(stage):
     assert number > 1, "it makes system calls"
 
 
-@pytest.mark.parametrize("ever", [False, True])
-@pytest.mark.parametrize("stage", SCENARIOS, indirect=True)
-def test_a_system_call_that_fails_loses_nothing(stage, ever):
+def test_a_system_call_that_fails_loses_nothing(stage):
+    """In turns it is that one alone, and it is all from there on."""
     names = (*calls.CHANGES, *calls.READS)
     stage.set_up()
-    for number in range(1, calls.count_calls(stage.act, names), EVERY_FAILURE):
+    points = range(1, calls.count_calls(stage.act, names), EVERY_FAILURE)
+    for number, ever in zip(points, cycle([False, True])):
         stage.set_up()
         before = calls.failing(number, errno.EIO, ever)
         ended = calls.with_calls(stage.act, before, names)

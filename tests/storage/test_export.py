@@ -29,6 +29,7 @@ from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.run_folder import hold
 from megatrain.storage.safetensors_reader import read_header
 from megatrain.storage.safetensors_writer import plan_shards
+from megatrain.storage.saves import find_checkpoint
 from tests.files import flip, largest_file, logits_of, names
 
 IDS = torch.arange(24).view(2, 12)
@@ -260,12 +261,29 @@ def test_an_export_beside_a_run_that_prunes_follows_it(tmp_path, new_engine):
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        for number in range(30):
+        for number in range(15):
             out = export(run, tmp_path / f"out-{number}")
             assert names(out) == {"config.json", "model.safetensors"}
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_checkpoint_that_is_gone_once_it_is_found_gives_way_to_the_next(
+    tmp_path, new_engine, monkeypatch
+):
+    run, engine, later = tmp_path / "run", new_engine(layers=1), iter([2])
+
+    def found(*asked: Any) -> Path:
+        path = find_checkpoint(*asked)
+        for step in later:
+            save_checkpoint(run, step, engine, None, {}, keep=1)
+            assert not path.exists()
+        return path
+
+    save_checkpoint(run, 1, engine, None, {}, keep=1)
+    monkeypatch.setattr("megatrain.storage.export.find_checkpoint", found)
+    assert names(export(run, tmp_path / "out")) == {"config.json", "model.safetensors"}
 
 
 def test_an_export_that_is_never_quick_enough_says_so(tmp_path, new_engine, monkeypatch):

@@ -115,7 +115,7 @@ def test_damage_ends_the_reading(run_dir, new_engine, monkeypatch):
         def __init__(self, path: Path, *given: bool) -> None:
             if begun:
                 # files this small would all be read before the waiting thread wakes up
-                time.sleep(0.5)
+                time.sleep(0.2)
             begun.append(path)
             super().__init__(path, *given)
 

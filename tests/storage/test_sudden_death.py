@@ -70,12 +70,13 @@ def save_until_killed(run_dir: Path, engine: Any, step: int) -> None:
 
 def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir, engine, save):
     draw = random.Random(2)
+    save(1)  # whatever is done but once is done
     began = time.monotonic()
-    save(1)
+    save(2)
     save_s = time.monotonic() - began  # the machine may be busy: kills are timed in saves
-    newest, interrupted, in_vain = 1, 0, 0
+    newest, interrupted, in_vain = 2, 0, 0
     for kills in range(400):
-        if kills >= 100 and interrupted > 25 and newest > 25:
+        if kills >= 40 and interrupted > 10 and newest > 10:
             break  # enough kills hit a save, and enough saves were finished between kills
         child = os.fork()
         if child == 0:
@@ -99,6 +100,6 @@ def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir, engine, s
         assert engine.bits() == loaded
         in_vain = 0 if state["step"] > newest else in_vain + 1
         newest = state["step"]
-    assert interrupted > 25
-    assert newest > 25
+    assert interrupted > 10
+    assert newest > 10
     assert len(checkpoints(run_dir)) <= 3

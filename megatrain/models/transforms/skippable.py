@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
-from megatrain.models.recorder import LayerCall
+from megatrain.models.probe import PLAIN, plain_attributes
+from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.transforms.fp8 import Fp8Linear
 
@@ -28,6 +30,33 @@ MATMULS = {  # modules that are nothing else
     "transformers.models.falcon.modeling_falcon.FalconLinear",
     "transformers.pytorch_utils.Conv1D",
 }
+
+
+def skippable_in(
+    layers: Sequence[nn.Module],
+    hidden_shape: Sequence[int],
+    dtype: torch.dtype,
+    calls: Sequence[LayerCall],
+) -> list[tuple[str, ...]]:
+    """`skippable` of each layer; a layer of each kind is run, so that depth takes no time."""
+    found: dict[Any, tuple[str, ...]] = {}
+    kinds = [
+        (kind_of(*pair), _makeup(*pair, i))
+        for i, pair in enumerate(zip(layers, calls, strict=True))
+    ]
+    for kind, layer, call in zip(kinds, layers, calls, strict=True):
+        if kind not in found:
+            found[kind] = skippable(layer, hidden_shape, dtype, call)
+    return [found[kind] for kind in kinds]
+
+
+def _makeup(layer: nn.Module, call: LayerCall, index: int) -> tuple[Any, ...]:
+    """What tells layers apart beyond their shapes: modules, settings, and options of the call."""
+    modules = [(path, type(m), bool(chunks_of(m))) for path, m in layer.named_modules()]
+    given = [
+        leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, PLAIN)
+    ]
+    return *modules, *plain_attributes(layer, index), *given
 
 
 def skippable(

@@ -16,10 +16,7 @@ from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients, layer_of
 from tests.support import tiny_config
 
-SEVERAL = [
-    *("llama", "qwen3", "gemma2", "phi3", "falcon-7b", "falcon-rw"),
-    *("gpt-neox", "gpt2", "cohere", "ctrl", "opt", "mixtral"),
-]
+SEVERAL = ["qwen3", "gemma2", "falcon-rw", "gpt2", "ctrl", "mixtral"]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 FOUND = {
     **dict.fromkeys(("llama", "mistral-sliding", "qwen2", "phi3"), ("mlp", *NORMS)),
@@ -146,7 +143,7 @@ def peak(chunk: int | None, tokens: int, width: int) -> Footprint:
 
 
 def test_memory_does_not_grow_with_the_width_of_the_mlp() -> None:
-    tokens, chunk, widths = 16_384, 256, (512, 1024)
+    tokens, chunk, widths = 4096, 128, (512, 1024)
     narrow, wide = (peak(chunk, tokens, width) for width in widths)
     assert wide.saved_bytes == narrow.saved_bytes
     weights = 3 * HIDDEN * (widths[1] - widths[0])

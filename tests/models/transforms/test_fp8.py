@@ -231,7 +231,7 @@ def fp8_engine(policy: Fp8Policy | None):
 
 
 def test_streamed_layers_without_an_fp8_product_are_bit_for_bit_the_same():
-    steps = [full_batches(seed) for seed in range(3)]
+    steps = [full_batches(seed) for seed in range(2)]
     with fp8_engine(None) as plain, fp8_engine(ALL_BF16) as ours:
         assert train_engine(ours, steps).losses == train_engine(plain, steps).losses
 
@@ -246,7 +246,7 @@ def test_gradients_are_near_and_training_ends_where_bf16_ends():
         )
         # large weights on few values: fp8's 3% a matmul grow through three layers
         assert 0.01 < distance(found, expected) < 0.6
-        steps = [full_batches(0)] * 40
+        steps = [full_batches(0, [(2, 8)])] * 30
         for engine in (plain, ours):
             engine.step(0.0)
             losses = train_engine(engine, steps).losses

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.errors import ConfigError
-from megatrain.models.skeleton import Skeleton
-from megatrain.models.transforms.compiled import Inductor
+from megatrain.models.transforms.compiled import Inductor, compile_when_run
 from megatrain.settings import Settings
 from tests.support import engine_of, full_batches, tiny_config
 
@@ -80,6 +79,13 @@ def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_p
         engine.train_step(full_batches(0))
 
 
+class Attention(nn.Module):
+    """With nothing else that code is generated for: that takes seconds."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_graphs_are_found_again_only_with_the_attention_that_they_have() -> None:
     """In another process, which has what is on disk, and in one that has them in memory too."""
@@ -95,13 +101,10 @@ def test_graphs_are_found_again_only_with_the_attention_that_they_have() -> None
 
 
 def compiled_layer(*, lengths_vary: bool) -> Callable[[], None]:
-    """Forward and backward of a small model's first layer."""
-    skeleton = Skeleton(tiny_config("llama"))
-    for block in skeleton.anatomy.blocks[:2]:
-        skeleton.bind(block, torch.ones(block.layout.numel))
-    hidden, calls = skeleton.embed({"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)})
-    skeleton.compile_layers(lengths_vary=lengths_vary)
-    return lambda: skeleton.layer(0, hidden.detach().requires_grad_(), calls[0]).sum().backward()
+    """Forward and backward of a layer."""
+    (run,) = compile_when_run([Attention()], lengths_vary, cheap=False)
+    shape = (3, ROWS, 4, TOKENS, HIDDEN // 4)
+    return lambda: run(*torch.ones(shape, requires_grad=True).unbind()).sum().backward()
 
 
 def runs_flash(work: Callable[[], None]) -> bool:

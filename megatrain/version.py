@@ -1,0 +1,3 @@
+"""The release, declared once."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,190 @@
+"""What is saved of frozen tensors, bit for bit as they came; and a plan with some."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import megatrain as mt
+from megatrain.engine.engine import Engine
+from megatrain.engine.verify import tensors_of
+from megatrain.errors import ConfigError
+from megatrain.optim import AdamW, Lion, Muon
+from megatrain.settings import Settings
+from megatrain.storage.checkpoint import checkpoint_bytes, save_checkpoint, write_final
+from megatrain.storage.export import export, unchanged
+from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.run_folder import PASSENGERS
+from tests.compare import differing
+from tests.engine.test_freezing import EMBEDDING, FROZEN, OF_MIXTURES, STEPS
+from tests.runs import assert_same, run, train_with_a_break
+from tests.support import (
+    engine_of,
+    micro_batches,
+    plain_model,
+    tiny_config,
+)
+
+
+def folder_of(family: str, dtype: torch.dtype, folder: Path) -> Path:
+    model: Any = plain_model(tiny_config(family), dtype=dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def open_engine(source: Path, freeze: tuple[str, ...], **options: Any) -> Engine:
+    options = {"precision": "bfloat16", "optimizer": AdamW(lr=1e-3), **options}
+    settings = Settings(head_chunk_tokens=7)
+    return Engine.from_pretrained(source, freeze=freeze, device="cpu", settings=settings, **options)
+
+
+def frozen_in(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a folder's tensors, those that are frozen."""
+    layouts = engine.store.layouts
+    names = {
+        tensor.name
+        for block, found in enumerate(engine.published)
+        for tensor in found
+        if tensor.offset >= layouts[block].trainable
+    }
+    assert names
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [found[name].dtype for name in expected] == [t.dtype for t in expected.values()]
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "dtype"),
+    [
+        ("llama", "bfloat16", torch.float32),
+        ("llama", "float32", torch.float16),
+        ("llama", "fp8", torch.bfloat16),
+        ("mixtral", "bfloat16", torch.bfloat16),
+        ("mixtral", "float32", torch.float32),
+        ("mixtral", "fp8", torch.float16),
+    ],
+    ids=str,
+)
+def test_a_folder_s_frozen_tensors_come_out_as_they_went_in(family, precision, dtype, tmp_path):
+    what = FROZEN["parts of layers"] if family == "llama" else ("*embed*", *OF_MIXTURES["experts"])
+    source = folder_of(family, dtype, tmp_path / "source")
+    given = tensors_of(source)
+    with open_engine(source, what, precision=precision) as engine:
+        frozen = frozen_in(engine, given)
+        engine.train_step(STEPS[0])
+        engine.save_pretrained(tmp_path / "saved")
+        save_checkpoint(tmp_path / "run", 1, engine, None, {})
+        computed = {name: weight for name, weight in engine.iter_weights() if name in frozen}
+    write_final(tmp_path / "run")
+    for name in ("bfloat16", "float32"):
+        export(tmp_path / "run", tmp_path / name, name)
+    for folder in ("saved", "run/checkpoint-1", "run/final", "bfloat16", "float32"):
+        written = tensors_of(tmp_path / folder)
+        same({name: t for name, t in written.items() if name in frozen}, frozen)
+        assert written.keys() == given.keys()
+        assert not any(
+            torch.equal(written[n].float(), given[n].float()) for n in ("lm_head.weight",)
+        )
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+    # computed with as if it trained
+    with open_engine(source, (), precision=precision) as engine:
+        same(computed, {n: weight for n, weight in engine.iter_weights() if n in frozen})
+
+
+def test_checkpoints_share_one_copy_and_take_what_they_say(tmp_path):
+    source = folder_of("llama", torch.float32, tmp_path / "source")
+    with open_engine(source, FROZEN["parts of layers"]) as engine:
+        for step in (1, 2):
+            engine.train_step(STEPS[0])
+            save_checkpoint(tmp_path / "run", step, engine, None, {})
+        once = sum(tensor.nbytes for tensor in unchanged(engine))
+        assert once == 4 * engine.anatomy.frozen_parameters
+        assert checkpoint_bytes(engine) == 12 * engine.anatomy.parameters
+    checkpoints = [tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2)]
+    linked = {path.name: path.stat() for path in (tmp_path / "run" / PASSENGERS).glob("*.safe*")}
+    assert linked
+    for checkpoint in checkpoints:
+        files = {str(p.relative_to(checkpoint)): p.stat() for p in checkpoint.rglob("*.safe*")}
+        assert all(files[name].st_ino == there.st_ino for name, there in linked.items())
+        own = sum(s.st_size for name, s in files.items() if name not in linked)
+        assert 0 <= own - 12 * engine.anatomy.parameters <= 16_000  # headers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        (torch.float32, AdamW(moments="int8")),
+        (torch.bfloat16, Lion()),
+        (torch.float32, Muon()),
+    ],
+    ids=str,
+)
+def test_two_halves_are_one_run_though_the_source_is_gone(optimizer, dtype, tmp_path):
+    source = folder_of("llama", dtype, tmp_path / "source")
+    given = tensors_of(source)
+    what, steps = FROZEN["parts of layers"], [micro_batches(seed, [(2, 9)]) for seed in range(4)]
+    whole = run(open_engine(source, what, optimizer=optimizer), steps)
+    with open_engine(source, what, optimizer=optimizer) as engine:
+        frozen = frozen_in(engine, given)
+
+    def opened() -> Engine:
+        if not (tmp_path / "run" / "checkpoint-2").exists():
+            return open_engine(source, what, optimizer=optimizer)
+        shutil.rmtree(source)
+        return engine_of("llama", precision="bfloat16", optimizer=optimizer, freeze=what,
+                         max_grad_norm=1.0)  # fmt: skip
+
+    assert_same(train_with_a_break(opened, steps, tmp_path / "run"), whole)
+    with engine_of("llama", precision="bfloat16", optimizer=optimizer, freeze=what) as engine:
+        load_checkpoint(tmp_path / "run" / "checkpoint-2", engine)
+        save_checkpoint(tmp_path / "run", 5, engine, None, {})
+    last = tensors_of(tmp_path / "run" / "checkpoint-5")
+    same({name: tensor for name, tensor in last.items() if name in frozen}, frozen)
+
+
+@pytest.mark.parametrize("now", [(), (EMBEDDING,), ("lm_head.weight", "model.norm.weight")])
+def test_a_checkpoint_of_other_frozen_tensors_is_refused(now, tmp_path):
+    with engine_of("llama", freeze=FROZEN["the head"][:1]) as engine:
+        path = save_checkpoint(tmp_path, 1, engine, None, {})
+    reason = "was saved with|other tensors"
+    with engine_of("llama", freeze=now) as engine, pytest.raises(ConfigError, match=reason):
+        load_checkpoint(path, engine)
+
+
+def test_drawn_weights_are_frozen_as_they_are_computed_with(tmp_path):
+    config, settings = tiny_config("llama"), Settings(head_chunk_tokens=7)
+    with Engine.from_config(
+        config, freeze=EMBEDDING, precision="bfloat16", device="cpu", settings=settings
+    ) as engine:
+        drawn = dict(engine.iter_weights())["model.embed_tokens.weight"].clone()
+        engine.train_step(STEPS[0])
+        engine.save_pretrained(tmp_path / "saved")
+    saved = tensors_of(tmp_path / "saved")["model.embed_tokens.weight"]
+    assert saved.dtype == torch.bfloat16
+    assert torch.equal(saved, drawn)
+
+
+def test_a_plan_of_a_frozen_model_opens_its_engine(tmp_path):
+    source = folder_of("llama", torch.float32, tmp_path / "model")
+    options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu"}
+    plan = mt.plan(
+        str(source), tokens_per_step=64, seq_len=16, train={"freeze": [EMBEDDING]}, **options
+    )
+    planned = Engine.from_pretrained(
+        source, tokens_per_step=64, seq_len=16, freeze=[EMBEDDING], **options
+    )
+    with planned, Engine.from_plan(plan) as engine:
+        assert planned.plan is not None
+        frozen = engine.anatomy.frozen_parameters
+        assert planned.plan.frozen_parameters == plan.frozen_parameters == frozen > 0
+        assert engine.anatomy.frozen == planned.anatomy.frozen == ("model.embed_tokens.weight",)
