@@ -16,6 +16,8 @@ import pytest
 import typer
 from torch import nn
 
+from megatrain.engine.verify import Verdict
+from megatrain.engine.verify import verify as check_family
 from megatrain.models.probe import Findings, probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
@@ -131,6 +133,25 @@ def answers_are_short() -> Iterator[None]:
 
 
 @contextmanager
+def families_are_checked_once() -> Iterator[None]:
+    """What runs with a token cache of their own, where no verdict is kept, would each do again."""
+    from megatrain.recipes import verify
+
+    once = Once("verdicts")
+
+    def checked_once(skeleton: Skeleton, trust_remote_code: bool) -> Verdict:
+        if trust_remote_code:
+            return check_family(skeleton, trust_remote_code)
+        key = verify.file_of(skeleton).name  # of all that a verdict depends on
+        verdict: Verdict = once.get(key, lambda: check_family(skeleton, trust_remote_code))
+        return verdict
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "check", checked_once)
+        yield
+
+
+@contextmanager
 def arguments_are_declared_once() -> Iterator[None]:
     """The command line's parser: a hundredth of a second of each command."""
     with pytest.MonkeyPatch.context() as patch:
@@ -168,6 +189,7 @@ def commands_are_short() -> Iterator[None]:
         engines_are_built_fast(),
         commands_dry_run_models_once(),
         answers_are_short(),
+        families_are_checked_once(),
         arguments_are_declared_once(),
         auto_precision_is_float32(),
         no_power_is_lost(),

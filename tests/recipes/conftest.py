@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,6 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-@pytest.fixture
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`precision: auto` is float32, as on a processor that is not fast at bf16."""
-    monkeypatch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
-
-
 @pytest.fixture(scope="session")
 def forker(token_cache: Path) -> Iterator[Forker]:
     forker = Forker(token_cache)
@@ -101,16 +96,30 @@ def forker(token_cache: Path) -> Iterator[Forker]:
 
 
 @pytest.fixture(scope="session")
-def finished_project(
+def trained_once(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, token_cache: Path
-) -> Path:
+) -> Callable[..., Path]:
+    """trained_once("train.max_steps=2", begin=write_rows): a user's folder whose run with these
+    keys has come to its end, after `begin(folder)`. Tests only read it, or copy its run."""
+
+    @cache
+    def train(*keys: str, begin: Callable[[Path], object] | None = None) -> Path:
+        folder = make_project(tmp_path_factory.mktemp("trained") / "project", model_dir)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setenv("MEGATRAIN_CACHE", str(token_cache))
+            if begin is not None:
+                begin(folder)
+            assert cli.main(["train", "cfg.yaml", *keys]) == 0
+        return folder
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def finished_project(trained_once: Callable[..., Path]) -> Path:
     """A user's folder whose run has come to its end. Tests only read it."""
-    folder = make_project(tmp_path_factory.mktemp("finished") / "project", model_dir)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("MEGATRAIN_CACHE", str(token_cache))
-        assert cli.main(["train", "cfg.yaml"]) == 0
-    return folder
+    return trained_once()
 
 
 @pytest.fixture
@@ -124,6 +133,25 @@ def finished(finished_project: Path, project: Path, monkeypatch: pytest.MonkeyPa
 def copied(finished_project: Path, project: Path) -> Path:
     """A finished run in this test's own project, to do anything with."""
     return Path(shutil.copytree(finished_project / "run", project / "run", symlinks=True))
+
+
+def cut_back(run_dir: Path) -> Path:
+    """Leave of a finished run what a kill after step 7 leaves."""
+    for name in ("final", "checkpoint-10"):
+        (run_dir / name).rename(run_dir.parent / f"lost-{name}")
+    for name in ("last", "best"):
+        (run_dir / name).unlink(missing_ok=True)
+    (run_dir / "last").symlink_to("checkpoint-5")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:9]) + '{"step": 8, "lo')
+    return run_dir
+
+
+@pytest.fixture
+def killed(copied: Path) -> Path:
+    """A run in this test's own project that was killed after step 7 of 10: its last checkpoint is
+    that of step 5. Whole it is that of `finished_project`."""
+    return cut_back(copied)
 
 
 @pytest.fixture

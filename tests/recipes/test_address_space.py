@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +12,34 @@ from megatrain import cli
 from megatrain.errors import OutOfMemory
 from megatrain.machine import address_space
 from megatrain.machine.address_space import AddressSpace, address_space_errors
-from tests.commands import environment
+from tests.commands import Forker
 
 GIB = 2**30
 LIMITED = "`ulimit -v` lets this process map "
 
 
-def limited(limit: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process that may map so many bytes."""
-    return subprocess.run(
-        [sys.executable, "-m", "megatrain", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment() | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+def limited(forker: Forker, limit: int, *arguments: str) -> tuple[int, str]:
+    """(the exit code of a command in a process that may map so many bytes, what it said)."""
+    log = Path("forked.log")
+    log.unlink(missing_ok=True)
+    first = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))"
+    forker.start(*arguments, first=first)
+    return forker.wait(), log.read_text()
 
 
-def test_a_run_is_refused_below_what_it_needs_and_runs_above(project):
-    known = int(1.3 * GIB)
-    host = json.loads(limited(known, "plan", "cfg.yaml", "--json").stdout)["totals"]["host"]
+def test_a_run_is_refused_below_what_it_needs_and_runs_above(forker, project):
+    known = 16 * GIB
+    said = limited(forker, known, "plan", "cfg.yaml", "--json")[1]
+    host = json.loads(said[said.index("{") :])["totals"]["host"]
     needed = known + host["need"] - host["have"]
-    below = limited(int(0.9 * needed), "train", "cfg.yaml")
-    assert below.returncode == 4, below.stderr
-    (error,) = (line for line in below.stderr.splitlines() if line.startswith("error: "))
-    assert f"{LIMITED}{0.9 * needed / GIB:.2f} GiB, of which 0." in error
+    code, said = limited(forker, int(0.9 * needed), "train", "cfg.yaml")
+    assert code == 4, said
+    (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert f"{LIMITED}{0.9 * needed / GIB:.2f} GiB, of which " in error
     assert "are taken; raise it" in error
     assert "other programs" not in error
-    above = limited(int(1.1 * needed), "train", "cfg.yaml", "train.max_steps=2")
-    assert above.returncode == 0, above.stderr
+    code, said = limited(forker, int(1.1 * needed), "train", "cfg.yaml", "train.max_steps=2")
+    assert code == 0, said
     assert (project / "run" / "final").is_dir()
 
 

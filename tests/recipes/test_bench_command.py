@@ -109,7 +109,7 @@ def test_a_timeline_that_cannot_be_written_is_refused_first(megatrain, project, 
 
 
 def test_what_does_not_fit_is_refused_as_a_run_is(megatrain):
-    done = megatrain("bench qwen2.5-7b", *QUICK, *SMALL, "memory.host=1GiB", code=4)
+    done = megatrain("bench tiny", *QUICK, *SMALL, "memory.host=64MiB", code=4)
     assert "does not fit" in done.err
 
 

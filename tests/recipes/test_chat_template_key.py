@@ -14,7 +14,7 @@ from megatrain.data.named_templates import find_template
 from megatrain.models.pretrained import load_tokenizer, resolve_source
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
-TWO_STEPS = "train.max_steps=2 data.eval=null"
+TWO_STEPS = "train.max_steps=2 train.tokens_per_step=64 data.eval=null"
 
 
 @pytest.fixture

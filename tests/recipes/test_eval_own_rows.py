@@ -7,17 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import chat_rows, conversation, evaluations_of, write_jsonl
+from megatrain import cli
+from tests.commands import chat_rows, conversation, evaluations_of, make_project, write_jsonl
 
 HELD = [conversation(f"Count to {end}.", f"{end} (held)") for end in range(1, 5)]
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    """The project of a short run with a cache of its own, and beside it the same untouched."""
+    project = make_project(tmp_path_factory.mktemp("own") / "project", model_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+        assert cli.main(["train", "cfg.yaml", "train.max_steps=2"]) == 0
+    shutil.copytree(project, project.parent / "untouched", symlinks=True)
+    return project
+
+
 @pytest.fixture
-def own(megatrain, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a short run with a cache of its own."""
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
-    megatrain("train cfg.yaml train.max_steps=2")
-    return project / "run"
+def own(kept: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of that run, always at the same place, as the run left it."""
+    shutil.rmtree(kept)
+    shutil.copytree(kept.parent / "untouched", kept, symlinks=True)
+    monkeypatch.chdir(kept)
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(kept / "cache"))
+    return kept / "run"
 
 
 def edit(run_dir: Path, before: str, after: str) -> None:

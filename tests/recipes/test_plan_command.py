@@ -16,7 +16,8 @@ from tests.quantised import TILES, config_in, in_tiles, rewrite, state
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
-TINY = ("train.seq_len=64", "train.tokens_per_step=256")
+# eager: to predict what compiled layers take is most of the time of a first plan
+TINY = ("train.seq_len=64", "train.tokens_per_step=256", "compile=false")
 
 
 def test_a_machine_that_one_does_not_have(megatrain):
@@ -33,7 +34,9 @@ def test_a_machine_that_one_does_not_have(megatrain):
 
 
 def test_a_config_may_be_planned_for_it_too(megatrain):
-    plan = megatrain("plan cfg.yaml --gpu 'RTX 3090' --ram 64GiB --cores 4 --json").json
+    plan = megatrain(
+        "plan cfg.yaml compile=false --gpu 'RTX 3090' --ram 64GiB --cores 4 --json"
+    ).json
     assert plan["budget"]["gpu"] < 24 * 2**30 < plan["budget"]["host"] < 64 * 2**30
 
 
@@ -61,14 +64,15 @@ def test_it_says_what_the_run_takes(megatrain):
 
 
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain):
-    done = megatrain("plan qwen2.5-7b --gpu 'RTX 4090' --ram 66GiB", *SHORT, code=4)
+    streamed = (*SHORT, "memory.resident=0")
+    done = megatrain("plan qwen2.5-0.5b --gpu 'RTX 4090' --ram 9GiB", *streamed, code=4)
     verdict, change, *rest = done.out.splitlines()
     lack = r"does not fit: it needs \d+\.\d\d GiB of host RAM, where \d+\.\d\d GiB can be had"
     assert re.fullmatch(lack, verdict)
-    assert change.startswith("to change: set optimizer.moments: bfloat16")
+    assert change.startswith("to change: set memory.resident: auto, or add ")
     told = " ".join(rest) + done.err
     assert "does not fit" not in told and "energy" not in told
-    as_json = megatrain("plan qwen2.5-7b --gpu 'RTX 4090' --ram 66GiB --json", *SHORT, code=4)
+    as_json = megatrain("plan qwen2.5-0.5b --gpu 'RTX 4090' --ram 9GiB --json", *streamed, code=4)
     assert as_json.json["economy"] is None
     assert as_json.err.startswith(f"error: the run {verdict[:21]}")
     assert as_json.err.endswith(f"; {as_json.json['fix']}\n")
@@ -107,7 +111,7 @@ def test_a_gpu_that_is_not_listed_is_described(megatrain):
     assert "assumed are" not in listed.err
 
 
-@pytest.mark.parametrize("name", [GPUS[0][0], GPUS[len(GPUS) // 2][0], GPUS[-1][0]])
+@pytest.mark.parametrize("name", [GPUS[0][0], GPUS[-1][0]])
 def test_a_gpu_of_the_table_can_be_planned_for(megatrain, name):
     megatrain("plan tiny --ram 32GiB --gpu", name, *TINY)
 

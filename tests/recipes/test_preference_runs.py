@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from megatrain.config import load_config
 from megatrain.config.preference import SECTIONS
 from megatrain.data.dataset import default_cache
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
-from tests.commands import Row, chat_rows, evaluations_of, steps_of, write_jsonl
+from tests.commands import (
+    Answer,
+    Command,
+    Row,
+    chat_rows,
+    evaluations_of,
+    steps_of,
+    write_jsonl,
+)
+from tests.compare import differing
 from tests.files import flip
+from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 
 OF_PAIRS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
@@ -82,8 +94,9 @@ def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it()
 
 @pytest.mark.parametrize("method", SECTIONS)
 def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
-    megatrain, project, of_method, stop_after, method
+    megatrain, project, of_method, method
 ):
+    """And `eval` says of it what its last evaluation said."""
     options = of_method(method)
     megatrain("train cfg.yaml", *options, "output=whole")
     steps, held_out = steps_of(project / "whole"), evaluations_of(project / "whole")
@@ -93,10 +106,20 @@ def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     if method in REFERRED:
         assert held_out[0]["eval_rewards/chosen"] == pytest.approx(0, abs=1e-4), "its own reference"
         assert held_out[-1]["eval_rewards/margins"] > held_out[0]["eval_rewards/margins"]
-    stop_after(3)
-    megatrain("train cfg.yaml", *options, "output=halves", code=75)
-    megatrain("resume halves")
+    last, found = held_out[-1], megatrain("eval whole --json").json
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    for name in FURTHER[method]:
+        assert found[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-4, abs=1e-5)
+    assert "perplexity" not in found
+    resumed_from_the_middle(megatrain, project)
+
+
+def resumed_from_the_middle(megatrain: Command, project: Path) -> Answer:
+    """The finished run `whole` of ten steps is that of five and five more."""
+    cut_back(Path(shutil.copytree(project / "whole", project / "halves", symlinks=True)))
+    resumed = megatrain("resume halves")
     same_run(project / "whole", project / "halves")
+    return resumed
 
 
 def references() -> list[Path]:
@@ -104,18 +127,18 @@ def references() -> list[Path]:
 
 
 def test_the_reference_is_computed_once(megatrain, project, of_method):
-    options = of_method("dpo")
+    options = [*of_method("dpo"), "train.max_steps=1"]
     once = "log-probabilities: a forward over"
     assert megatrain("train cfg.yaml", *options, "output=one").err.count(once) == 2, "held out, too"
     assert len(references()) == 2
     again = megatrain("train cfg.yaml", *options, "dpo.beta=0.5", "output=two")
     assert once not in again.err
-    changed = megatrain("train cfg.yaml", *options, "precision=float32", "output=three")
+    changed = megatrain("train cfg.yaml", *options, "precision=bfloat16", "output=three")
     assert once in changed.err
 
 
 def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_method):
-    options = of_method("dpo")
+    options = [*of_method("dpo"), "train.max_steps=2"]
     megatrain("train cfg.yaml", *options, "output=one")
     whole = [path.read_bytes() for path in references()]
     for path in references():
@@ -123,24 +146,22 @@ def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_meth
     again = megatrain("train cfg.yaml", *options, "output=two")
     assert again.err.count("is damaged; the reference's log-probabilities are computed anew") == 2
     assert [path.read_bytes() for path in references()] == whole
-    same_run(project / "one", project / "two")
+    one, two = (load_file(project / run / "final" / "model.safetensors") for run in ("one", "two"))
+    assert differing(one, two) == []
 
 
 def test_a_run_whose_reference_is_gone_reads_the_model_that_it_began_with(
-    megatrain, project, of_method, stop_after
+    megatrain, project, of_method
 ):
-    options = of_method("dpo")
-    megatrain("train cfg.yaml", *options, "output=whole")
-    stop_after(6)
-    megatrain("train cfg.yaml", *options, "output=halves", code=75)
+    megatrain("train cfg.yaml", *of_method("dpo"), "output=whole")
     for path in references():
         path.unlink()
-    assert "log-probabilities: a forward over" in megatrain("resume halves").err
-    same_run(project / "whole", project / "halves")
+    said = resumed_from_the_middle(megatrain, project).err
+    assert "log-probabilities: a forward over" in said
 
 
 def test_and_refuses_another_model(megatrain, project, of_method, stop_after):
-    stop_after(6)
+    stop_after(2)
     megatrain("train cfg.yaml", *of_method("dpo"), "output=run", code=75)
     for path in references():
         path.unlink()
@@ -184,17 +205,6 @@ def test_the_rate_is_that_of_the_method_unless_it_is_set(megatrain, project, of_
     (project / "cfg.yaml").write_text(text)
     megatrain("train cfg.yaml", "method=dpo", "train.max_steps=1")
     assert load_config(project / "run/config.resolved.yaml").train.learning_rate == 1e-6
-
-
-@pytest.mark.parametrize("method", SECTIONS)
-def test_eval_says_of_a_run_what_its_last_evaluation_said(megatrain, project, of_method, method):
-    megatrain("train cfg.yaml", *of_method(method), "train.max_steps=4", "precision=float32")
-    last = evaluations_of(project / "run")[-1]
-    found = megatrain("eval run --json").json
-    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
-    for name in FURTHER[method]:
-        assert found[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-4, abs=1e-5)
-    assert "perplexity" not in found
 
 
 def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):

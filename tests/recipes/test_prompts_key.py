@@ -26,35 +26,36 @@ def samples(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_every_evaluation_answers_them(megatrain, project):
-    megatrain("train cfg.yaml train.max_steps=6", *ASK)
+    megatrain("train cfg.yaml train.eval_every=2 train.max_steps=3", *ASK)
     found = samples(project / "run")
-    assert [row["step"] for row in found] == [0, 0, 5, 5, 6, 6]
+    assert [row["step"] for row in found] == [0, 0, 2, 2, 3, 3]
     assert found[0]["prompt"] == "Count to 3." and len(found[1]["prompt"]) == 3
     last = megatrain("generate run 'Count to 3.' --max-new-tokens 4 --json").json["answer"]
     assert found[-2]["answer"] == last
 
 
 def test_without_held_out_rows_they_are_answered_too(megatrain, project):
-    megatrain("train cfg.yaml train.max_steps=5 data.eval=null", *ASK)
-    assert [row["step"] for row in samples(project / "run")] == [0, 0, 5, 5]
+    megatrain("train cfg.yaml train.max_steps=1 data.eval=null", *ASK)
+    assert [row["step"] for row in samples(project / "run")] == [0, 0, 1, 1]
 
 
 def test_a_resumed_run_answers_none_twice(megatrain, project, monkeypatch):
-    megatrain("train cfg.yaml output=whole", *ASK)
+    steps = ("train.max_steps=4", "checkpoint.every=2")
+    megatrain("train cfg.yaml output=whole", *steps, *ASK)
     original = loop.evaluate
 
     def ended(run: Any, *rest: Any) -> Any:
         found = original(run, *rest)
-        if run.step == 10:
+        if run.step == 4:
             raise RuntimeError
         return found
 
     monkeypatch.setattr(loop, "evaluate", ended)
-    megatrain("train cfg.yaml", *ASK, code=1)
+    megatrain("train cfg.yaml", *steps, *ASK, code=1)
     monkeypatch.setattr(loop, "evaluate", original)
-    assert [row["step"] for row in samples(project / "run")][-1] == 10  # of no checkpoint
+    assert [row["step"] for row in samples(project / "run")][-1] == 4  # of no checkpoint
     with (project / "run" / "samples.jsonl").open("a") as file:
-        file.write('{"step": 5, "pro')
+        file.write('{"step": 2, "pro')
     megatrain("resume run")
     assert samples(project / "run") == samples(project / "whole")
 

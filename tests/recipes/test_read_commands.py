@@ -97,7 +97,7 @@ def test_eval_on_other_rows(megatrain, project, finished):
     assert names == ["checkpoint", "eval_loss", "perplexity", "eval_target_tokens"]
 
 
-def test_eval_of_a_model_that_no_run_wrote_is_transformers_loss(megatrain, project, in_float32):
+def test_eval_of_a_model_that_no_run_wrote_is_transformers_loss(megatrain, project):
     """Rows with a loss on the answers alone; one is longer than the model reads, and is cut."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

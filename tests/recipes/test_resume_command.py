@@ -20,25 +20,14 @@ from megatrain.storage.run_folder import run_lock
 from megatrain.storage.saves import find_checkpoint
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
 from tests.files import flip, forge
+from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 
 
-def cut_back(run_dir: Path) -> None:
-    """Leave of a finished run what a kill after step 7 leaves."""
-    for name in ("final", "checkpoint-10"):
-        (run_dir / name).rename(run_dir.parent / f"lost-{name}")
-    for name in ("last", "best"):
-        (run_dir / name).unlink()
-    (run_dir / "last").symlink_to("checkpoint-5")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "metrics.jsonl").write_text("".join(lines[:9]) + '{"step": 8, "lo')
-
-
-def test_five_steps_and_five_more_are_ten(megatrain, finished_project, copied):
-    cut_back(copied)
+def test_five_steps_and_five_more_are_ten(megatrain, finished_project, killed):
     done = megatrain("resume run")
     assert "resuming from run/checkpoint-5" in done.err
-    same_run(copied, finished_project / "run")
+    same_run(killed, finished_project / "run")
 
 
 @pytest.mark.parametrize(("precision", "clipping"), [("bfloat16", "0.1"), ("float32", "null")])
@@ -48,8 +37,6 @@ def test_so_they_are_in_every_precision(megatrain, project, precision, clipping,
     megatrain("train cfg.yaml", *options, "output=whole")
     stop_after(3)
     megatrain("train cfg.yaml", *options, "output=halves", code=75)
-    stop_after(8)
-    megatrain("resume halves", code=75)
     megatrain("resume halves")
     same_run(project / "whole", project / "halves")
 
@@ -91,13 +78,12 @@ def test_a_longer_run_that_was_interrupted_is_not_taken_for_finished(
 
 
 def test_a_full_final_is_resumed_from_when_nothing_else_is_left(megatrain, project):
-    megatrain("train cfg.yaml checkpoint.final=full")
-    for name in ("checkpoint-5", "checkpoint-10"):
-        shutil.rmtree(project / "run" / name)
-    done = megatrain("resume run train.max_steps=12")
+    megatrain("train cfg.yaml checkpoint.final=full train.max_steps=1")
+    shutil.rmtree(project / "run" / "checkpoint-1")
+    done = megatrain("resume run train.max_steps=2")
     assert "resuming from run/final" in done.err
-    assert read_manifest(project / "run" / "final").step == 12
-    assert find_resumable(project / "run").path == project / "run" / "checkpoint-12"
+    assert read_manifest(project / "run" / "final").step == 2
+    assert find_resumable(project / "run").path == project / "run" / "checkpoint-2"
 
 
 def test_a_final_with_the_model_alone_is_a_new_beginning(megatrain, copied):
@@ -108,18 +94,17 @@ def test_a_final_with_the_model_alone_is_a_new_beginning(megatrain, copied):
     megatrain("train run/config.yaml output=run-2 model=run/final train.max_steps=1")
 
 
-@pytest.mark.parametrize("override", ["data.eval=9", "data.train=others.jsonl", "train.seq_len=27"])
-def test_other_rows_are_refused_and_change_no_file(megatrain, copied, monkeypatch, override):
+def test_other_rows_are_refused_and_change_no_file(megatrain, killed, monkeypatch):
     """And that before anything large is loaded."""
-    write_jsonl(copied.parent / "others.jsonl", chat_rows(61))
-    cut_back(copied)
-    before = files_of(copied)
-    with monkeypatch.context() as patch:
-        patch.setattr("megatrain.recipes.setup.make_engine", Mock(side_effect=AssertionError))
-        done = megatrain("resume run", override, code=3)
-    assert "rows are not those of the checkpoint: the data, the tokenizer or how rows" in done.err
-    assert "bring back what was changed, or start a new run" in done.err
-    assert files_of(copied) == before
+    write_jsonl(killed.parent / "others.jsonl", chat_rows(61))
+    before = files_of(killed)
+    for override in ("data.eval=9", "data.train=others.jsonl", "train.seq_len=27"):
+        with monkeypatch.context() as patch:
+            patch.setattr("megatrain.recipes.setup.make_engine", Mock(side_effect=AssertionError))
+            done = megatrain("resume run", override, code=3)
+        assert "rows are not those of the checkpoint: the data, the tokenizer or how " in done.err
+        assert "bring back what was changed, or start a new run" in done.err
+        assert files_of(killed) == before, override
     megatrain("resume run")
 
 
@@ -193,6 +178,7 @@ def test_a_run_folder_may_be_moved(megatrain, copied, finished_project):
 
 
 def test_so_may_model_and_rows(megatrain, project, finished_project, stop_after):
+    """Both are beside the run, unlike those of a copied one."""
     stop_after(4)
     megatrain("train cfg.yaml", code=75)
     (project / "model").rename(project / "base")
@@ -218,8 +204,9 @@ def test_so_may_model_and_rows(megatrain, project, finished_project, stop_after)
         ("train.max_stepz=3", "did you mean max_steps?"),
     ],
 )
-def test_what_cannot_change_is_refused(megatrain, project, override, words):
-    megatrain("train cfg.yaml precision=bfloat16 train.max_steps=1")
+def test_what_cannot_change_is_refused(megatrain, project, trained_once, override, words):
+    begun = trained_once("precision=bfloat16", "train.max_steps=1")
+    shutil.copytree(begun / "run", project / "run", symlinks=True)
     assert words in megatrain("resume run", override, code=2).err
 
 
@@ -240,21 +227,19 @@ def test_a_run_from_before_adafactor_was_removed(megatrain, copied, optimizer, c
     )
 
 
-def test_what_changes_nothing_may_change_freely(megatrain, copied, finished_project):
-    cut_back(copied)
+def test_what_changes_nothing_may_change_freely(megatrain, killed, finished_project):
     free = ("train.log_every=5", "memory.host=20GiB", "threads=2", "sample_prompt=hi")
     done = megatrain("resume run checkpoint.keep=1", *free)
     assert "warning" not in done.err
-    same_run(copied, finished_project / "run")
+    same_run(killed, finished_project / "run")
 
 
-def test_what_the_planner_chose_stays_chosen(megatrain, project, stop_after, monkeypatch):
+def test_what_the_planner_chose_stays_chosen(megatrain, project, monkeypatch):
     """More memory, or another machine, at the second start would choose larger micro-batches, and
     so another order of sums."""
     monkeypatch.setitem(AUTO_MICRO_BATCH_TOKENS, "cpu", 64)
     megatrain("train cfg.yaml output=whole")
-    stop_after(4)
-    megatrain("train cfg.yaml output=halves", code=75)
+    cut_back(Path(shutil.copytree(project / "whole", project / "halves", symlinks=True)))
     monkeypatch.setitem(AUTO_MICRO_BATCH_TOKENS, "cpu", 2048)
     megatrain("resume halves")
     assert load_config("halves/config.resolved.yaml").train.micro_batch_tokens == 64
@@ -264,35 +249,30 @@ def test_what_the_planner_chose_stays_chosen(megatrain, project, stop_after, mon
 
 
 def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_sent(
-    megatrain, project, finished_project, stop_after
+    megatrain, finished_project, killed
 ):
-    stop_after(4)
-    megatrain("train cfg.yaml", code=75)
-    path = project / "run" / "checkpoint-4" / "state.json"
+    path = killed / "checkpoint-5" / "state.json"
     about = json.loads(path.read_text())
     assert about["state"]["chosen"]["memory.retained_on_host"] == 0
     about["state"]["chosen"]["memory.retained_on_host"] = 1
     path.write_text(json.dumps(about))
     forge(path.parent)
     megatrain("resume run memory.offload_activations=false")
-    same_run(project / "run", finished_project / "run")
+    same_run(killed, finished_project / "run")
 
 
 def test_gradients_may_be_computed_twice_from_a_break_on_and_groups_and_graphs_give_way(
-    megatrain, project, finished_project, stop_after
+    megatrain, finished_project, killed
 ):
-    stop_after(4)
-    megatrain("train cfg.yaml", code=75)
     assert load_config("run/config.resolved.yaml").train.retained == 2
     done = megatrain("resume run memory.second_backward=true")
     assert "gradients computed twice" in done.err
-    same_run(project / "run", finished_project / "run")
+    same_run(killed, finished_project / "run")
 
 
-def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, copied, monkeypatch):
+def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, killed, monkeypatch):
     """Its own checkpoints fill the disk; they make room for the next ones."""
-    cut_back(copied)
-    need = json.loads((copied / "plan.json").read_text())["totals"]["disk"]["need"]
+    need = json.loads((killed / "plan.json").read_text())["totals"]["disk"]["need"]
     monkeypatch.setattr(hardware, "disk_free", lambda _: need - 400_000)
     megatrain("plan cfg.yaml output=other", code=4)
     megatrain("resume run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,19 @@ OPTIONS = ["method=reward", "train.learning_rate=1e-3"]
 
 @pytest.fixture
 def of_pairs(project: Path) -> Path:
-    write_jsonl(project / "rows.jsonl", pairs())
+    write_pairs(project)
     return project
 
 
+def write_pairs(project: Path) -> None:
+    write_jsonl(project / "rows.jsonl", pairs())
+
+
 @pytest.fixture
-def trained(megatrain: Any, of_pairs: Path) -> Path:
+def trained(trained_once: Any, of_pairs: Path) -> Path:
     """The run folder of a finished run in float32."""
-    megatrain("train cfg.yaml", *OPTIONS, "precision=float32")
-    return of_pairs / "run"
+    whole = trained_once(*OPTIONS, "precision=float32", begin=write_pairs)
+    return Path(shutil.copytree(whole / "run", of_pairs / "run", symlinks=True))
 
 
 def accuracy_by_transformers(folder: Path, rows: Rows, tokenizer: Any) -> float:
@@ -63,7 +68,7 @@ def test_what_is_saved_scores_in_transformers_as_in_the_run(megatrain, trained):
 
 
 def test_the_card_and_the_summary_are_of_a_reward_model(megatrain, of_pairs):
-    said = megatrain("train cfg.yaml", *OPTIONS).err
+    said = megatrain("train cfg.yaml", *OPTIONS, "train.max_steps=2").err
     assert "score.weight, which is drawn at random" in said
     assert "ends answers here" not in said
     card = (of_pairs / "run/final/README.md").read_text()
@@ -83,7 +88,7 @@ def test_defaults_are_those_of_trl(megatrain, of_pairs):
 
 def test_a_reward_model_is_trained_further_and_evaluated_without_its_run(megatrain, trained):
     before = evaluations_of(trained)[-1]
-    more = ["model=run/final", "output=more", "precision=float32"]
+    more = ["model=run/final", "output=more", "precision=float32", "train.max_steps=1"]
     said = megatrain("train cfg.yaml", *OPTIONS, *more).err
     assert "drawn at random" not in said
     first = evaluations_of(trained.parent / "more")[0]

@@ -34,13 +34,13 @@ def transformers_answer(length: int, **options: Any) -> str:
     return str(tokenizer.decode(new, skip_special_tokens=True)).strip()
 
 
-def test_temperature_0_takes_the_likeliest_tokens(megatrain, in_float32):
+def test_temperature_0_takes_the_likeliest_tokens(megatrain):
     greedy = transformers_answer(8, do_sample=False)
     assert megatrain("", *ASK, "8").out == f"{greedy}\n"
     assert megatrain("", *ASK, "8", "--temperature", "0").out == f"{greedy}\n"
 
 
-def test_tokens_are_drawn_as_transformers_draws_them(megatrain, in_float32):
+def test_tokens_are_drawn_as_transformers_draws_them(megatrain):
     expected = transformers_answer(12, do_sample=True, temperature=0.7, top_p=0.8, top_k=0)
     drawn = ("--temperature", "0.7", "--top-p", "0.8", "--json", "--seed")
     first, again, other = (megatrain("", *ASK, "12", *drawn, seed) for seed in "556")

@@ -72,7 +72,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore")  # of lm-eval's own
 @pytest.mark.parametrize("how", HOW)
-def test_figures_are_those_of_the_hf_backend(how, megatrain, in_float32, monkeypatch):
+def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 
     from megatrain.recipes.harness import EngineLM
@@ -101,7 +101,7 @@ def test_figures_are_those_of_the_hf_backend(how, megatrain, in_float32, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_answers_are_the_same_where_weights_have_no_room(megatrain, in_float32, monkeypatch):
+def test_answers_are_the_same_where_weights_have_no_room(megatrain, monkeypatch):
     ask = "eval model --tasks answers --include-path tasks --json"
     from megatrain.recipes.harness import EngineLM
 

@@ -163,7 +163,7 @@ CUTS = (
 
 
 def test_how_a_step_is_cut_changes_rounding_only(megatrain, project):
-    common = ("precision=float32", "train.max_steps=3", "data.eval=null", "train.warmup=0")
+    common = ("precision=float32", "train.max_steps=2", "data.eval=null", "train.warmup=0")
     megatrain("train cfg.yaml", *common, "train.rows_per_step=12", "output=plain")
     plain = pytest.approx(losses(project / "plain"), rel=1e-5)
     for number, override in enumerate(CUTS):
@@ -183,14 +183,14 @@ def test_without_clipping_the_first_steps_are_the_same(megatrain, project):
 @pytest.mark.parametrize(
     ("overrides", "steps", "epoch"),
     [
-        (["train.epochs=2", "train.max_steps=null"], 10, 2.0),
-        (["train.epochs=0.5", "train.max_steps=null"], 3, 0.5),
-        (["train.epochs=1.5", "train.max_steps=null"], 8, 1.5),
-        (["train.epochs=2", "train.max_steps=3"], 3, 0.6),
+        (["train.epochs=2", "train.max_steps=null"], 6, 2.0),
+        (["train.epochs=0.5", "train.max_steps=null"], 2, 0.5),
+        (["train.epochs=1.5", "train.max_steps=null"], 5, 1.5),
+        (["train.epochs=2", "train.max_steps=2"], 2, 2 / 3),
     ],
 )
 def test_a_run_ends_with_its_epochs_or_its_steps(megatrain, project, overrides, steps, epoch):
-    rows = ["train.rows_per_step=12", "data.eval=null"]  # 60 rows: 5 steps an epoch
+    rows = ["train.rows_per_step=20", "data.eval=null"]  # 60 rows: 3 steps an epoch
     megatrain("train cfg.yaml", *rows, *overrides)
     last = steps_of(project / "run")[-1]
     assert (last["step"], last["epoch"]) == (steps, pytest.approx(epoch))
@@ -308,7 +308,7 @@ def test_packed_rows_train_as_padded_ones_do(megatrain, project):
     found = {}
     for packing in ("true", "false", "auto"):
         keys = (f"data.packing={packing}", "precision=float32", f"output=run-{packing}")
-        megatrain("train cfg.yaml", *keys)
+        megatrain("train cfg.yaml train.max_steps=5", *keys)
         run = project / f"run-{packing}"
         # auto: not on a CPU
         assert load_config(run / "config.resolved.yaml").data.packing is (packing == "true")
@@ -334,8 +334,8 @@ def test_a_run_says_what_it_took_beside_what_was_planned(megatrain, project):
 def test_a_run_is_tracked_line_by_line_and_again_after_a_resume(megatrain, project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    megatrain("train cfg.yaml track=tensorboard train.max_steps=5")
-    megatrain("resume run train.max_steps=7")
+    megatrain("train cfg.yaml track=tensorboard train.max_steps=2")
+    megatrain("resume run train.max_steps=4")
     events = EventAccumulator(str(project / "run" / "tensorboard"))
     events.Reload()
     sent = {one.step: one.value for one in events.Scalars("loss")}

@@ -55,13 +55,14 @@ def trained(megatrain, project: Path, mark: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", ["eval {}", "generate {} hello --max-new-tokens 2"])
-@pytest.mark.parametrize("named", ["run", "run/final", "run/checkpoint-2"])
-def test_it_is_run_only_when_the_user_says_so(megatrain, trained, mark, line, named):
-    done = megatrain(line.format(named), code=2)
-    assert "needs Python code from the model's folder; read that code, and" in done.err
-    assert "--trust-remote-code" in done.err
+def test_it_is_run_only_when_the_user_says_so(megatrain, trained, mark, line):
+    for named in ("run", "run/final", "run/checkpoint-2"):
+        done = megatrain(line.format(named), code=2)
+        assert "needs Python code from the model's folder; read that code, and" in done.err
+        assert "--trust-remote-code" in done.err
     assert not mark.exists(), "the run's config trusts it, which says nothing of who runs this"
-    megatrain(line.format(named), "--trust-remote-code")
+    for named in ("run", "run/final", "run/checkpoint-2"):
+        megatrain(line.format(named), "--trust-remote-code")
     assert mark.exists()
 
 

@@ -57,8 +57,8 @@ def test_a_model_that_cannot_be_streamed_is_refused(megatrain, project):
 def test_plan_and_train_ask_once(megatrain, verdicts, command):
     verdicts[:] = [Verdict("passed")]
     once = "comparing a small llama model with plain PyTorch, once"
-    assert once in megatrain(f"{command} cfg.yaml output=a").err
-    assert once not in megatrain(f"{command} cfg.yaml output=b").err
+    assert once in megatrain(f"{command} cfg.yaml output=a train.max_steps=1").err
+    assert once not in megatrain(f"{command} cfg.yaml output=b train.max_steps=1").err
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -67,7 +67,7 @@ def test_what_computes_wrongly_does_not_train_until_it_is_right(megatrain, verdi
     for _ in range(2):
         said = megatrain(f"{command} cfg.yaml", code=8).err
         assert "(gradients: model.norm.weight is off by 0.5 of its norm)" in said
-    megatrain(f"{command} cfg.yaml")
+    megatrain(f"{command} cfg.yaml train.max_steps=1")
 
 
 def test_what_cannot_be_checked_trains_with_a_warning_each_time(megatrain, verdicts):

@@ -10,6 +10,12 @@ import pytest
 
 from tests.commands import metrics_of, wait_for
 
+# of the seconds in the config, which are whole ones: what is awaited here may be shorter
+QUICKLY = """
+from megatrain.recipes.watchdog import Watch
+original_watch = Watch.__init__
+Watch.__init__ = lambda watch, seconds, log: original_watch(watch, 0.4 * seconds, log)
+"""
 HANGS = """
 import threading
 from megatrain.recipes import loop
@@ -24,11 +30,11 @@ loop.train_step = hang_at_step_3
 
 
 def test_a_held_lock_ends_the_run_and_shows_where(forker, project):
-    forker.start("train", "cfg.yaml", "hang_timeout=1", first=HANGS)
+    forker.start("train", "cfg.yaml", "hang_timeout=1", first=QUICKLY + HANGS)
     assert forker.wait() == 1
     log, shown = project / "run" / "train.log", project / "forked.log"
     for said in (log.read_text(), shown.read_text()):
-        assert "error: nothing has moved for 1.0s (hang_timeout)" in said
+        assert "error: nothing has moved for 0.4s (hang_timeout)" in said
         assert "in hang_at_step_3" in said
         assert "go on from the last checkpoint with `megatrain resume run`" in said
     assert len(metrics_of(project / "run")) == 3, "an evaluation and two steps"
@@ -56,11 +62,11 @@ def test_so_does_whatever_is_waited_for_before_the_first_step(
 ):
     module, name = EARLY[what]
     cache = f"import os; os.environ['MEGATRAIN_CACHE'] = {str(tmp_path / 'cache')!r}"
-    first = cache + WAITS.format(module=module, name=name)
+    first = cache + QUICKLY + WAITS.format(module=module, name=name)
     forker.start("train", "cfg.yaml", "hang_timeout=1", first=first)
     assert forker.wait() == 1
     said = (project / "forked.log").read_text()
-    assert "error: nothing has moved for 1.0s before the first step (hang_timeout)" in said
+    assert "error: nothing has moved for 0.4s before the first step (hang_timeout)" in said
     assert "nothing is lost" in said
     assert "in waits_for_ever" in said
     log = project / "run" / "train.log"
@@ -69,7 +75,7 @@ def test_so_does_whatever_is_waited_for_before_the_first_step(
 
 @pytest.mark.parametrize("work", ["computes", "reads", "beats"])
 def test_what_works_before_the_first_step_has_not_hung(forker, project, work):
-    first = WORKS.format(work=work)
+    first = QUICKLY + WORKS.format(work=work)
     forker.start("train", "cfg.yaml", "hang_timeout=1", "train.max_steps=1", first=first)
     assert forker.wait() == 0, (project / "forked.log").read_text()
 
@@ -88,7 +94,7 @@ def beats():
     heartbeat.beat()
 original = setup.read_model
 def slowly(*given):
-    end = time.monotonic() + 2.5
+    end = time.monotonic() + 1.0
     while time.monotonic() < end:
         {work}()
     return original(*given)
@@ -97,20 +103,20 @@ setup.read_model = slowly
 
 
 def test_it_can_be_turned_off(forker, project):
-    child = forker.start("train", "cfg.yaml", "hang_timeout=null", first=HANGS)
+    child = forker.start("train", "cfg.yaml", "hang_timeout=null", first=QUICKLY + HANGS)
     written = project / "run" / "metrics.jsonl"
     wait_for(lambda: written.exists() and len(metrics_of(written.parent)) == 3)
-    time.sleep(1.5)
+    time.sleep(0.6)
     os.kill(child, signal.SIGKILL)
     assert forker.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_was_stopped_has_not_hung(forker, project):
-    config = ("hang_timeout=1", "train.max_steps=60", "checkpoint.every=null")
-    child = forker.start("train", "cfg.yaml", *config)
+    config = ("hang_timeout=1", "train.max_steps=20", "checkpoint.every=null", "data.eval=null")
+    child = forker.start("train", "cfg.yaml", *config, first=QUICKLY)
     written = project / "run" / "metrics.jsonl"
     wait_for(lambda: written.exists() and len(metrics_of(written.parent)) > 2)
     os.kill(child, signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(0.8)
     os.kill(child, signal.SIGCONT)
     assert forker.wait() == 0
