@@ -157,13 +157,14 @@ import datasets, ruamel.yaml
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import inspect, run
-from tests.once import commands_are_short
+from tests.once import commands_are_short, runs_are_quick
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 get_checkpoint_conversion_mapping("llama")
 AdamW().compile()
-short = commands_are_short()
+short, quick = commands_are_short(), runs_are_quick()
 short.__enter__()
+quick.__enter__()
 def opened(kind):
     if kind == "log":
         return os.open("forked.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -170,10 +170,18 @@ def auto_precision_is_float32() -> Iterator[None]:
 
 @contextmanager
 def no_power_is_lost() -> Iterator[None]:
-    """No file is waited for until it is on the disk; tests/recipes/test_power_loss.py says which
-    have to be."""
+    """No file is waited for until it is on the disk: a kill loses none. Tests of what must be there
+    count the calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@contextmanager
+def runs_are_quick() -> Iterator[None]:
+    """For the length of a test, or of a fixture that trains: unlike what is found once, this would
+    be another thing to the tests of other folders."""
+    with auto_precision_is_float32(), no_power_is_lost():
         yield
 
 
@@ -191,7 +199,5 @@ def commands_are_short() -> Iterator[None]:
         answers_are_short(),
         families_are_checked_once(),
         arguments_are_declared_once(),
-        auto_precision_is_float32(),
-        no_power_is_lost(),
     ):
         yield

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.dataset import TokenRows
 from tests.commands import CHATML, SPECIAL
 from tests.commands import write_jsonl as save_jsonl
+from tests.once import no_power_is_lost
 
 CORPUS = (
     "What is two plus two? It is four.\n\n"
@@ -24,9 +24,9 @@ MakeTokenizer = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def no_power_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill is none, so nothing waits for the disk; tests of what is on it count the calls."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    with no_power_is_lost():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,18 @@ from tests.commands import (
     save_tiny_model,
     tiny_tokenizer,
 )
-from tests.once import commands_are_short
+from tests.once import commands_are_short, runs_are_quick
 
 
 @pytest.fixture(scope="session", autouse=True)
 def once() -> Iterator[None]:
     with commands_are_short():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with runs_are_quick():
         yield
 
 
@@ -105,7 +111,7 @@ def trained_once(
     @cache
     def train(*keys: str, begin: Callable[[Path], object] | None = None) -> Path:
         folder = make_project(tmp_path_factory.mktemp("trained") / "project", model_dir)
-        with pytest.MonkeyPatch.context() as patch:
+        with runs_are_quick(), pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             patch.setenv("MEGATRAIN_CACHE", str(token_cache))
             if begin is not None:

@@ -16,6 +16,7 @@ from megatrain import cli
 from megatrain.storage import restore
 from tests.commands import chat_rows, conversation, make_project, steps_of, write_jsonl
 from tests.files import flip
+from tests.once import runs_are_quick
 from tests.recipes.same_run import same_run
 
 Change = Callable[[Path], object]
@@ -33,7 +34,7 @@ def halves(
     (project / "model").unlink()
     shutil.copytree(model_dir, project / "model")
     write_jsonl(project / "held.jsonl", HELD)
-    with pytest.MonkeyPatch.context() as patch:
+    with runs_are_quick(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         patch.setenv("MEGATRAIN_CACHE", str(token_cache))
         assert cli.main(["train", "cfg.yaml", "data.eval=held.jsonl"]) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain import cli
 from tests.commands import chat_rows, conversation, evaluations_of, make_project, write_jsonl
+from tests.once import runs_are_quick
 
 HELD = [conversation(f"Count to {end}.", f"{end} (held)") for end in range(1, 5)]
 
@@ -17,7 +18,7 @@ HELD = [conversation(f"Count to {end}.", f"{end} (held)") for end in range(1, 5)
 def kept(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
     """The project of a short run with a cache of its own, and beside it the same untouched."""
     project = make_project(tmp_path_factory.mktemp("own") / "project", model_dir)
-    with pytest.MonkeyPatch.context() as patch:
+    with runs_are_quick(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         patch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
         assert cli.main(["train", "cfg.yaml", "train.max_steps=2"]) == 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.once import engines_are_built_fast
+from tests.once import engines_are_built_fast, no_power_is_lost
 from tests.still import StillEngine, save_steps, still_engine
 
 
@@ -20,9 +19,9 @@ def once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_power_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill is none, so nothing waits for the disk; tests of what is on it count the calls."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    with no_power_is_lost():
+        yield
 
 
 @pytest.fixture
