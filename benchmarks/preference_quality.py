@@ -20,7 +20,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ def read(folder: Path) -> None:
     rows = list(map(answered, map(json.loads, lines)))
     write("quartz", rows)
     write("quartz-judged", [row for pair in rows for row in judged(pair)])
-    questions = ({"messages": row["prompt"]} for row in rows[:ASKED])
-    (CACHE / QUESTIONS).write_text("".join(json.dumps(row) + "\n" for row in questions))
+    write_lines(QUESTIONS, ({"messages": row["prompt"]} for row in rows[:ASKED]))
 
 
 def answered(sample: Row) -> Row:
@@ -107,7 +106,11 @@ def write(name: str, rows: list[Row]) -> None:
     size = HELD_OUT * (2 if "judged" in name else 1)
     parts = {f"{name}-eval.jsonl": rows[:size], f"{name}.jsonl": rows[size:]}
     for file, part in parts.items():
-        (CACHE / file).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_lines(file, part)
+
+
+def write_lines(file: str, rows: Iterable[Row]) -> None:
+    (CACHE / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(task: str, seed: int, output: Path, limits: Row) -> Row:
@@ -134,10 +137,10 @@ def run(task: str, seed: int, output: Path, limits: Row) -> Row:
 
 
 def exact_match(answers: list[Row]) -> float:
+    """Share of the questions whose answer is the chosen one."""
     rows = read_lines(CACHE / "quartz-eval.jsonl")[:ASKED]
-    right = [row["chosen"][0]["content"] for row in rows]
-    said = [row["answer"].strip() for row in answers]
-    return sum(map(str.__eq__, said, right)) / ASKED
+    pairs = zip(answers, rows, strict=True)
+    return sum(said["answer"].strip() == row["chosen"][0]["content"] for said, row in pairs) / ASKED
 
 
 def read_lines(path: Path) -> list[Row]:

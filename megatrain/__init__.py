@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatrain.version import VERSION as __version__  # noqa: F401
+from megatrain.version import VERSION
 
 if TYPE_CHECKING:
     from megatrain import errors as errors
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatrain.recipes.api import train as train
     from megatrain.settings import Settings as Settings
 
+__version__ = VERSION
 
 _NAMES = {
     "megatrain.config": ("Config", "load_config"),

@@ -18,7 +18,7 @@ from megatrain.data.cuts import Row
 from megatrain.data.dataset import Counts, IdArray
 from megatrain.data.fields import RowError
 from megatrain.data.readers import RawRow
-from megatrain.data.rendering import Fence, Handed, worked_off
+from megatrain.data.rendering import BATCH, Fence, Handed, worked_off
 from megatrain.data.samples import Chat, Document, Judged, Pair, Sample, texts_of
 from megatrain.errors import DataError
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Source
     from megatrain.data.tokenize import Encoder
 
-BATCH_ROWS = 256  # rows a call of the tokenizer, which works on them in parallel
+# Rows a call of the tokenizer, which works on them in parallel: as many as are rendered at a time.
+BATCH_ROWS = BATCH
 Formats = dict[tuple[int, str], str]  # the format's name by source and file
 Renderer = Fence[Sample, "tuple[Marked, ...]"]
 MarkedRow = tuple[RawRow, Sample, "tuple[Marked, ...]"]

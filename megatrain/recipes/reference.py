@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
+from megatrain.machine.profile import installed_version
 from megatrain.recipes.loop import sweeps
 from megatrain.reporting.progress import Progress
 from megatrain.storage.restore import Resumable, read_about
@@ -50,7 +50,7 @@ def fingerprint(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
     attention = engine.hf_config._attn_implementation
     about = [engine.precision, attention, engine.device.type, VERSION]
-    about += map(version, PACKAGES)
+    about += map(installed_version, PACKAGES)
     found = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
     weights = engine.iter_weights()
     with ThreadPoolExecutor() as threads:

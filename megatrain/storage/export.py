@@ -284,18 +284,23 @@ def export(
         try:
             with _model_folder(out) as folder:
                 _fill(folder, source, dtype)
-                if sequence_of(source) == save and os.path.isfile(source / MANIFEST):
+                if _is_still(source, save):
                     return out
                 raise StorageError(f"{source}: was replaced while it was read")
         except (StorageError, ModelError):
-            # it was there when it was found, even if it was gone before its number was read
-            if sequence_of(source) == save and os.path.isfile(source / MANIFEST):
+            if _is_still(source, save):
                 raise
             logger.info(f"{source}: was removed by its run while it was read; trying the next")
     raise StorageError(
         f"{run_dir}: its checkpoints are removed faster than one is copied; raise checkpoint.keep, "
         "or export the run when it has ended"
     )
+
+
+def _is_still(source: Path, save: float) -> bool:
+    """Whether a checkpoint that was found is there and of this save: its number may have been read
+    only when its run had removed it."""
+    return sequence_of(source) == save and os.path.isfile(source / MANIFEST)
 
 
 def _fill(folder: Path, source: Path, dtype: str | None) -> None:

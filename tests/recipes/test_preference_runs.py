@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,19 @@ def resumed_from_the_middle(megatrain: Command, project: Path) -> Answer:
 
 def references() -> list[Path]:
     return sorted((default_cache() / "reference").iterdir())
+
+
+def test_a_tree_that_is_not_installed_can_be_compared_with(megatrain, of_method, monkeypatch):
+    found = Distribution.from_name
+
+    def from_name(name: str) -> Distribution:
+        if name == "megatrain":
+            raise PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(Distribution, "from_name", from_name)
+    megatrain("train cfg.yaml train.max_steps=1", *of_method("dpo"))
+    assert references()
 
 
 def test_the_reference_is_computed_once(megatrain, project, of_method):

@@ -248,6 +248,21 @@ def test_what_the_planner_chose_stays_chosen(megatrain, project, monkeypatch):
     assert "micro_batch_tokens changed from 64 to 'auto'" in done.err
 
 
+def test_a_loss_that_is_compiled_alone_stays_so(megatrain, project, monkeypatch):
+    compiled = Mock(side_effect=lambda function: function)
+    monkeypatch.setattr("megatrain.engine.head.compiled", compiled)
+    megatrain("train cfg.yaml compile=loss train.max_steps=1")
+    assert load_config("run/config.resolved.yaml").compile == "loss"
+    assert compiled.called
+    compiled.reset_mock()
+    megatrain("resume run train.max_steps=2")
+    assert compiled.called
+    compiled.reset_mock()
+    done = megatrain("resume run train.max_steps=3 compile=false")
+    assert "compile changed from 'loss' to False" in done.err
+    assert not compiled.called
+
+
 def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_sent(
     megatrain, finished_project, killed
 ):

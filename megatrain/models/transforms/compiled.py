@@ -96,6 +96,6 @@ def naming_the_compiler() -> Iterator[None]:
             raise inner from error
         reason = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
         raise ConfigError(
-            "compile: torch.compile could not compile the model's layers on this machine "
+            "compile: torch.compile could not compile this model on this machine "
             f"({reason}); set compile: false"
         ) from error
