@@ -27,7 +27,7 @@ from benchmarks import (
     write_page,
 )
 from benchmarks.cases import CASES, LEARNT, TARGETS, Target
-from benchmarks.peers import deepspeed_offload, job, model, resident
+from benchmarks.peers import deepspeed_offload, job, model, resident, trl_dpo
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.systems import OURS, PEERS, Run
 
@@ -169,6 +169,24 @@ def test_deepspeed_accumulates_the_whole_step():
     assert rows * JOB.seq_len == JOB.tokens
     assert "offload_param" in settings["zero_optimization"]
     assert "offload_param" not in deepspeed_offload.settings_of(JOB, 2, 1.0)["zero_optimization"]
+
+
+def test_words_of_pairs_are_tokens_and_fill_both_sequences():
+    tokenizer, pairs = trl_dpo.tokenizer_of(512), trl_dpo.pairs_of(JOB, 512)
+    assert len(pairs) * 2 * JOB.seq_len == (JOB.warmup + JOB.steps) * JOB.tokens
+    for pair in pairs:
+        prompt = tokenizer(pair["prompt"])["input_ids"]
+        assert prompt == [int(word[1:]) for word in pair["prompt"].split()]
+        for answer in ("chosen", "rejected"):  # TRL appends the end
+            whole = tokenizer(pair["prompt"] + pair[answer] + trl_dpo.END)["input_ids"]
+            assert (whole[: len(prompt)], whole[-1]) == (prompt, tokenizer.eos_token_id)
+            assert (len(prompt), len(whole)) == (JOB.seq_len // 2, JOB.seq_len)
+
+
+def test_trl_counts_micro_batches_in_pairs():
+    settings = trl_dpo.deepspeed_settings(JOB, 1.0)
+    assert settings["train_micro_batch_size_per_gpu"] == JOB.micro_batch_rows // 2
+    assert settings["train_batch_size"] * 2 * JOB.seq_len == JOB.tokens
 
 
 def test_a_step_of_unequal_micro_batches_is_refused():

@@ -119,11 +119,12 @@ def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
     with sdpa_kernel(ATTENTION, set_priority=True):
         trainer = prepare(job)
         setup_s = time.perf_counter() - started
-        report = (
-            describe(system, job, trainer)
-            | {"setup_s": setup_s}
-            | measure(job, trainer, ram_before)
-        )
+        described = describe(system, job, trainer.parameters, trainer.settings, trainer.packages)
+        write(job, described | {"setup_s": setup_s} | measure(job, trainer, ram_before))
+
+
+def write(job: Job, report: dict[str, Any]) -> None:
+    """Print it as JSON, and leave it in the job's file if it has one."""
     text = json.dumps(report, indent=1)
     print(text)
     if job.json:
@@ -134,35 +135,58 @@ def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
 def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
     """Time of every step, the median of the measured ones, and the peaks of GPU and host memory.
     Making random tokens is left out."""
-    if job.device == "cuda":
-        torch.cuda.empty_cache()  # what only the set-up needed is no part of training
-    steps: list[dict[str, float]] = []
-    gpu_peak_bytes: int | None = None
-    ram_bytes = 0
-    with GpuMeter(torch.device(job.device)) as meter:
+    with StepMeter(job, ram_before) as meter:
         for number in range(job.warmup + job.steps):
             batches = random_rows(job, trainer.vocabulary, number)
-            synchronize(job)
-            started = time.perf_counter()
+            meter.begin()
             loss = trainer.step(batches)
-            synchronize(job)
-            steps.append({"seconds": time.perf_counter() - started, "loss": loss})
-            print(f"step {number}: {steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
-            gpu_peak_bytes, ram_bytes = (
-                meter.peak_bytes(),
-                max(ram_bytes, ram_in_use() - ram_before),
-            )
-    step_s = statistics.median(step["seconds"] for step in steps[job.warmup :])
-    return {
-        "steps": steps,
-        "step_s": step_s,
-        "tokens_per_s": job.tokens / step_s,
-        "tflops": 6 * trainer.parameters * job.tokens / step_s / 1e12,
-        "gpu_peak_bytes": gpu_peak_bytes,
-        "host_bytes": max(peak_host_bytes(), ram_bytes),
-        "resident_bytes": peak_host_bytes(),
-        "ram_bytes": ram_bytes,
-    }
+            meter.end(loss)
+            print(f"step {number}: {meter.steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
+    return meter.figures(trainer.parameters)
+
+
+class StepMeter:
+    """Seconds of every step between `begin` and `end`, both synchronised, and after each the memory
+    that it has taken."""
+
+    def __init__(self, job: Job, ram_before: int) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._job, self._ram_before = job, ram_before
+        self._gpu = GpuMeter(torch.device(job.device))
+        self._gpu_peak_bytes: int | None = None
+        self._ram_bytes, self._started = 0, 0.0
+
+    def __enter__(self) -> StepMeter:
+        if self._job.device == "cuda":
+            torch.cuda.empty_cache()  # what only the set-up needed is no part of training
+        self._gpu.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._gpu.__exit__(*error)
+
+    def begin(self) -> None:
+        synchronize(self._job)
+        self._started = time.perf_counter()
+
+    def end(self, loss: float) -> None:
+        synchronize(self._job)
+        self.steps.append({"seconds": time.perf_counter() - self._started, "loss": loss})
+        self._gpu_peak_bytes = self._gpu.peak_bytes()
+        self._ram_bytes = max(self._ram_bytes, ram_in_use() - self._ram_before)
+
+    def figures(self, parameters: int) -> dict[str, Any]:
+        step_s = statistics.median(step["seconds"] for step in self.steps[self._job.warmup :])
+        return {
+            "steps": self.steps,
+            "step_s": step_s,
+            "tokens_per_s": self._job.tokens / step_s,
+            "tflops": 6 * parameters * self._job.tokens / step_s / 1e12,
+            "gpu_peak_bytes": self._gpu_peak_bytes,
+            "host_bytes": max(peak_host_bytes(), self._ram_bytes),
+            "resident_bytes": peak_host_bytes(),
+            "ram_bytes": self._ram_bytes,
+        }
 
 
 def ram_in_use() -> int:
@@ -186,15 +210,17 @@ def synchronize(job: Job) -> None:
         torch.cuda.synchronize()
 
 
-def describe(system: str, job: Job, trainer: Trainer) -> dict[str, Any]:
-    packages = ("torch", "transformers", *trainer.packages)
+def describe(
+    system: str, job: Job, parameters: int, settings: dict[str, Any], packages: tuple[str, ...]
+) -> dict[str, Any]:
+    """What ran where. `packages` come besides PyTorch and transformers."""
     return {
         "system": system,
         "date": date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if job.device == "cuda" else "CPU",
         "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("torch", "transformers", *packages)},
         "arguments": {name: value for name, value in asdict(job).items() if name != "json"},
-        "settings": trainer.settings,
-        "parameters": trainer.parameters,
+        "settings": settings,
+        "parameters": parameters,
     }
