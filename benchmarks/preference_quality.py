@@ -2,29 +2,34 @@
 
     python -m benchmarks.preference_quality --seeds 0 1 2 --output results.json
 
-- quartz: 3,860 questions of OpenAI's evals package with two answers each; pairs, the same rows as
-  judged answers, and as a reward model's pairs. Rows 0 to 399 are held out.
+- quartz: 3,860 questions of OpenAI's evals package with two answers each, "sooner" or "later", say;
+  pairs, the same rows as judged answers, and as a reward model's pairs. Rows 0 to 399 are held out.
+  The package asks for the letters A and B; of those a model this small says always the same one.
 - dpo_en_demo, kto_en_demo: 300 rows each of LLaMA-Factory's package, 60 held out.
 
 Everything is fetched from PyPI into .cache/quality. Figures are those of the run's own evaluations
-before the first step and after the last. Exact match is of what the model answers to the first 200
-held-out questions of quartz, greedily.
+before the first step and after the last. Exact match is of what the model answers to the first 100
+held-out questions of quartz, greedily. Before its first step a model is its own reference: the
+accuracy of rewards is then that of differences that rounding makes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import megatrain as mt
+from benchmarks.records import machine
 
 CACHE = Path(".cache/quality")
 PACKAGES = {
@@ -34,24 +39,33 @@ PACKAGES = {
 }
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMOS = ("dpo_en_demo.json", "kto_en_demo.json")
-HELD_OUT, ASKED = 400, 200  # of quartz
+HELD_OUT, ASKED = 400, 100  # of quartz
 QUESTIONS = "quartz-questions.jsonl"
 Row = dict[str, Any]
 
-SHORT = {"tokens_per_step": 4096, "seq_len": 256}
-LONG = {"tokens_per_step": 8192, "seq_len": 1024}
+SHORT = {"tokens_per_step": 4096, "seq_len": 256, "epochs": 3}
+LONG = {"tokens_per_step": 8192, "seq_len": 1024, "epochs": 3}
 # name -> (rows, method, further keys)
 TASKS: dict[str, tuple[str, str, Row]] = {
-    "quartz dpo": ("quartz", "dpo", {"train": SHORT | {"learning_rate": 5e-6}}),
+    "quartz dpo": ("quartz", "dpo", {"train": SHORT | {"learning_rate": 2e-5}}),
+    "quartz dpo, answers learnt too": (
+        "quartz",
+        "dpo",
+        {
+            "train": SHORT | {"learning_rate": 2e-5},
+            "dpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.1]},
+        },
+    ),
     "quartz simpo": (
         "quartz",
         "simpo",
-        {"train": SHORT | {"learning_rate": 5e-6}, "simpo": {"beta": 2.0}},
+        {"train": SHORT | {"learning_rate": 2e-5}, "simpo": {"beta": 2.0}},
     ),
-    "quartz kto": ("quartz-judged", "kto", {"train": SHORT | {"learning_rate": 5e-6}}),
+    "quartz kto": ("quartz-judged", "kto", {"train": SHORT | {"learning_rate": 2e-5}}),
     "quartz reward": ("quartz", "reward", {"train": SHORT | {"learning_rate": 2e-5}}),
-    "dpo_en_demo": ("dpo_en_demo", "dpo", {"train": LONG | {"epochs": 2}}),
-    "kto_en_demo": ("kto_en_demo", "kto", {"train": LONG | {"epochs": 2}}),
+    "dpo_en_demo": ("dpo_en_demo", "dpo", {"train": LONG | {"learning_rate": 5e-6}}),
+    "dpo_en_demo reward": ("dpo_en_demo", "reward", {"train": LONG | {"learning_rate": 1e-5}}),
+    "kto_en_demo": ("kto_en_demo", "kto", {"train": LONG | {"learning_rate": 2e-5}}),
 }
 
 
@@ -86,13 +100,16 @@ def read(folder: Path) -> None:
 
 
 def answered(sample: Row) -> Row:
-    """A question of quartz with its right and its wrong answer."""
-    letters = {"A": "B", "B": "A"}
-    right = sample["ideal"]
+    """A question of quartz with the words of its right and of its wrong answer."""
+    question, first, second = re.split(r"\n+ ?[AB]: ", sample["input"][-1]["content"].strip())
+    words = {"A": first.strip(), "B": second.strip()}
+    right = words.pop(sample["ideal"])
+    (wrong,) = words.values()
+    question = f'{question.strip()}\n\nAnswer with "{first.strip()}" or "{second.strip()}".'
     return {
-        "prompt": [turn for turn in sample["input"] if turn["role"] != "system"],
+        "prompt": [{"role": "user", "content": question}],
         "chosen": [{"role": "assistant", "content": right}],
-        "rejected": [{"role": "assistant", "content": letters[right]}],
+        "rejected": [{"role": "assistant", "content": wrong}],
     }
 
 
@@ -124,7 +141,7 @@ def run(task: str, seed: int, output: Path, limits: Row) -> Row:
     config |= {"checkpoint": {"every": None, "final": "none"}, "output": str(output)}
     asks = rows.startswith("quartz") and method != "reward"
     if asks:
-        config["eval"] = {"prompts": str(CACHE / QUESTIONS), "max_new_tokens": 4}
+        config["eval"] = {"prompts": str(CACHE / QUESTIONS), "max_new_tokens": 8}
     mt.train(config)
     lines = read_lines(output / "metrics.jsonl")
     evaluations = [line for line in lines if "eval_loss" in line]
@@ -164,7 +181,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 result = run(task, seed, Path(folder) / "run", limits)
             found.setdefault(task, []).append({"seed": seed, **result})
-            args.output.write_text(json.dumps(found, indent=1) + "\n")
+            about = {"date": date.today().isoformat(), "machine": machine(), "tasks": found}
+            args.output.write_text(json.dumps(about, indent=1) + "\n")
             first, last = result["before"], result["after"]
             for name in ("eval_loss", "eval_rewards/accuracies", "eval_accuracy", "exact_match"):
                 if name in last:

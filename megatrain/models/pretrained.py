@@ -250,12 +250,21 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
         config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
         raise ModelError(f"{file}: {_explain(error)}") from error
+    if not _names(config.architectures):
+        named = f"architectures is {config.architectures!r}"
+        raise ModelError(f"{file}: {named}; a list of names of classes is wanted")
     quantisation_of(config.to_dict(), file)  # refuses what cannot be dequantised
     forget_quantisation(config)
     # A configuration may name a kernel repository to download and run; that is the user's to choose
     config._attn_implementation = None
     config._experts_implementation = None
     return config
+
+
+def _names(architectures: Any) -> bool:
+    """Whether it is a list of names, or missing: transformers takes whatever is there."""
+    listed = isinstance(architectures, list) and all(isinstance(n, str) for n in architectures)
+    return listed or architectures is None
 
 
 def _explain(error: Exception) -> str:

@@ -195,7 +195,10 @@ class StepCosts:
         """Chunks of a micro-batch, and seconds forward and backward of one."""
         chunk = min(self.choices.head_chunk_tokens, self.tokens)
         work, rate = self.shape.cost.head, self._matmul_rate(chunk)
-        return self.tokens / chunk, *self._forward_and_backward(work, chunk, rate)
+        compiled = self.job.compiled or self.job.fused_loss
+        return self.tokens / chunk, *self._forward_and_backward(
+            work, chunk, rate, compiled=compiled
+        )
 
     def _forward_alone(self) -> float:
         """Seconds of a step's tokens without gradients or updates: weights come up beside it."""
@@ -206,18 +209,25 @@ class StepCosts:
         return self.choices.groups * max(computing, uploading)
 
     def _forward_and_backward(
-        self, work: BlockCost, tokens: float, rate: float, traffic: float = 1.0, chunks: int = 1
+        self,
+        work: BlockCost,
+        tokens: float,
+        rate: float,
+        traffic: float = 1.0,
+        chunks: int = 1,
+        compiled: bool | None = None,
     ) -> tuple[float, float]:
         """Seconds of both directions.
 
         rate: of matmuls, FLOP/s. traffic: factor of the bytes moved between them in bf16. chunks:
             in which experts take the tokens. Each reads all of them, and writes all gradients.
+            compiled: by default whether layers are.
         """
         flops = 3 * work.forward.attention_flops * tokens
         attention = flops / interpolate(self.machine.attention, self.job.seq_len)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
-        kind = "compiled" if self.job.compiled else "eager"
+        kind = "compiled" if (self.job.compiled if compiled is None else compiled) else "eager"
         if kind == "eager":
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
 

@@ -19,6 +19,7 @@ from megatrain.machine.profile import DriveRates, MachineProfile, Rates
 from megatrain.measure.checks import Finding, check
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
+from megatrain.reporting.load import LoadMeter
 from megatrain.storage.export import left_overs
 
 if TYPE_CHECKING:
@@ -92,15 +93,24 @@ def measured_or_typical(
 ) -> MachineProfile:
     """The cached profile of this machine, or a guess.
 
-    may_measure: measure what is not cached for some seconds, and cache it; on a GPU alone, as a CPU
-        run is over before that pays. Else nothing touches the device, and a guess about a GPU
-        without a data sheet is logged.
+    may_measure: measure what is not cached for some seconds, and cache it unless other processes
+        kept the cores busy; on a GPU alone, as a CPU run is over before that pays. Else nothing
+        touches the device, and a guess about a GPU without a data sheet is logged.
     """
     known = profiles.load(profiles.fingerprint(hardware)) is not None
     if known or not may_measure or device.type != "cuda":
         return profiles.known_or_typical(hardware)
     logger.info("measuring this machine for the plan, once; `megatrain doctor` does it thoroughly")
+    meter = LoadMeter()
+    meter.read()
     profile = measure_machine(hardware, device, Path(), logger.debug, quick=True)
+    load = meter.read()
+    if load.shared:
+        logger.warning(
+            f"{load.words} while this machine was measured: its rates are not kept; run "
+            "`megatrain doctor` when it is idle"
+        )
+        return profile
     try:
         profiles.save(profile)
     except StorageError as error:

@@ -38,10 +38,14 @@ class Load:
     names: tuple[str, ...] = ()  # of the others, those that use most first; empty: not known
 
     @property
+    def shared(self) -> bool:
+        """Whether others use a share of the cores that is worth naming."""
+        return self.others >= WORTH_NAMING * self.cores
+
+    @property
     def contended(self) -> bool:
         """Whether others leave too little for this run."""
-        worth = self.others >= WORTH_NAMING * self.cores
-        return worth and self.busy >= CONTENDED * self.cores
+        return self.shared and self.busy >= CONTENDED * self.cores
 
     @property
     def words(self) -> str:

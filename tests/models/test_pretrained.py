@@ -245,6 +245,13 @@ def test_a_length_that_is_no_number_is_named(folder: Path) -> None:
         load_tokenizer(resolve_source(folder))
 
 
+@pytest.mark.parametrize("odd", [5, "LlamaForCausalLM", [None]])
+def test_architectures_that_are_no_names_are_named(folder: Path, odd: object) -> None:
+    edit(folder, "config.json", architectures=odd)
+    with pytest.raises(ModelError, match=r"architectures is .*; a list of names of classes"):
+        read_model_config(resolve_source(folder))
+
+
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model: the tokenizer cannot be used"):
         load_tokenizer(resolve_source(folder))

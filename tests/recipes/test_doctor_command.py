@@ -5,6 +5,7 @@ import io
 import json
 import logging
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, typical
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical
+from megatrain.reporting.load import LoadMeter, Reading
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -45,7 +47,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(doctor, "measure_machine", measure)
     monkeypatch.setattr(doctor, "choose_device", lambda wanted: CPU)
+    monkeypatch.setattr(doctor, "LoadMeter", lambda: meter(busy=0))
     return made
+
+
+def meter(busy: float) -> LoadMeter:
+    """Of a machine with 8 cores, of which other processes keep so many busy."""
+    readings = (Reading(second, second * busy, 0) for second in count())
+    return LoadMeter(lambda: next(readings), dict, 8)
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])
@@ -76,6 +85,13 @@ def test_a_run_on_a_gpu_measures_once(hardware, measured):
     assert measured_or_typical(hardware, GPU, may_measure=True) == found
     assert measured_or_typical(hardware, GPU) == found
     assert measured == [True]
+
+
+def test_rates_of_a_busy_machine_are_not_kept(hardware, measured, monkeypatch, caplog):
+    monkeypatch.setattr(doctor, "LoadMeter", lambda: meter(busy=3))
+    assert measured_or_typical(hardware, GPU, may_measure=True).launch == 1.5
+    assert "other processes use 3.0 of 8 cores while this machine was measured" in caplog.text
+    assert measured_or_typical(hardware, GPU) == typical(hardware)
 
 
 def test_a_run_goes_on_without_a_cache(hardware, measured, monkeypatch, caplog):

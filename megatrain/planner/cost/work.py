@@ -53,8 +53,8 @@ class PassCost:
 class BlockCost:
     """A decoder layer, the embedding, or the head with its loss; backward without recomputation.
 
-    Embedding and head are never compiled. Their compiled figures are the eager ones, and so are
-    those of layers where compilation was not asked about.
+    The embedding is never compiled, the head but for its loss. Where nothing is known of compiling,
+    compiled figures are the eager ones.
     """
 
     forward: PassCost

@@ -88,6 +88,12 @@ def test_nothing_is_said_of_compilation_unless_asked(llama):
     assert compiled.cost.head == llama.cost.head
 
 
+def test_a_compiled_loss_moves_the_logits_twice_each_way(llama):
+    head, logits = llama.cost.head, 2 * SIZES["vocab_size"]
+    assert head.forward.compiled_bytes == head.backward.compiled_bytes == 2 * logits
+    assert head.forward.eager_bytes > 3 * head.forward.compiled_bytes
+
+
 def test_cheap_retention_adds_traffic_and_no_products(llama):
     compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
     layer, eager = compiled.cost.layers[0], llama.cost.layers[0]
