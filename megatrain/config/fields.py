@@ -24,7 +24,7 @@ from megatrain.config.preference import (
     fault_of_sections,
 )
 from megatrain.config.resources import EconomyOptions, MemoryOptions
-from megatrain.config.sources import HeldOut, Sources
+from megatrain.config.sources import HeldOut, Sources, fault_of_streaming
 from megatrain.config.values import Options, key, option, refuse
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
@@ -131,6 +131,11 @@ class DataOptions(Options):
         "auto",
         "Processes that tokenise a set of more than a thousand rows; auto: one for each core, "
         "16 at most.",
+    )
+    streaming: v.Flag = key(
+        False,
+        "Train on the first rows of a set while later ones are tokenised, shuffled within windows "
+        "of 50,000 rows; needs train.max_steps.",
     )
 
 
@@ -339,7 +344,7 @@ class Config(Options):
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
         refuse_unjudged(self.checkpoint, self.eval, self.data.eval is not None)
-        if fault := fault_of_sections(self):
+        if fault := fault_of_sections(self) or fault_of_streaming(self):
             refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"

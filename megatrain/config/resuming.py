@@ -34,6 +34,7 @@ REFUSED = {
     "optimizer.moments": "the state is kept in that type",
     "train.freeze": "the checkpoint has the state of the tensors that were trained",
     "train.seed": "the order of the rows follows from it",
+    "data.streaming": "the order of the rows follows from it",
     "output": "a run stays in its folder, which may be moved as a whole",
 }
 FLAGGED = {

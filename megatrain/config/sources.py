@@ -118,6 +118,24 @@ HeldOut = Annotated[
 ]
 
 
+def fault_of_streaming(config: Config) -> tuple[str, str] | None:
+    """The first key that cannot go with data.streaming, and why; None if there is none."""
+    data, train = config.data, config.train
+    unknown = "whose size is not known with data.streaming"
+    if not data.streaming:
+        return None
+    if train.max_steps is None:
+        return "data.streaming", "needs train.max_steps: how long an epoch is is not known before"
+    if train.epochs is not None:
+        return "train.epochs", "how long they are is not known with data.streaming; remove it"
+    if isinstance(data.eval, float):
+        ways = "a number of rows, which come from the first window, a source of its own, or null"
+        return "data.eval", f"a share is of the whole set, {unknown}; set {ways}"
+    if any(one.weight is not None for one in data.train):
+        return "data.train", f"weights are of whole sets, {unknown}; remove them"
+    return None
+
+
 def check_sources(config: Config) -> None:
     """Look whether what the config names as data is there, without reading it or anything large.
 

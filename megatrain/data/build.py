@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from megatrain.data import cache as cached_sets
 from megatrain.data import cuts, show
-from megatrain.data.dataset import Counts, Rows, TokenRows, check_digest, default_cache
+from megatrain.data.dataset import Rows, TokenRows, check_digest, default_cache
 from megatrain.data.files import resolve
 from megatrain.data.formats import FORMATS
 from megatrain.data.holdout import hold_out, look_for_copies
 from megatrain.data.mixing import weighted
 from megatrain.data.packing import pack
+from megatrain.data.refusing import ready, refused
 from megatrain.data.samples import KINDS, PLAIN
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
@@ -40,6 +41,7 @@ CACHED_BY = (
 )
 ON_BAD_ROW = ("refuse", "skip")
 Wanted = Callable[[TokenRows], bool]
+ReadSource = Callable[["Given", "DataOptions", "Wanted | None"], TokenRows]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class DataOptions:
         vocab_size: token ids from here on are refused; None allows all.
         day: told to chat templates that ask for the time; None: today's.
         processes: that tokenise a set of more than a thousand rows.
+        streaming: the set is too large to be read before it is used: see `streaming.py`.
     """
 
     seq_len: int | None
@@ -71,6 +74,7 @@ class DataOptions:
     vocab_size: int | None = None
     day: date | None = None
     processes: int = 1
+    streaming: bool = False
 
     def __post_init__(self) -> None:
         known = {
@@ -137,11 +141,7 @@ def load_data(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else pack(rows, pack_to, Encoder(tokenizer).eos)
 
-    def read(given: Given, options: DataOptions, wanted: Wanted | None) -> TokenRows:
-        source = (given, tokenizer, options, cache)
-        before = None if wanted is None else _of_a_changed_source(*source, wanted)
-        return before or encode_source(*source, on_progress)
-
+    read = source_reader(tokenizer, cache, on_progress)
     before = None if expected is None else expected.train
 
     def trained_before(rows: TokenRows) -> bool:
@@ -149,20 +149,53 @@ def load_data(
 
     rows, held = chosen(read(train, options, trained_before if before else None))
     if before is not None:
-        check_digest(whole(rows), before)
+        check_digest(whole(rows).digest, before)
     if not isinstance(held_out, int | float | None):
         known = None if expected is None else expected.held_out
-        held = _held_out_set(held_out, replace(options, split=None), read, whole, known)
-        look_for_copies(rows, held)
-        rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
-        rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
+        held = held_out_beside(rows, held_out, options, read, whole, known)
     return whole(rows), None if held is None else whole(held)
+
+
+def source_reader(
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None,
+    on_progress: Callable[[int], None] | None,
+) -> ReadSource:
+    """A callable for the tokenised rows of sources; from the cache, if rows are wanted that are
+    there while the source has changed."""
+
+    def read(given: Given, options: DataOptions, wanted: Wanted | None) -> TokenRows:
+        source = (given, tokenizer, options, cache)
+        before = None if wanted is None else _of_a_changed_source(*source, wanted)
+        return before or encode_source(*source, on_progress)
+
+    return read
+
+
+def held_out_beside(
+    rows: TokenRows,
+    given: Given,
+    options: DataOptions,
+    read: ReadSource,
+    whole: Callable[[TokenRows], Rows],
+    expected: str | None,
+) -> TokenRows:
+    """The rows of a source that is held out beside these, with which it is said what they are like.
+
+    options: of `rows`. expected: as `_held_out_set`. Raises DataError.
+    """
+    options = replace(options, split=None, streaming=False)
+    held = _held_out_set(given, options, read, whole, expected)
+    look_for_copies(rows, held)
+    rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
+    rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
+    return held
 
 
 def _held_out_set(
     given: Given,
     options: DataOptions,
-    read: Callable[[Given, DataOptions, Wanted | None], TokenRows],
+    read: ReadSource,
     whole: Callable[[TokenRows], Rows],
     expected: str | None,
 ) -> TokenRows:
@@ -199,79 +232,59 @@ def encode_source(
             `refuse`; names the first), or token ids outside `options.vocab_size`.
         StorageError: the cache cannot be written, or not be read back.
     """
-    source = open_source(given, options.split)
-    encoder = Encoder(tokenizer, options.train_on, options.prompts, options.day)
-    folder = cache or default_cache()
-    asked = _asked(given, tokenizer, options)
-    key = _key(asked, source)
-    rows = cached_sets.cached_set(folder, key)
+    asked = AskedSet.of(given, tokenizer, options, cache)
+    rows = cached_sets.cached_set(asked.cache, asked.key)
     if rows is None:
-        on_progress = on_progress or (lambda _: None)
-        with cached_sets.making_set(folder, key, options.kind, partial(on_progress, 0)) as making:
-            counts, shards = make_shards(making, source, encoder, options, on_progress)
-            if (reason := _refused(source, counts, options)) is not None:
-                making.remove()
-                raise reason
-            making.finish(counts, asked, shards)
-        rows = cached_sets.load_cached_set(folder, key, check=False)
+        asked.make(on_progress or (lambda _: None))
+        rows = cached_sets.load_cached_set(asked.cache, asked.key, check=False)
         if rows is None:
-            raise cached_sets.unreadable(folder / key)
-    return _ready(rows, source.notes, tokenizer, options)
+            raise cached_sets.unreadable(asked.folder)
+    return ready(rows, asked.source.notes, tokenizer, options)
 
 
-def _ready(
-    rows: TokenRows,
-    notes: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
-) -> TokenRows:
-    """Rows from the cache with what is to be said of them. Raises DataError."""
-    _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    warned = cuts.warnings(rows.counts, options.seq_len, options.truncation_mode)
-    return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
+@dataclass(frozen=True)
+class AskedSet:
+    """Rows of a source as they are to be tokenised: a set in the cache, or one to be made there.
 
+    asked: a name of what was asked for, whatever the source holds. key: of what it holds, too.
+    """
 
-def _refused(source: Source, counts: Counts, options: DataOptions) -> DataError | None:
-    """Why the rows of a source are not to be trained on, if they are not."""
-    written = sum(counts.parts)
-    if not counts.read:
-        return DataError(f"{source.name}: holds no rows")
-    if counts.bad == counts.read:
-        return DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
-    if counts.bad and options.on_bad_row == "refuse":
-        rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
-        return DataError(
-            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
-            "skip)"
-        )
-    if not written and counts.kept:
-        return DataError(
-            f"{source.name}: holds one row; method: {KINDS[options.kind].methods} also takes each "
-            "prompt with another row's answer, so give it two rows or more"
-        )
-    if not written and counts.too_long:
-        return DataError(
-            f"{source.name}: {counts.too_long} of {counts.read} rows are longer than train.seq_len "
-            f"{options.seq_len} and no other has an answer; set a larger one"
-        )
-    if not written:
-        cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
-        return DataError(
-            f"{source.name}: no token to train on in {counts.read - counts.bad} rows"
-            f"{cut if counts.truncated else ''}; no row has an answer left"
-        )
-    return None
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    options: DataOptions
+    cache: Path
+    asked: str
+    key: str
 
+    @classmethod
+    def of(
+        cls,
+        given: Given,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        cache: Path | None,
+    ) -> AskedSet:
+        source = open_source(given, options.split, options.streaming)
+        asked = _asked(given, tokenizer, options)
+        folder = cache or default_cache()
+        return cls(source, tokenizer, options, folder, asked, _key(asked, source))
 
-def _check_vocabulary(
-    counts: Counts, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
-) -> None:
-    if vocab_size is not None and counts.max_token_id >= vocab_size:
-        token = tokenizer.convert_ids_to_tokens(counts.max_token_id)
-        raise DataError(
-            f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the "
-            f"model knows {vocab_size} tokens; use the tokenizer that belongs to the model"
-        )
+    @property
+    def folder(self) -> Path:
+        return self.cache / self.key
+
+    def make(self, on_progress: Callable[[int], None]) -> None:
+        """Make what of the set is not there. Raises as `encode_source`."""
+        options = self.options
+        encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
+        waits = partial(on_progress, 0)
+        with cached_sets.making_set(self.cache, self.key, options.kind, waits) as making:
+            counts, shards = make_shards(making, self.source, encoder, options, on_progress)
+            if (reason := refused(self.source, counts, options)) is not None:
+                if not options.streaming:  # else rows before the bad one may be in use
+                    making.remove()
+                raise reason
+            making.finish(counts, self.asked, shards)
 
 
 def _of_a_changed_source(
@@ -294,7 +307,7 @@ def _of_a_changed_source(
                 return None
             if (rows := cached_sets.cached_set(folder, key)) is not None:
                 note = "the data has changed or is gone since the run began; its rows come from"
-                return _ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
+                return ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
     return None
 
 

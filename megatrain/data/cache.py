@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.data import cuts
 from megatrain.data.dataset import Counts, IndexArray, Joined, TokenRows
 from megatrain.data.row_writer import (
     ABOUT,
@@ -90,13 +91,6 @@ class Making:
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self._kind = folder, kind
         self.shards = dict(_shards_in(folder))
-
-    def listed(self) -> list[str]:
-        """The shards' hashes as the set's own file names them; none where it is not there."""
-        try:
-            return list(_read_about(self.folder / ABOUT_SET)["shards"])
-        except UNREADABLE:
-            return []
 
     @contextmanager
     def new_shard(self, number: int) -> Iterator[RowWriter]:
@@ -213,6 +207,14 @@ def name_of(shard: int) -> str:
     return f"{shard:05}"
 
 
+def listed(folder: Path) -> list[str]:
+    """The shards' hashes as a set's own file names them; none where it is not there."""
+    try:
+        return list(_read_about(folder / ABOUT_SET)["shards"])
+    except UNREADABLE:
+        return []
+
+
 def unreadable(folder: Path) -> StorageError:
     """The error where what was written just now cannot be read."""
     return StorageError(
@@ -268,12 +270,32 @@ def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | No
         shards = list(_read_shards(places, check))
         if [shard and shard.own for shard in shards] != about["shards"]:
             return None
-        counts, kind = Counts(**about["counts"]), about["kind"]
-        offsets, targets, hashes, contexts, joined = _index(places, INDEX)
-        values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
-        ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
+        return _rows_in(places, Counts(**about["counts"]), about["kind"])
     except UNREADABLE:
         return None
+
+
+def load_shard(folder: Path, number: int, begins: int, kind: str, check: bool) -> TokenRows | None:
+    """The rows of one shard of a set, mapped from disk; None if it is missing, not as it was
+    written, or does not begin with row `begins` of the source.
+
+    check: as `load_cached_set`.
+    """
+    shard = read_shard(folder / name_of(number), check)
+    if shard is None or shard.begins != begins:
+        return None
+    try:
+        cuts.measure(shard.counts, shard.uncut)
+        return _rows_in([shard.folder], shard.counts, kind)
+    except UNREADABLE:
+        return None
+
+
+def _rows_in(places: list[Path], counts: Counts, kind: str) -> TokenRows:
+    """All rows of these shards. May raise any of UNREADABLE."""
+    offsets, targets, hashes, contexts, joined = _index(places, INDEX)
+    values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
+    ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
     chosen = np.arange(len(targets))
     return TokenRows(
         *(ids, mask, offsets, targets, hashes, joined.astype(np.bool_), contexts, chosen, counts),

@@ -174,9 +174,9 @@ class PlainRows:
         return self.row(index)
 
 
-def check_digest(rows: Rows, expected: object) -> None:
+def check_digest(found: str, expected: object) -> None:
     """Raises DataError if the training rows are not those that a checkpoint names."""
-    if rows.digest != expected:
+    if found != expected:
         raise DataError(
             "the training rows are not those of the checkpoint: the data, the tokenizer or how "
             "rows are cut has changed; bring back what was changed, or start a new run"

@@ -19,7 +19,12 @@ def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A shuffle of range(size), int64 [size], that follows from seed and epoch alone."""
+def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArray[np.int64]:
+    """A shuffle of range(size), int64 [size], that follows from seed, epoch and window alone.
+
+    The first window is shuffled as a whole set is.
+    """
     keys = mix64(mix64(np.arange(size, dtype=np.uint64), seed), epoch)
+    if window:
+        keys = mix64(keys, window)
     return np.argsort(keys, kind="stable").astype(np.int64)

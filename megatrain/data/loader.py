@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -36,17 +37,40 @@ STEPS_LOOKED_AT = 256  # to see how full sequences get
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands: the next row is number `index` of epoch `epoch`'s shuffle, and `step`
-    steps were handed out."""
+    """Where a loader stands: the next row is number `index` of the shuffle of window `window` in
+    epoch `epoch`, and `step` steps were handed out."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
+    window: int = 0
+
+    @property
+    def opened(self) -> int | None:
+        """Windows of which rows were handed out; None: all that there are."""
+        return None if self.epoch else self.window + (self.index > 0)
+
+
+class Windows(Protocol):
+    """A set whose rows come in pieces, window after window."""
+
+    def window(self, number: int) -> Rows | None:
+        """The rows of a window, which may be waited for; None behind the last one."""
+
+    def digest(self, windows: int | None) -> str:
+        """As `Rows.digest`, of the first windows, or of all."""
+
+    def used(self, position: Position) -> str:
+        """How much of the set was trained on up to there, in words."""
+
+    def close(self) -> None:
+        """End what makes further windows."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The rows of one optimizer step. `epoch` is where the data stands after the step."""
+    """The rows of one optimizer step. `epoch` is where the data stands after the step: of windows,
+    whose number is not known, the epochs that are over."""
 
     micro_batches: list[MicroBatch]
     lengths: tuple[int, ...]  # real tokens of each sequence that is trained on: two of a pair
@@ -75,6 +99,10 @@ class Loader:
     log-probabilities of each sequence, float64 [rows, sides]; `prompts_too` makes the prompts of
     chosen answers targets as well.
 
+    Of a set that comes in `windows`, `rows` are those of the first. Windows come in order, each
+    shuffled by (seed, epoch, window), and a step goes on in the next one, in micro-batches of its
+    own. `max_steps` alone ends the run.
+
     `position()` is a JSON-able dict of where the run stands after the last batch handed out;
     `restore` continues from it bit-identically and reads no row that was consumed.
 
@@ -83,6 +111,7 @@ class Loader:
 
     rows: Rows
     _: KW_ONLY
+    windows: Windows | None = None
     micro_batch_tokens: int
     pad_id: int
     seed: int
@@ -99,6 +128,7 @@ class Loader:
         sizes = (self.tokens_per_step, self.rows_per_step)
         assert sizes.count(None) == 1, "a step is sized in tokens or in rows"
         assert self.epochs is not None or self.max_steps is not None, "a run needs an end"
+        assert self.epochs is None or self.windows is None, "how long is an epoch?"
         check_longest(self.rows, self.micro_batch_tokens, self.pack_to)
         self._position = Position()
         self._order = lru_cache(maxsize=1)(self._order_of)
@@ -116,24 +146,40 @@ class Loader:
 
     def position(self) -> dict[str, int | str]:
         """Where the run stands after the last batch handed out, and what identifies its order."""
-        return {**asdict(self._position), "seed": self.seed, "data": self.rows.digest}
+        return {**asdict(self._position), "seed": self.seed, "data": self._digest(self._position)}
+
+    def used(self) -> str:
+        """How much of windows was trained on, in words; of a whole set nothing."""
+        return "" if self.windows is None else self.windows.used(self._position)
+
+    def _digest(self, position: Position) -> str:
+        if self.windows is None:
+            return self.rows.digest
+        return self.windows.digest(position.opened)
 
     def restore(self, position: Mapping[str, object]) -> None:
         """Continue from a saved position; the size of a step may differ from then.
 
         Raises DataError if it is of other data or another seed, or broken.
         """
-        check_digest(self.rows, position.get("data"))
+        found = {name: position.get(name) for name in ("step", "epoch", "index")}
+        found["window"] = position.get("window", 0)  # of a release that knew none
+        numbers = [number for number in found.values() if isinstance(number, int)]
+        if len(numbers) < len(found):
+            raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
+        place, words = Position(*numbers), "the checkpoint's data position lies outside the data"
+        outside = DataError(f"{words}: {dict(position)}")
+        if min(numbers) < 0:
+            raise outside
+        check_digest(self._digest(place), position.get("data"))
         if (seed := position.get("seed")) != self.seed:
             shuffled = f"were shuffled with train.seed {seed}, not {self.seed}"
             raise DataError(f"the checkpoint's rows {shuffled}")
-        step, epoch, index = (position.get(name) for name in ("step", "epoch", "index"))
-        if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(index, int)):
-            raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
-        if step < 0 or epoch < 0 or not 0 <= index < len(self.rows):
-            place = dict(position)
-            raise DataError(f"the checkpoint's data position lies outside the data: {place}")
-        self._position = Position(step, epoch, index)
+        rows = self._window(place.window)
+        # an epoch of windows may be at its end, which is found when the next step is asked for
+        if place.index >= (len(rows) if rows else int(self.windows is not None)):
+            raise outside
+        self._position = place
 
     def steps_total(self) -> int:
         """Steps of the whole run, those handed out included, from the lengths of rows alone."""
@@ -181,35 +227,82 @@ class Loader:
         return None if self._ended(position) else thread.submit(self._build, position)
 
     def _build(self, position: Position) -> StepBatch:
-        stop, trained = next(self._step_ends(position)), KINDS[self.rows.kind].trained
-        chosen = self._order(position.epoch)[0][position.index : stop]
-        parts = micro_batches(
-            *(self.rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes),
-            *(self.references, self.prompts_too),
-        )
-        return StepBatch(
-            micro_batches=list(parts),
-            lengths=tuple(self.rows.side_lengths[chosen, :trained].ravel().tolist()),
-            epoch=position.epoch + stop / len(self.rows),
-            after=self._after(position, 1, stop),
-        )
+        trained, found, lengths = KINDS[self.rows.kind].trained, list[MicroBatch](), list[int]()
+        if self.windows is None:
+            stop = next(self._step_ends(position))
+            parts = [(self.rows, self._order(position.epoch)[0][position.index : stop])]
+            epoch, after = position.epoch + stop / len(self.rows), self._after(position, 1, stop)
+        else:
+            parts, after = self._across_windows(position)
+            epoch = float(after.epoch)
+        for rows, chosen in parts:
+            found += micro_batches(
+                *(rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes),
+                *(self.references, self.prompts_too),
+            )
+            lengths += rows.side_lengths[chosen, :trained].ravel().tolist()
+        return StepBatch(found, tuple(lengths), epoch, after)
+
+    def _across_windows(self, position: Position) -> tuple[list[tuple[Rows, IndexArray]], Position]:
+        """The rows of the step at `position`, by windows, and the position after it."""
+        parts, left = list[tuple[Rows, IndexArray]](), self._size
+        at = replace(position, step=position.step + 1)
+        while left > 0:
+            rows = self._window(at.window)
+            if rows is None:
+                at = replace(at, epoch=at.epoch + 1, window=0, index=0)
+                if parts:
+                    break  # no step mixes epochs
+                continue
+            order, ends = self._order(at.epoch, at.window)
+            stop = self._step_end(ends, at.index, left, at_least=0 if parts else 1)
+            if stop > at.index:
+                parts.append((rows, order[at.index : stop]))
+                left -= self._size_of(ends, at.index, stop)
+            if stop < len(rows):
+                at = replace(at, index=stop)
+                break
+            at = replace(at, window=at.window + 1, index=0)
+        return parts, at
+
+    def _window(self, number: int) -> Rows | None:
+        if self.windows is not None:
+            return self.windows.window(number)
+        return None if number else self.rows
+
+    @property
+    def _size(self) -> int:
+        """Of a step, in rows or tokens."""
+        return self.rows_per_step or self.tokens_per_step or 0
+
+    def _step_end(self, ends: IndexArray, index: int, size: int, at_least: int = 1) -> int:
+        """One past the last row of a step that begins with row `index` and has room for `size`."""
+        if self.rows_per_step is not None:
+            return min(index + size, len(ends))
+        limit = (int(ends[index - 1]) if index else 0) + size
+        stop = max(index + at_least, int(np.searchsorted(ends, limit, side="right")))
+        return min(stop, len(ends))
+
+    def _size_of(self, ends: IndexArray, start: int, stop: int) -> int:
+        if self.rows_per_step is not None:
+            return stop - start
+        return int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
 
     def _step_ends(self, position: Position) -> Iterator[int]:
         """One past the last row of each step from `position` to the end of its epoch."""
         ends, rows = self._order(position.epoch)[1], self._epoch_rows(position.epoch)
         index = position.index
         while index < rows:
-            stop = index + (self.rows_per_step or 1)
-            if self.tokens_per_step is not None:
-                limit = (int(ends[index - 1]) if index else 0) + self.tokens_per_step
-                stop = max(stop, int(np.searchsorted(ends, limit, side="right")))
-            index = min(stop, rows)
+            index = min(self._step_end(ends, index, self._size), rows)
             yield index
 
-    def _order_of(self, epoch: int) -> tuple[IndexArray, IndexArray]:
-        """The epoch's rows in order, and the running count of tokens along it; int64 [rows]."""
-        order = permutation(len(self.rows), self.seed, epoch)
-        return order, np.cumsum(self.rows.lengths[order])
+    def _order_of(self, epoch: int, window: int = 0) -> tuple[IndexArray, IndexArray]:
+        """The epoch's rows in order, or the window's in it, and the running count of tokens along
+        it; int64 [rows]."""
+        rows = self._window(window) if window else self.rows
+        assert rows is not None
+        order = permutation(len(rows), self.seed, epoch, window)
+        return order, np.cumsum(rows.lengths[order])
 
     def _epoch_rows(self, epoch: int) -> int:
         """Rows of this epoch that are trained on: all, or a share in a fraction of an epoch."""
@@ -225,8 +318,9 @@ class Loader:
         return Position(position.step + steps, position.epoch + epochs, index)
 
     def _ended(self, position: Position) -> bool:
-        out_of_steps = self.max_steps is not None and position.step >= self.max_steps
-        return out_of_steps or position.index >= self._epoch_rows(position.epoch)
+        if self.max_steps is not None and position.step >= self.max_steps:
+            return True
+        return self.windows is None and position.index >= self._epoch_rows(position.epoch)
 
 
 def held_out_batches(

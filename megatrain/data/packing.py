@@ -45,12 +45,16 @@ class PackedRows(PlainRows):
         return broken
 
     @property
+    def _tokens(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
     def remainder(self) -> int:
         """Tokens after the last whole block."""
-        return int(self._ends[-1]) % self.seq_len
+        return self._tokens % self.seq_len
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) // self.seq_len + (self.remainder >= 2)
+        return self._tokens // self.seq_len + (self.remainder >= 2)
 
     @cached_property
     def lengths(self) -> IndexArray:
@@ -90,7 +94,7 @@ def pack(documents: TokenRows, seq_len: int, eos: int) -> PackedRows:
     """Blocks of `seq_len` tokens. Raises DataError if the documents hold fewer than two tokens."""
     assert seq_len >= 2, "a block of one token has nothing to predict"
     packed = PackedRows(documents, seq_len, eos)
-    if not len(documents) or not len(packed):
+    if not len(packed):
         raise DataError("the documents hold fewer than two tokens; there is nothing to train on")
     return packed
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data import cuts
+from megatrain.data.cache import Making, listed
 from megatrain.data.dataset import Counts
 from megatrain.data.encoding import Batch, EncodedBatch, Reader, encode_batches
 from megatrain.data.rendering import Fence
@@ -24,7 +25,6 @@ from megatrain.data.writing import Answer, Cutter
 
 if TYPE_CHECKING:
     from megatrain.data.build import DataOptions
-    from megatrain.data.cache import Making
     from megatrain.data.sources import Source
     from megatrain.data.tokenize import Encoder
 
@@ -45,7 +45,8 @@ def make_shards(
 ) -> tuple[Counts, int]:
     """Write the shards of a source that are not there; counts of all rows, and of all shards.
 
-    From a bad row on that is to be refused nothing is written, but all rows are counted.
+    From a bad row on that is to be refused nothing is written, but all rows are counted, unless
+    they are streamed.
     """
     with Fence(encoder.marks) as fence:
         encode = partial(encode_batches, fence=fence, encoder=encoder, options=options)
@@ -70,7 +71,7 @@ class _Work:
         self, making: Making, reader: Reader, team: Team[Batch, EncodedBatch], options: DataOptions
     ) -> None:
         self._making, self._reader, self._team, self._options = making, reader, team, options
-        self._listed = making.listed()
+        self._listed = listed(making.folder)
         self._before: Answer | None = None
         self.number, self.refused = 0, Counts()
 
@@ -106,7 +107,8 @@ class _Work:
                 rows += self._write_shard(chain([batch], encoded), cutter, rows)
         except _BadRow:
             self._reader.only_count = True
-            for batch in chain(encoded, self._team.map(self._reader.batches())):
+            rest = chain(encoded, self._team.map(self._reader.batches()))
+            for batch in () if self._options.streaming else rest:
                 self.refused.add(batch.counts)
         self._before = cutter.before
 

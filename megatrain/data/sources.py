@@ -59,7 +59,7 @@ class Source:
     parts: tuple[str, ...] = ()
 
 
-def open_source(given: Given, split: str | None = None) -> Source:
+def open_source(given: Given, split: str | None = None, streaming: bool = False) -> Source:
     """Rows that are named or given.
 
     Named: a file, a glob of files, a folder of files, a folder that `save_to_disk` wrote, or a data
@@ -69,15 +69,17 @@ def open_source(given: Given, split: str | None = None) -> Source:
     `train` unless named, and may be a slice such as `train[:1%]`. A folder whose files or README
     name splits is such a data set, without slices; of another, all files are read.
 
+    streaming: what is on the hub is read from there, row by row, and not downloaded before.
+
     Raises DataError when it does not exist, has no known type or cannot be reached. Broken rows are
     no errors here: they are yielded with their problem, since to skip them is the caller's policy.
     """
     if isinstance(given, str | Path):
-        return _named(resolve(str(given)), split)
+        return _named(resolve(str(given)), split, streaming)
     if isinstance(given, list | tuple):
         parts = [part for part in given if isinstance(part, Part)]
         if parts and len(parts) == len(given):
-            return _several(parts, split)
+            return _several(parts, split, streaming)
         if split not in (None, "train"):
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
         contents = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
@@ -90,8 +92,8 @@ def open_source(given: Given, split: str | None = None) -> Source:
     raise DataError(f"expected {kinds}, not {type(given).__name__}")
 
 
-def _several(parts: Sequence[Part], split: str | None) -> Source:
-    opened = [open_source(part.path, part.split or split) for part in parts]
+def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Source:
+    opened = [open_source(part.path, part.split or split, streaming) for part in parts]
 
     def read() -> Iterator[RawRow]:
         for number, (part, source) in enumerate(zip(parts, opened, strict=True)):
@@ -108,7 +110,7 @@ def _several(parts: Sequence[Part], split: str | None) -> Source:
     return Source(name, identity, read, notes, tuple(source.name for source in opened))
 
 
-def _named(named: Named, split: str | None) -> Source:
+def _named(named: Named, split: str | None, streaming: bool) -> Source:
     spec, chosen = named.spec, named.split
     if split is not None and chosen is not None and split != chosen:
         raise DataError(f"{spec}: data.split says {split!r}; name the split once")
@@ -130,9 +132,27 @@ def _named(named: Named, split: str | None) -> Source:
                 "data.split"
             )
         return _files(spec, list(named.paths))
+    notes = () if split else (f"{spec}: split 'train'",)
     with _in_one_sentence(f"{spec}: neither a local file nor a data set that can be loaded"):
+        if streaming:
+            builder = datasets.load_dataset_builder(named.name, named.config)
+            return replace(_streamed(spec, builder, split or "train"), notes=notes)
         found = datasets.load_dataset(named.name, named.config, split=split or "train")
-    return replace(_data_set(spec, found), notes=() if split else (f"{spec}: split 'train'",))
+    return replace(_data_set(spec, found), notes=notes)
+
+
+def _streamed(name: str, builder: datasets.DatasetBuilder, split: str) -> Source:
+    """A data set of the hub that is read over the network as often as its rows are read."""
+    rows = builder.as_streaming_dataset(split)
+
+    def read() -> Iterator[RawRow]:
+        with _in_one_sentence(f"{name}: cannot be read on"):
+            yield from numbered(map(without_nulls, rows), name)
+
+    # of the files: their commit on the hub, or when they were written
+    files = builder.config.data_files or {}
+    origins = {str(key): files[key].origin_metadata for key in files}
+    return Source(name, json.dumps([name, split, builder.cache_dir, origins], default=str), read)
 
 
 def _folder(name: str, named: Named, split: str | None) -> Source:

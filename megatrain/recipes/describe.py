@@ -184,6 +184,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
+        rows=run.loader.used(),
         economy=spent_economy(run),
         planned_economy=plan.economy,
         eval_s=run.progress.outside_s["evaluating"],

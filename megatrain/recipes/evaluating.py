@@ -28,6 +28,7 @@ from megatrain.storage.saves import STATE, with_state
 logger = logging.getLogger("megatrain")
 
 OF_TRAIN = ("seed", "seq_len", "eval_rows")  # keys that say which rows are held out
+ALL_ROWS = {"data.eval": None, "data.streaming": False}  # of a source are evaluated
 MAY_MOVE = ("train", "processes")  # of the data section: the same rows may lie elsewhere
 
 
@@ -43,11 +44,11 @@ def rows_to_evaluate(
     if run_dir is None:
         whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         whole |= {"method": "reward"} if is_classifier(model.config) else {}
-        config = load_config(whole, {"data.train": data, "data.eval": None})
+        config = load_config(whole, {"data.train": data, **ALL_ROWS})
         return config, read_rows(config, model)[0]
     day = day_of(load_config(run_dir / RESOLVED_FILE))
     if data is not None:
-        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, "data.eval": None})
+        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS})
         return config, read_rows(config, model, day)[0]
     config, expected = held_out_by(run_dir, checkpoint)
     try:

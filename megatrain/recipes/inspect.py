@@ -23,13 +23,13 @@ from megatrain.models.rotary import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
-from megatrain.recipes.loop import evaluated, sweeps
 from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, computed, fingerprint, kept
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.sweeps import evaluated, sweeps
 from megatrain.recipes.tasks import (
     SWEEP_MICRO_BATCHES,
     TaskOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +13,12 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, MicroBatch, StepBatch
+from megatrain.data.loader import Loader, StepBatch
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
-from megatrain.engine.objective import AnyLoss, joined
-from megatrain.engine.results import EvalResult
-from megatrain.errors import DivergedError, StorageError
-from megatrain.heartbeat import BYTES_WRITTEN
+from megatrain.engine.objective import AnyLoss
+from megatrain.errors import DivergedError, MegaTrainError, StorageError
+from megatrain.heartbeat import BYTES_WRITTEN, ending
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
@@ -32,7 +31,8 @@ from megatrain.recipes.judging import (
     without_patience,
 )
 from megatrain.recipes.model import Model
-from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.signals import Stopped, StopRequest
+from megatrain.recipes.sweeps import evaluated
 from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.load import LoadMeter
@@ -131,7 +131,9 @@ def fit(run: Run, stop: StopRequest) -> bool:
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
         check_metric(run, found)
-    for batch, data_s in timed(() if without_patience(run) else run.loader):
+    for batch, data_s in () if without_patience(run) else timed(run, stop):
+        if batch is None:
+            return stop.says(f"while step {run.step + 1} waited for rows; the run is saved")
         train_step(run, batch, data_s)
         last = run.step == run.total_steps
         # after the last step nothing would be left to resume, so no request is heeded
@@ -174,12 +176,43 @@ def finish(run: Run, stop: StopRequest) -> None:
         write_final(run.config.output, full=wanted == "full", card=card)
 
 
-def timed(batches: Iterable[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
-    """(batch, seconds that the loop stood still for it)."""
-    waiting_since = time.perf_counter()
-    for batch in batches:
-        yield batch, time.perf_counter() - waiting_since
+def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
+    """(batch, seconds that the loop stood still for it).
+
+    A run that is asked to stop while it waits for rows is saved, and the batch is None; so is one
+    whose rows cannot be had, which raises why.
+    """
+    batches = iter(run.loader)
+    while True:
         waiting_since = time.perf_counter()
+        try:
+            with ending(_waits(run, stop)):
+                batch = next(batches, None)
+        except Stopped:
+            save_unless_saved(run)
+            yield None, 0.0
+            return
+        except MegaTrainError:
+            save_unless_saved(run)
+            raise
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - waiting_since
+
+
+def _waits(run: Run, stop: StopRequest) -> Callable[[], None]:
+    """Called again and again while the next step waits for rows."""
+    said = False
+
+    def look() -> None:
+        nonlocal said
+        if stop.came():
+            raise Stopped
+        if not said:
+            logger.info(f"step {run.step + 1} waits for rows, which are still being tokenised")
+        said = True
+
+    return look
 
 
 def due(every: int | None, step: int) -> bool:
@@ -298,37 +331,6 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     return figures if loss is None else {"eval_loss": loss, **figures}
 
 
-def evaluated(
-    engine: Engine,
-    batches: Iterable[MicroBatch],
-    loss: AnyLoss,
-    sweep_tokens: int,
-    stop: StopRequest,
-) -> EvalResult | None:
-    """The loss over micro-batches; None if asked to stop.
-
-    sweep_tokens: padded tokens computed in one sweep of the weights.
-    """
-    found = []
-    for part in sweeps(batches, sweep_tokens):
-        if stop.came():
-            return None
-        found.append(engine.evaluate(part, loss))
-    return joined(found, loss)
-
-
-def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
-    """Consecutive micro-batches together, up to `tokens` padded tokens each."""
-    part: list[MicroBatch] = []
-    for batch in batches:
-        if part and sum(b["input_ids"].numel() for b in [*part, batch]) > tokens:
-            yield part
-            part = []
-        part.append(batch)
-    if part:
-        yield part
-
-
 # -- saving ----------------------------------------------------------------------------------------
 
 
@@ -365,6 +367,13 @@ def save(run: Run, found: Figures | None) -> None:
         raise
     run.unproven, run.abandoned = path, ()
     run.progress.saved(path, time.perf_counter() - started)
+
+
+def save_unless_saved(run: Run) -> None:
+    """Save where a run ends between two saves."""
+    saved = (run.config.output / checkpoint_name(run.step)).is_dir()
+    if run.step > run.first_step and not saved:
+        save(run, None)
 
 
 def write_folder_anew(run: Run) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import date
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
@@ -15,6 +15,7 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
+from megatrain.data.streaming import Stream, load_stream
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
@@ -37,7 +38,18 @@ logger = logging.getLogger("megatrain")
 def read_rows(
     config: Config, model: Model, day: date | None = None, expected: Expected | None = None
 ) -> tuple[Rows, Rows | None]:
-    """Tokenised training and held-out rows. Raises DataError.
+    """Tokenised training and held-out rows; with data.streaming those of the first window.
+
+    As `open_rows`.
+    """
+    rows, held_out, _ = open_rows(config, model, day, expected)
+    return rows, held_out
+
+
+def open_rows(
+    config: Config, model: Model, day: date | None = None, expected: Expected | None = None
+) -> tuple[Rows, Rows | None, Stream | None]:
+    """`read_rows`, and with data.streaming all windows of the training rows. Raises DataError.
 
     For `pretrain` documents are packed into rows of seq_len tokens.
 
@@ -54,17 +66,16 @@ def read_rows(
         processes = data.processes
     about = {"vocab_size": model.vocab_size, "day": day, "kind": method.kind, **same}
     options = DataOptions(seq_len, processes=processes, **about)
+    more: dict[str, Any] = {
+        "seed": config.train.seed,
+        "pack_to": seq_len if method.whole_documents else None,
+        "on_progress": rows_logger(),
+        "expected": expected,
+    }
     train, held_out = (_parts(given) for given in (data.train, data.eval))
-    return load_data(
-        train,
-        held_out,
-        model.tokenizer,
-        options,
-        seed=config.train.seed,
-        pack_to=seq_len if method.whole_documents else None,
-        on_progress=rows_logger(),
-        expected=expected,
-    )
+    if data.streaming:
+        return load_stream(train, held_out, model.tokenizer, options, **more)
+    return (*load_data(train, held_out, model.tokenizer, options, **more), None)
 
 
 def say_rows(rows: Rows, held_out: Rows | None = None) -> None:

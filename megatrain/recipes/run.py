@@ -17,7 +17,7 @@ from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.resuming import asked_again, check_changes, for_state, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader
+from megatrain.data.loader import Loader, Windows
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
@@ -51,7 +51,7 @@ from megatrain.recipes.reference import (
     compare_with_reference,
     known_reference,
 )
-from megatrain.recipes.rows import read_rows, say_rows, say_steps
+from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
@@ -202,20 +202,22 @@ def get_ready(
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     may_end_here()
     examination = open_examination(config, parts.model)
-    rows, held_out = read_rows(config, parts.model, parts.day, expected)
+    rows, held_out, windows = open_rows(config, parts.model, parts.day, expected)
     may_end_here()
     say_rows(rows, held_out)
     if about_stops := parts.model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
-    plan, loader = plan_and_loader(parts, rows)
+    plan, loader = plan_and_loader(parts, rows, windows)
     plan.check()
     say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
 
 
-def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
+def plan_and_loader(
+    parts: Parts, rows: Rows, windows: Windows | None = None
+) -> tuple[Plan, Loader]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
     train, every = parts.config.train, parts.config.checkpoint.every
     loader = Loader(
@@ -230,6 +232,7 @@ def plan_and_loader(parts: Parts, rows: Rows) -> tuple[Plan, Loader]:
         max_steps=train.max_steps,
         regimes=regimes_of(parts.model.config),
         prompts_too=isinstance(parts.resolved.loss, SequenceLoss) and parts.resolved.loss.prompts,
+        windows=windows,
     )
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
@@ -262,6 +265,8 @@ def _run(
     exact = deterministic(config.train.deterministic)
     with setup.memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
         log_every = config.train.log_every
+        if (windows := ready.loader.windows) is not None:
+            stack.callback(windows.close)
         progress = stack.enter_context(Progress(opened.console, log_every=log_every))
         run = open_run(ready, opened.lock, progress, stack, resuming)
         run.trace = profile

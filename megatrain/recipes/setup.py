@@ -153,6 +153,11 @@ def make_loss(config: Config) -> AnyLoss:
             f"{config.where('train.groups')}: {config.train.groups} groups, but the loss is over a "
             "whole step; remove it, or set 1"
         )
+    if config.data.streaming and isinstance(loss, SequenceLoss) and loss.reference:
+        raise ConfigError(
+            f"{config.where('data.streaming')}: method: {config.method} computes a reference over "
+            "all rows before the first step; remove it, or choose a method without a reference"
+        )
     return loss
 
 

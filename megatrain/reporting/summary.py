@@ -74,6 +74,7 @@ class RunSummary:
     gpu: Predicted = Predicted()
     step_s: Predicted = Predicted()
     time: StepTime | None = None  # summed over the steps
+    rows: str = ""  # of a set that is streamed, how many were trained on, in words
     economy: Economy | None = None  # of the steps
     planned_economy: Economy | None = None
     eval_s: float = 0.0  # between the steps
@@ -114,6 +115,8 @@ class RunSummary:
         if self.final_dir is None:
             nothing = "nothing: it was stopped before its first step"
         rows = [("trained", trained if self.steps else nothing)]
+        if self.rows:
+            rows.append(("rows", self.rows))
         if self.eval_loss_before is not None and self.eval_loss_after is not None:
             losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after"
             best = f", {self._best()}" if self._best() and self.best_metric == "eval_loss" else ""

@@ -35,6 +35,7 @@ data:
   prompts: chat
   truncation_mode: keep_end
   processes: 3
+  streaming: false
 train:
   tokens_per_step: 2048
   micro_batch_tokens: 512
