@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ CASES: dict[str, Case] = {
 # of TRL's metrics: of whole logits, or no means over a step
 WITHOUT = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
 WITHOUT |= {"min_reward", "max_reward"}
+FROZEN = ("*.embed_tokens.*", "*.layers.1.*proj*")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,11 @@ def verdict(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict
     return judged
 
 
-def compare(theirs: Verdict, result: StepResult, ours: dict[str, Tensor]) -> None:
+def compare(
+    theirs: Verdict, result: StepResult, ours: dict[str, Tensor], frozen: Collection[str] = ()
+) -> None:
     """Gradients and metrics, but for those that are not had here."""
-    assert set(ours) == set(theirs.gradients)
+    assert set(ours) == theirs.gradients.keys() - set(frozen)
     for tensor, gradient in ours.items():
         expected = theirs.gradients[tensor]
         assert float((gradient - expected).norm() / expected.norm()) < 1e-5, tensor
@@ -111,3 +114,16 @@ def test_a_mixture_s_routers_are_balanced_as_by_trl(verdict, name):
     assert result.aux_loss == pytest.approx(aux, rel=1e-5)
     assert result.loss == pytest.approx(theirs.loss - 0.3 * aux, rel=1e-5)
     compare(theirs, result, ours)
+
+
+@pytest.mark.parametrize("name", ["dpo-several", "kto", "reward-centered"])
+def test_frozen_tensors_leave_the_others_gradients_as_they_are(verdict, name):
+    theirs, (method, _, loss) = verdict(name), CASES[name]
+    model = trainers()[method].model(tiny_config("llama"))
+    with engine_of(model, freeze=FROZEN) as engine:
+        frozen = engine.anatomy.frozen
+        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
+        ours = gradients_of(engine)
+    assert len(frozen) > 1
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    compare(theirs, result, ours, frozen)

@@ -29,6 +29,7 @@ PAIRS = 5
 # (tokens of the answer to each example, of its prompt)
 SIZES = [(3, 4), (5, 4), (7, 2), (2, 2), (4, 6), (6, 6), (3, 3), (3, 3), (8, 2), (1, 2)]
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 7}
+FROZEN: dict[str, Any] = {"freeze": ("*.embed_tokens.*", "*.layers.1.*proj*")}
 HOW = {
     "cut": (1, Settings(**CHUNK)),
     "in two": (2, Settings(**CHUNK)),
@@ -143,22 +144,38 @@ def at_once(name: str, device: str) -> Any:
     return step(loss, plain, device, settings=Settings(**CHUNK))
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
-def test_a_step_is_the_same_however_it_is_computed(name, how, device):
-    loss, (size, settings) = LOSSES[name], HOW[how]
-    rows = examples(loss, 0)
-    whole, whole_again, weights = at_once(name, device)
-    batches = [joined(part) for part in cut(loss, rows, size)]
-    result, again, found = step(loss, batches, device, settings=settings)
-    assert whole.metrics.keys() == result.metrics.keys()
-    for one, other in ((whole, result), (whole_again, again)):
+def assert_same_step(expected: Any, found: Any) -> None:
+    """Of what `step` returns."""
+    *whole, weights = expected
+    *ours, found_weights = found
+    for one, other in zip(whole, ours, strict=True):
+        assert other.metrics.keys() == one.metrics.keys()
         assert other.loss == pytest.approx(one.loss, rel=2e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert other.target_tokens == one.target_tokens
         for metric, value in one.metrics.items():
             assert other.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
-    for tensor, expected in weights.items():
-        assert float((found[tensor] - expected).norm() / expected.norm()) < 1e-4, tensor
+    for tensor, weight in weights.items():
+        assert float((found_weights[tensor] - weight).norm() / weight.norm()) < 1e-4, tensor
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_step_is_the_same_however_it_is_computed(name, how, device):
+    loss, (size, settings) = LOSSES[name], HOW[how]
+    rows = examples(loss, 0)
+    batches = [joined(part) for part in cut(loss, rows, size)]
+    assert_same_step(at_once(name, device), step(loss, batches, device, settings=settings))
+
+
+@pytest.mark.parametrize("how", ["in two", "graphs on the host", "two backward passes"])
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_so_is_one_with_frozen_tensors(name, how, device):
+    loss, (size, settings) = LOSSES[name], HOW[how]
+    whole, found = (
+        step(loss, [joined(p) for p in cut(loss, examples(loss, 0), n)], device, **FROZEN | given)
+        for n, given in ((PAIRS, {"settings": Settings(**CHUNK)}), (size, {"settings": settings}))
+    )
+    assert_same_step(whole, found)
 
 
 @pytest.mark.parametrize("name", LOSSES)

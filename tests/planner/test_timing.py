@@ -183,7 +183,11 @@ def test_longer_sequences_cost_attention():
 
 def test_a_compiled_loss_takes_its_passes_over_the_logits_and_no_more():
     """On an H200 its kernels took 39.3 ms for 65,536 tokens and a vocabulary of 248,320."""
-    jobs = {"alone": {"fused_loss": True}, "eager": {}, "with layers": {"compiled": True}}
+    jobs: dict[str, Any] = {
+        "alone": {"fused_loss": True},
+        "eager": {},
+        "with layers": {"compiled": True},
+    }
     eager_job, resident = replace(JOB_7B, compiled=False), replace(STREAMED, resident=30)
     heads = {
         name: predict(resident, replace(eager_job, **keys), QWEN_7B, typical(H200)).phases["head"]
