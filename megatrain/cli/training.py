@@ -172,11 +172,13 @@ def bench(
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:
-    """(what is named first, the keys after it). Raises ConfigError."""
+    """(the first that is no key=value, the others). Raises ConfigError."""
     given = list(arguments or [])
-    if not given or "=" in given[0]:
+    target = next((argument for argument in given if "=" not in argument), None)
+    if target is None:
         raise ConfigError(
             "command line: name a config file, a model folder, a hub id or a shape, such as "
             f"`megatrain {command} qwen2.5-7b`"
         )
-    return given[0], given[1:]
+    given.remove(target)
+    return target, given

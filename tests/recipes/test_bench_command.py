@@ -118,6 +118,7 @@ def test_what_does_not_fit_is_refused_as_a_run_is(megatrain):
     [
         (["train.seq_len=64"], "name a config file, a model folder, a hub id or a shape"),
         (["tiny", "train.seqlen=64"], "did you mean seq_len?"),
+        (["train.seqlen=64", "tiny"], "did you mean seq_len?"),  # in any order
         (["missing.yaml"], "missing.yaml"),
         (["no/such-model"], "no/such-model"),
     ],
