@@ -74,13 +74,11 @@ class Constructors(ABC):
             optimizer: default: AdamW with its own defaults.
             precision: "auto" is bfloat16 where the hardware is fast at it, else float32.
             attention: "auto" is the fastest that honours the family's masks and softcaps.
-            router_aux_loss_coef: weight of the routers' balancing loss in what is trained; "auto":
-                0.001 for a mixture for which transformers has that loss, else 0.
+            router_aux_loss_coef: weight of the routers' balancing loss; "auto": 0.001 for a mixture
+                for which transformers has that loss, else 0.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            tokens_per_step, seq_len, loss: tokens of a step and of its rows, which are planned as
-                full, and what steps are planned for; `train_step` takes its own loss.
-            settings: "auto" plans as the command line does, if sizes of step and rows are given
-                (`plan` says what); else all is streamed. An mt.Settings is taken at its word.
+            tokens_per_step, seq_len, loss: that a step is planned for; rows are taken to be full.
+            settings: "auto" plans as the command line does, if these are given, else streams all.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
             freeze: tensors that are not trained, by their names in the source, with wildcards.
 
