@@ -37,6 +37,7 @@ from megatrain.optim import AdamW, Optimizer
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.settings import Settings
 from megatrain.storage.manifest import check_description
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 
@@ -264,6 +265,25 @@ def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
             "second_backward: without max_grad_norm there is no norm to wait for; set "
             "max_grad_norm, or leave second_backward out"
         )
+
+
+def check_world(
+    world: World, skeleton: Skeleton, optimizer: Optimizer, settings: Settings, *, balanced: bool
+) -> None:
+    """Raise ConfigError for what is not built for several ranks."""
+    if world.is_alone:
+        return
+    blocks = len(skeleton.anatomy.blocks)
+    travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
+    refused = {
+        "sums that wait in host RAM (set sums_on_device: ALL)": travel,
+        "settings.nvme_blocks": settings.nvme_blocks,
+        "frozen tensors": skeleton.anatomy.frozen,
+        f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
+        "balanced routers (set router_aux_loss_coef: 0)": balanced,
+    }
+    if found := [what for what, there in refused.items() if there]:
+        raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")
 
 
 def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
