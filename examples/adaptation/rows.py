@@ -1,4 +1,4 @@
-"""From plays in two spellings, and from general text, the files of the three stages and of the tasks.
+"""Rows of the three stages and of the tasks, from plays in two spellings and from general text.
 
 The domain is the spelling of the First Folio: "I haue vpon a high and pleasant hill". Two plays are
 held out whole, and three of thirty articles; tasks ask about these alone.
