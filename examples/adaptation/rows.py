@@ -20,6 +20,7 @@ HELD_OUT_ARTICLES = 3  # the last ones
 PASSAGES, PASSAGE_CHARACTERS = 6, 2000  # of held-out text, of each kind
 QUESTIONS = 60  # of each task
 HELD_OUT_LINES = 48  # to spell, and as pairs
+PAIRS = 256
 ASK = "Spell this line as the First Folio of 1623 does."
 SPEAKER = re.compile(r"^ {1,4}((?:[1-4]\. ?)?[A-Z][\w.&' ]{0,18}?)\. ")
 Row = dict[str, Any]
@@ -77,11 +78,10 @@ def write_rows(sources: Sources, target: Path) -> None:
     hard = [line for line in asked if len(line.apart) >= 3]
     write_lines(target / "ask-folio-spelling.jsonl", spellings(hard[:QUESTIONS], draw))
     rest = [line for line in asked if line not in hard[:QUESTIONS]][:HELD_OUT_LINES]
-    half = len(taught) // 2  # sft and dpo teach different lines
     write_lines(target / "spelling-held-out.jsonl", map(instruction, rest))
-    write_lines(target / "spelling.jsonl", map(instruction, taught[:half]))
+    write_lines(target / "spelling.jsonl", map(instruction, taught[PAIRS:]))
     write_lines(target / "pairs-held-out.jsonl", (pair(line, draw) for line in rest))
-    write_lines(target / "pairs.jsonl", (pair(line, draw) for line in taught[half:]))
+    write_lines(target / "pairs.jsonl", (pair(line, draw) for line in taught[:PAIRS]))
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
