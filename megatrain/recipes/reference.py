@@ -255,10 +255,11 @@ def compare_with_reference(
     return References(here, train, others[0] if others else None)
 
 
-def check_references(references: References, loader: Loader, source: Path) -> None:
-    """Raise StorageError unless all rows to come have their log-probabilities: a run may go on from
-    another checkpoint than it looked for, one that turned out damaged."""
-    if len(Wanted(loader.rows, loader.rows_to_come()).missing(references.train)):
+def check_references(loader: Loader, source: Path) -> None:
+    """Raise StorageError unless all rows to come have the log-probabilities that a method with a
+    reference needs: where a checkpoint turns out damaged, a run goes on from another."""
+    known = loader.references
+    if known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)):
         raise StorageError(
             f"{source}: leads over rows for which the reference's log-probabilities were not "
             f"computed; resume from it by name: --checkpoint {source.name}"

@@ -290,6 +290,7 @@ def load(
         for change in check_changes(before, config):
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
+    check_references(ready.loader, source)
     reopen(config.output, source)  # only now: before this nothing in the folder has changed
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
@@ -330,8 +331,6 @@ def open_run(
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = load(ready, engine, resuming, progress)
-        if references:
-            check_references(references, loader, source)
         describe_run(parts, plan)
     named = resuming is not None and resuming.named
     kept = {"held_out": ready.held_out.digest if ready.held_out else None}

@@ -21,7 +21,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
-from megatrain.recipes.reference import References, check_references
+from megatrain.recipes.reference import check_references
 from tests.commands import (
     Answer,
     Command,
@@ -210,12 +210,13 @@ def test_what_is_known_outlives_a_kill(megatrain, of_method, monkeypatch):
 
 
 def test_a_run_that_goes_on_elsewhere_needs_the_references_of_its_rows():
-    rows: Any = SimpleNamespace(rows=None, rows_to_come=lambda: np.array([1, 2]))
     known = np.array([[np.nan] * 2, [0.0, 1.0], [2.0, 3.0]])
-    source = Path("run/checkpoint-5")
-    check_references(References("model", known, None), rows, source)
+    loader: Any = SimpleNamespace(rows=None, rows_to_come=lambda: np.array([1, 2]))
+    loader.references, source = known, Path("run/checkpoint-5")
+    check_references(loader, source)
+    loader.references = known[::-1]
     with pytest.raises(StorageError, match="resume from it by name: --checkpoint checkpoint-5"):
-        check_references(References("model", known[::-1], None), rows, source)
+        check_references(loader, source)
 
 
 def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_method):
