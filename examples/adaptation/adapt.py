@@ -9,9 +9,9 @@ Ends with the table of `check.py`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import IO
 
@@ -26,30 +26,43 @@ def main() -> None:
     if RUNS.exists():
         raise SystemExit(f"error: {RUNS} is that of an earlier adaptation; remove or rename it")
     RUNS.mkdir(parents=True)
-    seconds = {}
-    started = time.monotonic()
+    model, times = str(fetch.TARGET / fetch.MODEL), Times()
     fetch.main()
-    seconds["fetch"] = time.monotonic() - started
-    model = str(fetch.TARGET / fetch.MODEL)
+    times.note("fetch")
     with (RUNS / check.BEFORE).open("w") as file:
-        seconds["before"] = megatrain("eval", model, *TASKS, "--json", into=file)
+        megatrain("eval", model, *TASKS, "--json", into=file)
+    times.note("before")
     for stage in check.STAGES:
-        seconds[stage] = megatrain("train", str(HERE / f"{stage}.yaml"))
-    (RUNS / check.SECONDS).write_text(json.dumps(seconds))
+        megatrain("train", str(HERE / f"{stage}.yaml"))
+        times.note(stage)
+    (RUNS / check.SECONDS).write_text(json.dumps(times.noted))
     check.main(RUNS)
 
 
-def megatrain(*words: str, into: IO[str] | None = None) -> float:
-    """Run a command, its result to this file or the terminal; seconds that it took.
+class Times:
+    """Seconds on the clock and of processors, own and of commands, between notes."""
 
-    Ends with its exit code if that is not 0.
-    """
+    def __init__(self) -> None:
+        self.noted: dict[str, dict[str, float]] = {}
+        self._last = self._now()
+
+    def note(self, name: str) -> None:
+        now = self._now()
+        spent = (new - old for new, old in zip(now, self._last, strict=True))
+        self.noted[name] = dict(zip(("wall", "processor"), spent, strict=True))
+        self._last = now
+
+    def _now(self) -> tuple[float, float]:
+        times = os.times()
+        return times.elapsed, sum(times[:4])
+
+
+def megatrain(*words: str, into: IO[str] | None = None) -> None:
+    """Run a command, its result to this file or the terminal; ends with its exit code if not 0."""
     print(f"$ megatrain {' '.join(words)}" + (f" > {into.name}" if into else ""), flush=True)
-    started = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", "megatrain", *words], stdout=into).returncode
-    if code != 0:
-        raise SystemExit(code)
-    return time.monotonic() - started
+    done = subprocess.run([sys.executable, "-m", "megatrain", *words], stdout=into, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.returncode)
 
 
 if __name__ == "__main__":

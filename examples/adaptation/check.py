@@ -65,13 +65,17 @@ def table(result: Row) -> Iterator[str]:
         shown = [f"{figures[name]:.3f}" for name in FIGURES]
         losses = " -> ".join(f"{row['loss']:.3f}" for row in result["held_out"].get(stage, []))
         seconds = result["seconds"].get(stage)
-        shown += [losses, "" if seconds is None else f"{seconds:.0f} s"]
+        shown += [losses, "" if seconds is None else f"{seconds['wall']:.0f} s"]
         yield f"| {stage} | {' | '.join(shown)} |"
     yield ""
     first, last = result["held_out"]["3-dpo"]
     for name in OF_PAIRS:
         yield f"held-out pairs, {name}: {first[name]:.3f} -> {last[name]:.3f}"
-    yield f"all in all {sum(result['seconds'].values()):.0f} s"
+    wall, processor = (
+        sum(seconds[kind] for seconds in result["seconds"].values())
+        for kind in ("wall", "processor")
+    )
+    yield f"all in all {wall:.0f} s, {processor:.0f} s of processors"
 
 
 def failures(result: Row) -> Iterator[str]:
