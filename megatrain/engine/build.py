@@ -275,7 +275,6 @@ def check_world(world: World, skeleton: Skeleton, optimizer: Optimizer, settings
     travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
     refused = {
         "sums that wait in host RAM (set sums_on_device: ALL)": travel,
-        "settings.nvme_blocks": settings.nvme_blocks,
         f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
     }
     if found := [what for what, there in refused.items() if there]:

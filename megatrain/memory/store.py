@@ -69,7 +69,7 @@ class Store:
             # first: a folder that lacks the space is found before host RAM is taken
             if any(far.values()):
                 self.nvme = NvmeStore(
-                    layouts, arrays, far, nvme_folders, pinned=pinned, threads=threads
+                    self.numel, arrays, far, nvme_folders, pinned=pinned, threads=threads
                 )
                 opened.callback(self.nvme.close)
             self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM

@@ -79,7 +79,7 @@ def arrays_of(engine: Engine) -> dict[str, torch.Tensor]:
         engine.wait_ready(block)
         for name in engine.store.arrays:
             if name != "grad":
-                found[f"{name} {block}"] = engine.store.array(name, block).clone()
+                found[f"{name} {block}"] = engine.store.lasting(name, block).clone()
     return found
 
 
@@ -108,6 +108,20 @@ def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
         assert theirs_held_out == held_out
     ours = joined([arrays for *_, arrays in found])
     assert ours.keys() == arrays.keys()
+    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+
+
+@pytest.mark.parametrize("level", ["state", "gradients", "all"])
+def test_shares_may_be_on_nvme(level, tmp_path):
+    """Each rank has files of its own in the same folder."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": level, "nvme_folders": (folder,)}
+    settings = Settings(**CHUNK, **far)
+    found = run_ranks(2, partial(train, steps=STEPS, settings=settings), tmp_path)
+    told, _, arrays = train(World(), STEPS)
+    assert [theirs for theirs, *_ in found] == [told, told]
+    ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
