@@ -51,6 +51,7 @@ from megatrain.recipes.reference import (
     compare_with_reference,
     known_reference,
 )
+from megatrain.recipes.report import LiveReport
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
@@ -340,11 +341,14 @@ def open_run(
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    also = stack.enter_context(tracking(config.track, config.output, step, about))
-    writer = stack.enter_context(MetricsWriter(config.output, also))
+    track = stack.enter_context(tracking(config.track, config.output, step, about))
+    report = LiveReport(config.output)
+    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
     # a run that begins with step 0 begins with an evaluation
     writer.truncate_to(step or -1, state.get("metrics"))
     cut_samples(config.output, step or -1)
+    report.begin()
+    stack.callback(report.write, last=True)  # however the run ends
     tasks = ready.examination.tasks
     return Run(
         config=config,
@@ -356,6 +360,7 @@ def open_run(
         held_out_references=references.held_out if references else None,
         sweep_tokens=ready.sweep_tokens,
         writer=writer,
+        report=report,
         progress=progress,
         meter=meter,
         energy=EnergyMeter(meter),
