@@ -30,11 +30,11 @@ class Reported:
 
     @classmethod
     def of(cls, folder: Path, history: History) -> Reported:
-        described, config = _read(folder / RESOLVED_FILE), {}
+        described = _read(folder / RESOLVED_FILE)
         try:
-            config = plain(read_yaml(described, RESOLVED_FILE))
+            config: Any = plain(read_yaml(described, RESOLVED_FILE))
         except ConfigError:
-            pass  # it is shown as it is
+            config = {}  # the text is shown as it is
         return cls(
             printable(folder.resolve().name),
             history,

@@ -1,11 +1,12 @@
-"""What a report draws of `metrics.jsonl`: figures over steps, thinned while they are read, so that a
-run of any length takes the same memory and page."""
+"""What a report draws of `metrics.jsonl`: figures over steps, thinned while they are read, so that
+a run of any length takes the same memory and page."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ class Line:
         self._buckets: list[list[Point]] = []
         self._size = 1  # points of a bucket
         self._newest: list[Point] = []  # of the bucket that is being filled
-        self._ends: tuple[Point, ...] = ()
+        self._first: Point = ()
+        self._last: Point = ()
 
     def add(self, step: int, value: float, *also: object) -> None:
         """also: what goes with the value, and is kept where it is."""
-        point = (step, value, *also)
-        self._ends = (*self._ends[:1], point)
+        self._last = point = (step, value, *also)
+        self._first = self._first or point
         self._newest.append(point)
         if len(self._newest) < self._size:
             return
@@ -50,15 +52,16 @@ class Line:
     def points(self) -> list[Point]:
         kept = [point for bucket in self._buckets for point in bucket]
         kept += extremes(self._newest) if self._newest else []
-        return sorted({point[0]: point for point in [*kept, *self._ends]}.values())
+        kept += [self._first, self._last] if self._first else []
+        return sorted({point[0]: point for point in kept}.values(), key=itemgetter(0))
 
 
 def extremes(points: list[Point]) -> list[Point]:
     """The smallest and the largest, in order."""
     if len(points) == 1:
         return points
-    low, high = (pick(points, key=lambda point: point[1]) for pick in (min, max))
-    return sorted({low[0]: low, high[0]: high}.values())
+    low, high = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
+    return [low, high] if low[0] < high[0] else [high, low] if low[0] > high[0] else [low]
 
 
 class History:
@@ -68,8 +71,8 @@ class History:
         self._most = buckets
         self.lines: dict[str, Line] = {}
         self.shares = Line(buckets)  # of a step's time: (step, computing, all by name)
-        self.totals: Counter[str] = Counter()
-        self.time: Counter[str] = Counter()  # seconds by name, as in StepTime
+        self.totals: dict[str, Any] = defaultdict(int)
+        self.time: dict[str, float] = defaultdict(float)  # seconds by name, as in StepTime
         self.recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.step = 0
         self.skipped: list[int] = []  # the first ones
@@ -81,27 +84,29 @@ class History:
         """A line of metrics.jsonl; of a step that comes after all steps so far."""
         step = self.step = row["step"]
         for name, value in row.items():
-            if isinstance(value, (float, int)) and name not in NOT_DRAWN:
-                self._line(name).add(step, value)
+            if name not in NOT_DRAWN and isinstance(value, float | int):
+                self._add(name, step, value)
         if "step_s" not in row:
             return
         self.newest = row
         self.recent_s.append(row["step_s"])
-        self.totals["steps"] += 1
         for name in SUMMED:
             if row.get(name) is not None:
                 self.totals[name] += row[name]
-        self.time.update(row.get("time") or {})
+        for name, seconds in (row.get("time") or {}).items():
+            self.time[name] += seconds
         if shares := row.get("shares"):
             self.shares.add(step, shares.get("compute", 0.0), shares)
         if row.get("skipped"):
             self.totals["skipped"] += 1
             self.skipped = [*self.skipped, step][:NAMED]
         if row.get("spike") and row.get("loss") is not None:
-            self._line("spike").add(step, row["loss"])
+            self._add("spike", step, row["loss"])
 
-    def _line(self, name: str) -> Line:
-        return self.lines.setdefault(name, Line(self._most))
+    def _add(self, name: str, step: int, value: float) -> None:
+        if name not in self.lines:
+            self.lines[name] = Line(self._most)
+        self.lines[name].add(step, value)
 
     @property
     def median_s(self) -> float | None:
