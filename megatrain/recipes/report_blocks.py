@@ -32,6 +32,7 @@ CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 )
 PLANNED = {"GPU memory": "gpu", "host memory": "host"}  # tiers
 STYLES = {"spike": "points"}
+SMOOTH = ("lr", "gpu_peak_bytes", "host_bytes")  # by themselves
 
 
 # -- at a glance -----------------------------------------------------------------------------------
@@ -144,8 +145,12 @@ def _group_of(name: str) -> tuple[str, str]:
 def _curves(run: Reported, number: int, names: Mapping[str, str]) -> Iterator[Curve]:
     for name, label in names.items():
         if name in run.history.lines:
+            line = run.history.lines[name]
             style = "marked" if name.startswith("eval_") else STYLES.get(name, "line")
-            yield Curve(label, run.history.lines[name].points(), number, style)
+            each, means = ([], []) if name in SMOOTH or style != "line" else line.trend()
+            yield Curve(label, line.points(), number, "faint" if means else style)
+            if means:
+                yield Curve(f"{label}, mean of {each:,}", means, number, "trend")
 
 
 def _limits(runs: Sequence[Reported], curves: Sequence[Curve], tier: str) -> Iterator[Curve]:

@@ -13,6 +13,7 @@ from typing import Any
 from megatrain.reporting.metrics import RECENT_STEPS, StepTime, each_metric, read_metrics
 
 BUCKETS = 350  # of a line, before neighbours are merged: a chart is some hundred pixels wide
+MEANS = 60  # of a line, at least
 NAMED = 12  # skipped steps
 # Fields that are no figure of a step's own, or are summed up.
 NOT_DRAWN = {"step", "tokens", "target_tokens", "epoch", "step_s", "energy_j"}
@@ -30,6 +31,7 @@ class Line:
     def __init__(self, buckets: int = BUCKETS) -> None:
         self._most = buckets
         self._buckets: list[list[Point]] = []
+        self._sums: list[float] = []  # of their values, also of those that are not kept
         self._size = 1  # points of a bucket
         self._newest: list[Point] = []  # of the bucket that is being filled
         self._first: Point = ()
@@ -43,10 +45,12 @@ class Line:
         if len(self._newest) < self._size:
             return
         self._buckets.append(extremes(self._newest))
+        self._sums.append(sum(point[1] for point in self._newest))
         self._newest = []
         if len(self._buckets) == 2 * self._most:
             pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
             self._buckets = [extremes([*left, *right]) for left, right in pairs]
+            self._sums = [sum(self._sums[at : at + 2]) for at in range(0, len(self._sums), 2)]
             self._size *= 2
 
     def points(self) -> list[Point]:
@@ -54,6 +58,16 @@ class Line:
         kept += extremes(self._newest) if self._newest else []
         kept += [self._first, self._last] if self._first else []
         return sorted({point[0]: point for point in kept}.values(), key=itemgetter(0))
+
+    def trend(self) -> tuple[int, list[Point]]:
+        """(values of each, means of neighbours at the middle ones' step); a short line has none."""
+        each = len(self._sums) // MEANS
+        if each < 2:
+            return 0, []
+        begins = range(len(self._sums) % each, len(self._sums), each)
+        middles = (self._buckets[at + each // 2][0][0] for at in begins)
+        means = (sum(self._sums[at : at + each]) / (each * self._size) for at in begins)
+        return each * self._size, [*zip(middles, means, strict=True)]
 
 
 def extremes(points: list[Point]) -> list[Point]:

@@ -32,7 +32,8 @@ Bytes = Sequence[tuple[str, int]]  # of arrays, by name
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart. style: line, marked (points and dashes), points, or limit."""
+    """A line of a chart. style: line, faint, trend (a faint one's mean), marked (its points are
+    seen), points alone, or limit."""
 
     label: str
     points: Sequence[tuple[Any, ...]]  # (step, value)

@@ -179,6 +179,7 @@ def _page_of(megatrain: Any, line: str) -> dict[str, Any]:
 def test_a_browser_draws_it_without_a_request(run_dir, tmp_path, scheme):
     options = {"light": [], "dark": ["--blink-settings=preferredColorScheme=0"]}[scheme]
     drawn, console = looked_at(run_dir / "report.html", tmp_path, *options)
+    assert ("rgb(96, 165, 250)" in drawn) == (scheme == "dark"), "the first colour of dark pages"
     assert console == [], "also what the page's policy refuses would be named"
     assert drawn.count("<canvas") == len(
         [one for one in report_of(run_dir)["blocks"] if one["kind"] == "chart"]

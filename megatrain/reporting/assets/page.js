@@ -30,7 +30,7 @@ function bytes(value) {
 function figure(value, unit) {
   if (value == null) return "–";
   if (unit === "bytes") return bytes(value);
-  if (unit === "share") return `${(100 * value).toFixed(1)}%`;
+  if (unit === "share") return `${Number((100 * value).toPrecision(3))}%`;
   const size = Math.abs(value);
   if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 });
   if (size && size < 0.001) return value.toExponential(2);
@@ -43,21 +43,22 @@ function valueAt(values, index) {
   return null;
 }
 
-function series(block, line, number, raw) {
-  const hue = several ? line.run : number;
-  const limit = line.style === "limit";
-  const made = {
+// Runs have a colour each, and their lines dashes; the lines of one run have colours.
+function series(block, line, raw) {
+  const { style, run } = line;
+  const own = block.lines.filter((other) => other.run === run && !["trend", "limit"].includes(other.style));
+  const among = style === "trend" ? own.findIndex((other) => line.label.startsWith(other.label)) : own.indexOf(line);
+  const paint = { limit: ink("--dim"), points: ink("--bad") }[style] ?? color(several ? run : among);
+  return {
     label: line.label,
-    stroke: limit ? ink("--dim") : color(hue),
-    width: line.style === "points" ? 0 : limit ? 1 : 1.5,
+    stroke: style === "faint" ? `${paint}50` : paint,
+    width: { points: 0, limit: 1, faint: 1, trend: 2 }[style] ?? 1.5,
     spanGaps: true,
-    dash: limit || (several && line.style === "marked") ? [6, 4] : undefined,
-    points: { show: line.style === "marked" || line.style === "points", size: 6 },
+    dash: style === "limit" || (several && among > 0) ? [[6, 4], [2, 3]][Math.max(0, among - 1) % 2] : undefined,
+    points: { show: style === "marked" || style === "points", fill: ink("--paper"), size: style === "points" ? 10 : 6 },
     value: (_, __, ___, index) => figure(valueAt(raw, index), block.unit),
+    fill: block.stacked ? paint : undefined,
   };
-  if (line.style === "points") made.points = { show: true, size: 10, stroke: ink("--bad"), width: 2 };
-  if (block.stacked) made.fill = color(hue);
-  return made;
 }
 
 // A stacked chart draws the sums, the largest first, each over the one before.
@@ -71,14 +72,14 @@ function stack(data) {
 function chart(block) {
   const holder = el("div", "chart");
   const data = uPlot.join(block.lines.map((line) => [line.x, line.y]));
-  const made = block.lines.map((line, at) => series(block, line, at, data[at + 1]));
+  const made = block.lines.map((line, at) => series(block, line, data[at + 1]));
   const axis = { stroke: ink("--dim"), grid: { stroke: ink("--line") }, ticks: { show: false } };
   const options = {
     width: 300,
     height: 220,
-    cursor: { sync: { key: "step", scales: ["x", null] }, points: { size: 6 } },
+    cursor: { y: false, drag: { y: true, uni: 30 }, sync: { key: "step", scales: ["x", null] } },
     scales: { x: { time: false }, y: block.stacked ? { range: [0, 1] } : {} },
-    axes: [axis, { ...axis, size: 64, values: (_, all) => all.map((v) => figure(v, block.unit)) }],
+    axes: [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, all) => all.map((v) => figure(v, block.unit)) }],
     series: [{ label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) }, ...(block.stacked ? made.reverse() : made)],
   };
   const plot = new uPlot(options, block.stacked ? stack(data) : data, holder);
@@ -170,7 +171,10 @@ const KINDS = { cards, chart, table, bars, timeline, samples, text };
 
 function draw() {
   const main = document.querySelector("main");
-  main.replaceChildren(el("h1", "", shown.title), el("p", "written", shown.written));
+  const hint = shown.blocks.some((block) => block.kind === "chart")
+    ? "; drag in a chart to zoom, double-click to see all"
+    : "";
+  main.replaceChildren(el("h1", "", shown.title), el("p", "written", shown.written + hint));
   if (several)
     main.append(el("p", "names", ...shown.runs.map((run, at) => el("span", "", dot(at), run))));
   let charts = null; // charts that follow each other share a grid
