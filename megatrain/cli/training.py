@@ -128,10 +128,9 @@ def plan(
     with logging_on(console_on(stderr=True)):
         found = run.plan(settings, shape_alone, described)
     if html is not None:
-        from megatrain.planner.picture import plan_page
-        from megatrain.reporting.page import write_page
+        from megatrain.planner.picture import write_plan
 
-        write_page(html, plan_page(found, target))
+        write_plan(html, found, target)
     if as_json:
         print_json(found.to_dict())
         found.check()

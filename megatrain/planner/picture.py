@@ -4,6 +4,7 @@ simulated, and what would fit or be faster."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatrain.machine.profile import MachineProfile
@@ -14,7 +15,7 @@ from megatrain.planner.played import WAIT, played, played_serially
 from megatrain.planner.simulation import PHASES, SIMULATED_GROUPS
 from megatrain.planner.suggest import TIER_WORDS
 from megatrain.planner.timing import StepCosts
-from megatrain.reporting.page import Block, bars, cards, page, table
+from megatrain.reporting.page import Block, bars, cards, page, table, write_page
 
 DICT = Mapping[str, Any]  # of Plan.to_dict, or as plan.json has it
 IN_PLACE = ("gpu", "host")  # where the device's arrays are: on a GPU, or in RAM
@@ -78,8 +79,8 @@ def phases(plan: DICT) -> Block:
     return table("phases of a step", ["phase", "time", "share", "bound by"], rows)
 
 
-def plan_page(plan: Plan, title: str) -> str:
-    """The page of `megatrain plan --html`."""
+def write_plan(path: Path, plan: Plan, title: str) -> None:
+    """The page of `megatrain plan --html`. Raises StorageError."""
     made_of, found = plan.made_of, plan.to_dict()
     machine = made_of.machine
     layout = Layout.of(plan.choices, plan.job, made_of.shape, machine.hardware)
@@ -98,4 +99,4 @@ def plan_page(plan: Plan, title: str) -> str:
         phases(found),
         decisions([found], [title]),
     ]
-    return page(f"plan of {title}", [title], blocks)
+    write_page(path, page(f"plan of {title}", [title], blocks))

@@ -48,8 +48,11 @@ from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.reference import (
     References,
     are_kept,
+    check_references,
     compare_with_reference,
     known_reference,
+    refers,
+    wanted_by,
 )
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
@@ -293,6 +296,7 @@ def load(
         for change in check_changes(before, config):
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
+    check_references(ready.loader, source)
     reopen(config.output, source)  # only now: before this nothing in the folder has changed
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
@@ -310,10 +314,29 @@ def open_engine(
     read = parts.config.model.init == "pretrained" and resuming is None
     weights = plan.parameters + plan.frozen_parameters if read else None
     of_model = known_reference(ready, resuming)
-    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
+    wanted = wanted_by(ready, resuming) if refers(ready) else ()
+    anew = resuming is None or (of_model is not None and not are_kept(of_model, wanted))
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
-    return engine, compare_with_reference(ready, engine, of_model, anew, progress)
+    return engine, compare_with_reference(ready, engine, of_model, wanted, anew, progress)
+
+
+def open_metrics(
+    config: Config, plan: Plan, state: dict[str, Any], stack: ExitStack
+) -> tuple[MetricsWriter, LiveReport]:
+    """The file of metrics, cut back to where the run goes on, whose lines trackers get, too, and
+    the report, which is written last however the run ends."""
+    # a run that begins with step 0 begins with an evaluation
+    step = state["step"] or -1
+    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
+    report = LiveReport(config.output)
+    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
+    writer.truncate_to(step, state.get("metrics"))
+    cut_samples(config.output, step)
+    report.begin()
+    stack.callback(report.write, last=True)
+    return writer, report
 
 
 def open_run(
@@ -340,15 +363,7 @@ def open_run(
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
-    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    track = stack.enter_context(tracking(config.track, config.output, step, about))
-    report = LiveReport(config.output)
-    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
-    # a run that begins with step 0 begins with an evaluation
-    writer.truncate_to(step or -1, state.get("metrics"))
-    cut_samples(config.output, step or -1)
-    report.begin()
-    stack.callback(report.write, last=True)  # however the run ends
+    writer, report = open_metrics(config, plan, state, stack)
     tasks = ready.examination.tasks
     return Run(
         config=config,
