@@ -27,7 +27,12 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         raise ConfigError("command line: name the page of several runs: --output FILE")
     path = output or folders[0] / REPORT_FILE
     buckets = BUCKETS * FINE // max(FINE, len(folders))
-    write_page(path, report_of([Reported.of(run, read_history(run, buckets)) for run in folders]))
+    names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
+    runs = [
+        Reported.of(run, read_history(run, buckets), name)
+        for run, name in zip(folders, names, strict=True)
+    ]
+    write_page(path, report_of(runs))
     return path
 
 

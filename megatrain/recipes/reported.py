@@ -29,14 +29,15 @@ class Reported:
     samples: list[Row]
 
     @classmethod
-    def of(cls, folder: Path, history: History) -> Reported:
+    def of(cls, folder: Path, history: History, name: str = "") -> Reported:
+        """name: by default the folder's."""
         described = _read(folder / RESOLVED_FILE)
         try:
             config: Any = plain(read_yaml(described, RESOLVED_FILE))
         except ConfigError:
             config = {}  # the text is shown as it is
         return cls(
-            printable(folder.resolve().name),
+            printable(name or folder.resolve().name),
             history,
             _object(_read(folder / PLAN_FILE)),
             _object(_read(folder / ENVIRONMENT_FILE)),

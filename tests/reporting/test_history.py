@@ -55,6 +55,19 @@ def test_a_long_line_keeps_its_extremes_and_its_ends(steps):
     assert max(gaps) <= 2 * steps / BUCKETS
 
 
+def test_the_trend_is_of_true_means():
+    short, long = Line(), Line()
+    for step in range(1, 100):
+        short.add(step, 1.0)
+    for step in range(1, 5001):
+        long.add(step, float(step) + 1000 * (step % 2))
+    assert short.trend() == (0, [])
+    each, means = long.trend()
+    assert 60 <= len(means) <= 120
+    for step, mean in means:
+        assert mean == pytest.approx(step + 500, abs=each / 2 + 1)
+
+
 def test_what_is_summed_and_counted():
     steps = [row(step, tokens=10, skipped=step % 2 == 0, energy_j=5.0) for step in range(1, 5)]
     history = History([evaluation(0, 3.0), *steps, row(5, 9.0, spike=True), evaluation(5, 2.0)])
