@@ -17,25 +17,25 @@ from megatrain.planner.suggest import TIER_WORDS
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.page import Block, bars, cards, page, table, write_page
 
-DICT = Mapping[str, Any]  # of Plan.to_dict, or as plan.json has it
-IN_PLACE = ("gpu", "host")  # where the device's arrays are: on a GPU, or in RAM
+Described = Mapping[str, Any]  # what Plan.to_dict gives, or plan.json has
 
 
-def tiers(plan: DICT, measured: Mapping[str, int | None] | None = None) -> Block:
+def tiers(plan: Described, measured: Mapping[str, int | None] | None = None) -> Block:
     """Bars of all tiers with their arrays. measured: peaks by tier."""
     on_gpu = plan["budget"]["gpu"] is not None
-    arrays = {"gpu": plan["device"] if on_gpu else {}, "nvme": plan["nvme"], "disk": plan["disk"]}
-    arrays["host"] = {**({} if on_gpu else plan["device"]), **plan["host"]}
+    arrays = {tier: [*plan[tier].items()] for tier in ("host", "nvme", "disk")}
+    device = [*plan["device"].items()]
+    arrays["gpu" if on_gpu else "host"] = device + (arrays["host"] if not on_gpu else [])
     rows = []
     for tier, words in TIER_WORDS.items():
         if tier in plan["totals"]:
-            parts = sorted(arrays[tier].items(), key=lambda part: -part[1])
+            parts = sorted(arrays[tier], key=lambda part: -part[1])
             shown = [(name, size) for name, size in parts if size]
             rows.append((words, plan["totals"][tier]["have"], shown, (measured or {}).get(tier)))
     return bars("memory, as planned", rows)
 
 
-def decisions(plans: Sequence[DICT], runs: Sequence[str]) -> Block:
+def decisions(plans: Sequence[Described], runs: Sequence[str]) -> Block:
     """What each plan chose, and, of the first, why."""
     names = {name: why for plan in reversed(plans) for name, why in plan["reasons"].items()}
     rows = [
@@ -69,7 +69,7 @@ def step_block(layout: Layout, machine: MachineProfile) -> Block:
     }
 
 
-def phases(plan: DICT) -> Block:
+def phases(plan: Described) -> Block:
     timing = plan["timing"]
     rows = [
         [phase, f"{seconds:.3g} s", f"{seconds / timing['seconds']:.0%}", timing["bound_by"][phase]]

@@ -138,7 +138,8 @@ function timeline(block) {
     for (const [begin, end, kind, words] of lane.tasks) {
       const rect = document.createElementNS(SVG, "rect"), title = document.createElementNS(SVG, "title");
       rect.setAttribute("x", `${(100 * begin) / block.seconds}%`);
-      rect.setAttribute("width", `${(100 * (end - begin)) / block.seconds}%`);
+      // at least a pixel or so: a lane of short tasks is not idle
+      rect.setAttribute("width", `${Math.max(0.08, (100 * (end - begin)) / block.seconds)}%`);
       rect.setAttribute("height", "100%");
       const hue = block.kinds.indexOf(kind);
       rect.style.fill = hue < 0 ? ink("--bad") : color(hue);
