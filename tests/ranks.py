@@ -1,4 +1,4 @@
-"""Several ranks in processes of their own, forked from the tests'."""
+"""Several ranks in processes of their own: forked from the tests', or with a GPU each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from megatrain.world import World
 LIMIT_S = 60.0
 
 
-def run_ranks(size: int, job: Callable[[World], Any], folder: Path) -> list[Any]:
+def run_ranks(
+    size: int, job: Callable[[World], Any], folder: Path, *, gpus: bool = False
+) -> list[Any]:
     """What `job` returns on each of so many ranks. Fails with the first error of one."""
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
-    context, ends, processes = multiprocessing.get_context("fork"), [], []
+    context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
+    ends, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, meeting, job, theirs))
+        process = context.Process(target=_rank, args=(rank, size, meeting, job, gpus, theirs))
         process.start()
         theirs.close()
         ends.append(ours)
@@ -51,14 +54,23 @@ def _received(end: Connection, rank: int) -> tuple[str, Any]:
 
 
 def _rank(
-    rank: int, size: int, meeting: Path, job: Callable[[World], Any], end: Connection
+    rank: int,
+    size: int,
+    meeting: Path,
+    job: Callable[[World], Any],
+    gpus: bool,
+    end: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=size
     )
     try:
-        found = "", job(World.joined(torch.device("cpu")))
+        found = "", job(World.joined(device))
     except BaseException:  # noqa: BLE001  the test says it
         found = traceback.format_exc(), None
     end.send_bytes(pickle.dumps(found))  # whole: tensors would be lent, and end with the process

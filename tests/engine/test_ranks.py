@@ -34,6 +34,11 @@ HOW: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": Lion(lr=1e-4, weight_decay=0.1)},
     "retained": {"settings": Settings(**CHUNK, retained=2)},
     "offloaded": {"settings": Settings(**CHUNK, offload_activations=True)},
+    "frozen": {"freeze": ("model.embed_tokens.*", "*.layers.1.*proj*")},
+    "half a layer frozen, resident": {
+        "freeze": ("*.layers.*.mlp.*", "*.layers.0.*"),
+        "settings": Settings(**CHUNK, resident=3),
+    },
     "dropout": {"family": tiny_config("gpt2", resid_pdrop=0.4)},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"max_grad_norm": None},
@@ -120,6 +125,16 @@ def test_groups_are_agreed_on(resident, tmp_path):
     assert_near(run_ranks(2, partial(train, **given), tmp_path), train(World(), **given))
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_routers_are_balanced_over_all_ranks(ranks, tmp_path):
+    given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
+    given["router_aux_loss_coef"] = 0.1
+    found, expected = run_ranks(ranks, partial(train, **given), tmp_path), train(World(), **given)
+    assert_near(found, expected)
+    without = train(World(), **given | {"router_aux_loss_coef": 0.0})
+    assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
+
+
 def test_a_rank_without_micro_batches_takes_part(tmp_path):
     given: dict[str, Any] = {"steps": [step[:1] for step in STEPS], "precision": "float32"}
     assert_near(run_ranks(3, partial(train, **given), tmp_path), train(World(), **given))
@@ -143,7 +158,6 @@ def test_a_slow_lane_of_one_rank_changes_no_bit(lane, late, tmp_path):
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"settings": Settings(groups=2)}, "sums that wait in host RAM"),
-    "frozen": ({"freeze": ("model.embed_tokens.*",)}, "frozen tensors"),
     "muon": ({"optimizer": Muon()}, "use AdamW or Lion"),
 }
 
