@@ -80,7 +80,7 @@ def load_config(
             f"{document.place}: a config is a mapping of keys, such as `model: folder`, not "
             f"{shown(plain(document))}"
         )
-    if "model_type" in (document.value or {}):
+    if {"model_type", "architectures"} <= {*(document.value or {})}:
         described = "describes a model, not a run"
         raise ConfigError(f"{name}: {described}; name the model's folder, {Path(name).parent}")
     collector = _Collector()

@@ -77,7 +77,7 @@ def test_contradictions_are_refused_on_the_command_line(write, overrides, reason
         ("model: a\ndata:\n  eval: 3\n", "cfg.yaml: data.train: missing"),
         ("just text", "cfg.yaml:1: a config is a mapping of keys"),
         ("- a\n- b\n", "cfg.yaml:1: a config is a mapping of keys"),
-        ("model_type: llama\n", "cfg.yaml: describes a model, not a run; name the model's folder"),
+        ("architectures: []\nmodel_type: llama\n", "cfg.yaml: describes a model, not a run; name"),
     ],
 )
 def test_what_must_be_there(write, text, reason):
