@@ -38,10 +38,15 @@ class Alias:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A name that cannot be honoured. Its `harmless` values ask for what is done anyway."""
+    """A name that cannot be honoured. Its `harmless` values ask for what is done anyway.
+
+    Attributes:
+        teaches: what the name asks for would make other weights: an import without it is no import.
+    """
 
     reason: str
     harmless: tuple[object, ...] = (False, None)
+    teaches: bool = False
 
 
 def _same(one: object, other: object) -> bool:
@@ -193,16 +198,19 @@ RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
 )
 
 
-def _drop(what: str, *harmless: object) -> Refusal:
+def _drop(what: str, *harmless: object, teaches: bool = False) -> Refusal:
     """The refusal of a key that can only be removed."""
-    return Refusal(f"{what}; remove it", harmless or (False, None))
+    return Refusal(f"{what}; remove it", harmless or (False, None), teaches)
 
 
 _OFF = (False, None)
-_ADAPTER = _drop("MegaTrain trains every parameter and has no adapters", *_OFF, "")
+_NO_ADAPTERS = "MegaTrain trains every parameter and has no adapters"
+_ADAPTER = _drop(_NO_ADAPTERS, *_OFF, "", teaches=True)
+_OF_ADAPTERS = _drop(_NO_ADAPTERS, *_OFF, "")  # alone it asks for none
 _ADAPTERS = "use_peft peft peft_config adapter lora qlora"
-_QUANTISED = _drop("full-parameter training starts from unquantised weights")
-_QUANTISATION = "load_in_4bit load_in_8bit quantization_config use_bnb_nested_quant"
+_UNQUANTISED = "full-parameter training starts from unquantised weights"
+_QUANTISED = _drop(_UNQUANTISED, teaches=True)
+_QUANTISATION = "load_in_4bit load_in_8bit quantization_config"
 _SHARDING = _drop("MegaTrain streams the model itself and takes no sharding library", *_OFF, "", [])
 _MIXTURE = Refusal(
     "training in float16 needs loss scaling and is not offered; use precision: bfloat16 or float32"
@@ -224,9 +232,14 @@ REFUSED: dict[str, Refusal] = {
     **_all("fp16 half", _MIXTURE),
     "tf32": _drop("precision: float32 computes in true fp32"),
     **_all(_ADAPTERS, _ADAPTER),
-    "finetuning_type": _drop("MegaTrain trains every parameter but train.freeze's", "full"),
-    "unfrozen_parameters": _drop("name what is not trained instead (train.freeze)", None),
+    "finetuning_type": _drop(
+        "MegaTrain trains every parameter but train.freeze's", "full", teaches=True
+    ),
+    "unfrozen_parameters": _drop(
+        "name what is not trained instead (train.freeze)", None, teaches=True
+    ),
     **_all(_QUANTISATION, _QUANTISED),
+    "use_bnb_nested_quant": _drop(_UNQUANTISED),
     **_all("deepspeed fsdp", _SHARDING),
     "gradient_checkpointing": Refusal(_PLANNED, (True, None)),
     "gradient_checkpointing_kwargs": Refusal(_PLANNED, (None,)),
@@ -237,8 +250,12 @@ REFUSED: dict[str, Refusal] = {
         "evaluation is cut as training is (train.micro_batch_tokens)", None
     ),
     "eval_accumulation_steps": _drop("evaluation keeps no outputs", None),
-    "label_smoothing_factor": _drop("label smoothing is not built yet", 0, 0.0, None),
-    "neftune_noise_alpha": _drop("noise on embeddings is not built yet", 0, 0.0, None),
+    "label_smoothing_factor": _drop(
+        "label smoothing is not built yet", 0, 0.0, None, teaches=True
+    ),
+    "neftune_noise_alpha": _drop(
+        "noise on embeddings is not built yet", 0, 0.0, None, teaches=True
+    ),
     "group_by_length": _drop("rows are already sorted by length inside a step"),
     **_all("padding_free pad_to_sequence_len", _PACKING),
     "save_strategy": Refusal(
@@ -251,12 +268,16 @@ REFUSED: dict[str, Refusal] = {
     "load_best_model_at_end": Refusal(
         "`best` in the run folder points at the best checkpoint; export it with --checkpoint best"
     ),
-    "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay, train.warmup", (None, {})),
-    "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
+    "lr_scheduler_kwargs": Refusal(
+        "use train.min_lr_ratio, train.decay, train.warmup", (None, {}), teaches=True
+    ),
+    "optim_args": Refusal("use the keys of the optimizer section", (None, ""), teaches=True),
     **_all("beta2_decay clip_threshold", _ADAFACTOR_KEY),
     "push_to_hub": _HUB,
     "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
-    "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
+    "resume_from_checkpoint": Refusal(
+        "continue a run with `megatrain resume RUN_DIR`", teaches=True
+    ),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
     "strict": _drop("unknown keys are always refused", True, False, None),
     "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
@@ -266,7 +287,9 @@ REFUSED: dict[str, Refusal] = {
     "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
     "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
     "max_samples": Refusal(
-        "all rows of data.train are used; name a smaller file, or set train.max_steps", (None,)
+        "all rows of data.train are used; name a smaller file, or set train.max_steps",
+        (None,),
+        teaches=True,
     ),
     "evals_per_epoch": Refusal(f"{_BY_STEPS}: set train.eval_every", (None,)),
     "saves_per_epoch": Refusal(f"{_BY_STEPS}: set checkpoint.every", (None,)),
@@ -288,8 +311,8 @@ REFUSED: dict[str, Refusal] = {
 
 # Whole families of names, by how they begin.
 REFUSED_PREFIXES: dict[str, Refusal] = {
-    **_all("lora_ qlora_ peft_", _ADAPTER),
-    "bnb_": _QUANTISED,
+    **_all("lora_ qlora_ peft_", _OF_ADAPTERS),
+    "bnb_": _drop(_UNQUANTISED),
     **_all("deepspeed_ fsdp_", _SHARDING),
     "wandb_": _WANDB,
     **_all("mlflow_ comet_", _TRACKER),

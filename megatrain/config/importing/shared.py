@@ -1,0 +1,231 @@
+"""What configs of several trainers have in common: the arguments of transformers' Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain.config import names as n
+from megatrain.config.choices import TRACKERS
+from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
+from megatrain.config.preference import SECTIONS
+
+STEPS = "only counting steps is offered: {} {}"
+# Theirs that keep moments in 8 bits; `paged_` before a name moves state to host RAM, where ours is.
+EIGHT_BITS = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw"),
+    "lion_8bit": "lion",
+}
+_32_BITS = {"adamw": "adamw_torch", "adamw_32bit": "adamw_torch"}
+_BF16 = "computed in bfloat16 over fp32 master weights, in whatever type they are read"
+_LOG = "logs and metrics do not change what is learnt"
+_STREAMED = "MegaTrain streams the model itself"
+_LOADER = "batches are prepared ahead by MegaTrain itself"
+_KERNELS = "the same result by other kernels; logits never exist whole here"
+_ONE_METHOD = "belongs to another method"
+_DATES = "seeds and order of rows are train.seed's"
+
+
+def size_of_steps(
+    sheet: Sheet, rows: tuple[str, int], length: tuple[str, int], packed: Sequence[str], gpus: int
+) -> None:
+    """Rows or tokens of a step: rows a device x accumulated batches x processes.
+
+    rows, length: their names of rows a device and of the longest row, each with its default.
+    packed: names of the keys by which rows are full sequences, if they are.
+    """
+    (rows_name, default_rows), (length_name, default_length) = rows, length
+    a_device = sheet.count(rows_name, default_rows)
+    times = sheet.count("gradient_accumulation_steps", 1)
+    tokens = sheet.count(length_name, default_length)
+    total = a_device * times * gpus
+    sheet.put("train.seq_len", tokens, length_name)
+    names = [rows_name, "gradient_accumulation_steps"]
+    words = f"{a_device} x {times} accumulated x {gpus} process{'es' * (gpus > 1)}"
+    if packed:
+        note = f"{words} x {tokens:,} tokens"
+        sheet.put("train.tokens_per_step", total * tokens, *names, length_name, *packed, note=note)
+    else:
+        sheet.put("train.rows_per_step", total, *names, note=words)
+
+
+def length_of_run(sheet: Sheet, epochs: str, default: float) -> None:
+    """max_steps where it is set, else epochs."""
+    steps = sheet.get("max_steps", -1)
+    if isinstance(steps, int) and steps > 0:
+        sheet.put("train.max_steps", steps, "max_steps")
+        sheet.drop("max_steps ends the run", epochs)
+    else:
+        sheet.put("train.epochs", sheet.get(epochs, default), epochs)
+        sheet.drop("epochs end the run", "max_steps")
+
+
+def learning_rate(sheet: Sheet, default: float) -> None:
+    sheet.put("train.learning_rate", sheet.get("learning_rate", default), "learning_rate")
+
+
+def schedule(sheet: Sheet, name: str, default: str, warmup: float = 0.0) -> None:
+    """The learning rate's warm-up and decay. warmup: where none is set, steps or a share."""
+    kind, more = sheet.get(name, default), sheet.get("lr_scheduler_kwargs", {})
+    more = dict(more) if isinstance(more, dict) else {"": more}
+    rate = sheet.get("learning_rate")
+    if kind == "cosine_with_min_lr":
+        floor, least = more.pop("min_lr_rate", None), more.pop("min_lr", None)
+        if floor is None and isinstance(least, float | int) and isinstance(rate, float | int):
+            floor = least / rate
+        sheet.put("train.min_lr_ratio", floor, "lr_scheduler_kwargs")
+        sheet.put("train.schedule", "cosine", name)
+    else:
+        to("train.schedule", n.ALIASES["lr_scheduler"].convert)(sheet, name, kind)
+    if more:
+        sheet.refuse("lr_scheduler_kwargs", n.REFUSED["lr_scheduler_kwargs"].reason)
+    steps, share = sheet.get("warmup_steps"), sheet.get("warmup_ratio")
+    if kind == "constant":
+        sheet.put("train.warmup", 0.0, note="constant has no warm-up")
+        sheet.drop("constant has no warm-up", "warmup_steps", "warmup_ratio")
+    elif steps or share is None:
+        sheet.put("train.warmup", warmup if steps is None else steps, "warmup_steps")
+        sheet.drop("warmup_steps goes before", "warmup_ratio")
+    else:
+        sheet.put("train.warmup", share, "warmup_ratio")
+        sheet.drop("0: warmup_ratio counts", "warmup_steps")
+
+
+def optimizer(sheet: Sheet, name: str) -> None:
+    """The optimizer, its moments' type and its betas; theirs are AdamW's for Lion, too."""
+    kind = str(sheet.get(name, "adamw_torch")).removeprefix("paged_")
+    kind = _32_BITS.get(kind, kind)
+    if ours := EIGHT_BITS.get(kind):
+        sheet.put("optimizer.name", ours, name)
+        sheet.put("optimizer.moments", "int8", name)
+        sheet.assume(
+            f"{name}: 8-bit moments are int8 with stochastic rounding here: the same bytes, not "
+            "the same bits"
+        )
+    else:
+        to("optimizer.name", n.ALIASES["optim"].convert)(sheet, name, kind)
+    lion = sheet.config.get("optimizer.name") == "lion"
+    names = ("adam_beta1", "adam_beta2")
+    if lion or any(sheet.get(beta) is not None for beta in names):
+        pairs = zip(names, n.ADAM_BETAS, strict=True)
+        sheet.put("optimizer.betas", [sheet.get(beta, value) for beta, value in pairs], *names)
+    if lion:
+        sheet.drop("lion has no epsilon", "adam_epsilon")
+
+
+def precision(sheet: Sheet) -> None:
+    """bf16 and fp8; the type that weights are read in does not count."""
+    bf16, types = sheet.get("bf16"), ("dtype", "torch_dtype", "pure_bf16", "bfloat16")
+    halves = [name for name in ("fp16", "float16", "half") if sheet.get(name)]
+    if sheet.get("fp8"):
+        sheet.put("precision", "fp8", "fp8")
+        sheet.drop("fp8 goes before", "bf16")
+    elif halves:
+        sheet.drop(n.REFUSED["fp16"].reason, *halves)
+        sheet.drop(f"{halves[0]} goes before", "bf16")
+        sheet.assume(f"{halves[0]}: computed in bfloat16, or in float32 where that is slow")
+    elif bf16 is not None:
+        to("precision", n.ALIASES["bf16"].convert)(sheet, "bf16", bf16)
+    sheet.drop(_BF16, *types)
+
+
+def trackers(sheet: Sheet, *also: str) -> None:
+    """Those of report_to that are offered, and `also`."""
+    value = sheet.get("report_to", [])
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    known = list(dict.fromkeys([*(name for name in names if name in TRACKERS), *also]))
+    if known:
+        sheet.put("track", known, "report_to")
+    sheet.drop(n.REFUSED_PREFIXES["mlflow_"].reason, "report_to")
+
+
+def how_often(sheet: Sheet, what: str, strategies: Sequence[str], default: int | None) -> None:
+    """`what` is eval, save or logging: every so many steps, where they count steps."""
+    key, ours = OFTEN[what]
+    strategy = next((v for name in strategies if (v := sheet.get(name)) is not None), "steps")
+    every, name = sheet.get(f"{what}_steps", default), f"{what}_steps"
+    if strategy in ("no", False):
+        if what == "save":
+            sheet.put(key, None, *strategies)
+        sheet.drop(f"{strategies[0]} says no", *strategies, name)
+    elif strategy == "steps" and isinstance(every, int) and every >= 1:
+        sheet.put(key, every, name)
+    sheet.drop(STEPS.format(key, f"({ours} unless set)"), *strategies, name)
+
+
+OFTEN = {
+    "eval": ("train.eval_every", 100),
+    "save": ("checkpoint.every", 200),
+    "logging": ("train.log_every", 1),
+}
+
+
+def section(sheet: Sheet, method: str, names: dict[str, str]) -> None:
+    """Keys of the method's own section. names: theirs by ours, of all methods."""
+    own = SECTIONS[method].model_fields if method in SECTIONS else {}
+    for ours, theirs in names.items():
+        value = sheet.get(theirs)
+        if ours in own and value is not None:
+            sheet.put(f"{method}.{ours}", value, theirs)
+        sheet.drop(_ONE_METHOD, theirs)
+
+
+def template(sheet: Sheet, name: str, value: Any, known: dict[str, str | None]) -> None:
+    """A chat template by their name or as text. known: ours by theirs, None for the model's own."""
+    if isinstance(value, str) and "{%" in value:
+        sheet.files["chat_template.jinja"] = value
+        sheet.put("data.chat_template", "chat_template.jinja", name)
+    elif value in known:
+        sheet.put("data.chat_template", known[value], name)
+    elif (sheet.folder / str(value)).is_file():
+        sheet.put("data.chat_template", str(sheet.folder / str(value)), name)
+    else:
+        sheet.put("data.chat_template", None, name)
+        sheet.assume(
+            f"{name}: {value}: the model's own chat template is used, which may differ from "
+            f"{sheet.trainer}'s in its system prompt or in white space; `megatrain data` shows it"
+        )
+
+
+# Names of transformers' TrainingArguments and of TRL's own that do not change what is learnt here.
+TABLE: Rules = {
+    **dict.fromkeys(
+        "log_level log_level_replica log_on_each_node logging_dir logging_first_step "
+        "logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen include_for_metrics "
+        "include_tokens_per_second include_tkps run_name project trackio_space_id trackio_bucket_id "
+        "trackio_static_space_id skip_memory_metrics debug batch_eval_metrics prediction_loss_only "
+        "eval_on_start eval_delay eval_do_concat_batches eval_use_gather_object generate_during_eval "
+        "torch_empty_cache_steps plot_loss save_safetensors save_on_each_node save_first_step "
+        "enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip "
+        "local_rank world_size bf16_full_eval fp16_full_eval jit_mode_eval past_index tpu_* "
+        "use_mps_device env label_names length_column_name remove_unused_columns use_cache "
+        "ray_* profiler_* hf_use_auth_token".split(),
+        nothing(_LOG),
+    ),
+    **dict.fromkeys(
+        "accelerator_config parallelism_config fsdp_version activation_checkpointing "
+        "activation_checkpointing_kwargs activation_offloading device_map low_cpu_mem_usage "
+        "ddp_* tp_size context_parallel_size tensor_parallel_size dp_shard_size dp_replicate_size "
+        "sequence_parallel_degree heads_k_stride ring_attn_func expert_parallel_size deepcompile "
+        "max_memory gpu_memory_limit auto_find_batch_size eval_batch_size".split(),
+        nothing(_STREAMED),
+    ),
+    **dict.fromkeys(
+        "use_liger_kernel liger_kernel_config liger_* attn_implementation use_kernels "
+        "torch_compile_* experts_implementation".split(),
+        nothing(_KERNELS),
+    ),
+    **dict.fromkeys(
+        "dataloader_* dataset_kwargs dataset_batch_size pad_to_multiple_of padding_free pad_token "
+        "padding_value eval_packing packing_strategy average_tokens_across_devices".split(),
+        nothing(_LOADER),
+    ),
+    **dict.fromkeys("data_seed train_sampling_strategy shuffle_dataset".split(), nothing(_DATES)),
+    "precompute_ref_log_probs": nothing("the reference is always computed before the first step"),
+    "precompute_ref_batch_size": nothing("the planner sizes micro-batches"),
+    "disable_dropout": nothing("dropout of the model's configuration holds, which is mostly 0"),
+    "optim_target_modules": never("the optimizer is one for all tensors"),
+    "is_encoder_decoder": never("only decoders are trained"),
+    "sync_ref_model": never("the reference stays as it began"),
+    **dict.fromkeys("ref_model_mixup_alpha ref_model_sync_steps".split(), nothing(_ONE_METHOD)),
+}
