@@ -91,7 +91,7 @@ def load_config(
             collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
     else:
         for override in overrides:
-            collector.mapping(_parse_override(override))
+            collector.mapping(parse_override(override))
     leaves = _overlay(in_file, collector.taken())
     return _validate(leaves, name, collector.problems)
 
@@ -114,7 +114,7 @@ def _nested(names: Sequence[str], tree: Located) -> dict[str, Located]:
     return tree.value
 
 
-def _parse_override(override: str) -> dict[str, Located]:
+def parse_override(override: str) -> dict[str, Located]:
     """`train.seq_len=512` as the mapping {train: {seq_len: 512}}."""
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")

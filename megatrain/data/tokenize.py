@@ -32,8 +32,9 @@ class Encoder:
     (`train_on="assistant"`) or on everything ("all"). Two texts, prompt and completion, become
     `prompt completion eos` with the loss on completion and eos, unless `prompts` is "chat", which
     makes turns of them; so does an Alpaca row without a template, or with `prompts` "alpaca", its
-    prompt in the Stanford words. Documents are `text eos` with the loss on all of it. The first token of a row is never a
-    target, since nothing predicts it. Templates that ask for the time are told `day`.
+    prompt in the Stanford words. Documents are `text eos` with the loss on all of it. The first
+    token of a row is never a target, since nothing predicts it. Templates that ask for the time
+    are told `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """

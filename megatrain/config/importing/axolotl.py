@@ -135,9 +135,9 @@ def _evaluation(sheet: Sheet) -> None:
     else:
         share = int(size) if isinstance(size, float) and size >= 1 else size
         sheet.put("data.eval", share or None, "val_set_size")
-    if any(sheet.get(name) in ("no", False) for name in names) or per_epoch == 0:
-        if sheet.get("eval_steps") is None:
-            sheet.put("train.eval_every", None, *names, "evals_per_epoch")
+    off = any(sheet.get(name) in ("no", False) for name in names) or per_epoch == 0
+    if off and sheet.get("eval_steps") is None:
+        sheet.put("train.eval_every", None, *names, "evals_per_epoch")
     shared.how_often(sheet, "eval", names, None)
 
 
@@ -151,12 +151,6 @@ def _data(sheet: Sheet, method: str) -> None:
         inputs = bool(sheet.get("train_on_inputs"))
         sheet.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
     sheet.drop("this method trains on its own tokens", "train_on_inputs")
-    jinja, chosen = sheet.get("chat_template_jinja"), sheet.get("chat_template")
-    if chosen is not None and chosen != "jinja":
-        shared.template(sheet, "chat_template", chosen, TEMPLATES)
-    elif jinja:
-        shared.template(sheet, "chat_template_jinja", jinja, TEMPLATES)
-        sheet.drop("chat_template_jinja is it", "chat_template")
     name = "pretraining_dataset" if method == "pretrain" else "datasets"
     value = sheet.get(name)
     if isinstance(value, str):
@@ -169,6 +163,14 @@ def _data(sheet: Sheet, method: str) -> None:
             found += _sources(sheet, at, one, method)
             names += [at + key for key in one if key in ENTRY]
         put_sources(sheet, key, found, *(name for name in names if name in sheet.left))
+    jinja, chosen = sheet.get("chat_template_jinja"), sheet.get("chat_template")
+    if "data.chat_template" in sheet.config or method == "pretrain":
+        sheet.drop("the type of the rows says", "chat_template", "chat_template_jinja")
+    elif chosen is not None and chosen != "jinja":
+        shared.template(sheet, "chat_template", chosen, TEMPLATES)
+    elif jinja:
+        shared.template(sheet, "chat_template_jinja", jinja, TEMPLATES)
+        sheet.drop("chat_template_jinja is it", "chat_template")
     if method == "pretrain" and "train.max_steps" in sheet.config:
         sheet.put("data.streaming", True, "streaming", "pretraining_dataset")
 
@@ -230,9 +232,10 @@ def _plugins(sheet: Sheet, name: str, value: Any) -> None:
 
 
 # Keys of an entry of `datasets` that path and format answer for.
-ENTRY = set(
+ENTRY = n.of_each(
     "path split type data_files name field text_column field_messages field_chosen "
-    "field_rejected message_property_mappings message_field_role message_field_content".split()
+    "field_rejected message_property_mappings message_field_role message_field_content",
+    True,
 )
 TABLE: Rules = {
     **shared.TABLE,
@@ -248,58 +251,57 @@ TABLE: Rules = {
     "[].template_thinking_key": nothing(_VERBATIM),
     "[].field_tools": never("tools stand in a column of this name", "tools"),
     "[].chat_template": lambda sheet, name, value: shared.template(sheet, name, value, TEMPLATES),
-    **dict.fromkeys(
-        [f"[].{key}" for key in "shards shards_idx skip revision conversation".split()],
+    **n.of_each(
+        "[].shards [].shards_idx [].skip [].revision [].conversation",
         never("all rows of the newest version are read; write a file of those that are wanted"),
     ),
-    **dict.fromkeys(
-        [
-            f"[].{key}"
-            for key in "drop_system_message split_thinking message_field_training_detail "
-            "field_human field_model field_system input_format input_transform field_instruction "
-            "field_input field_output format system_prompt system_format".split()
-        ],
+    **n.of_each(
+        "[].drop_system_message [].split_thinking [].message_field_training_detail "
+        "[].field_human [].field_model [].field_system [].input_format [].input_transform "
+        "[].field_instruction [].field_input [].field_output [].format [].system_prompt "
+        "[].system_format [].step_separator [].max_completion_length [].train_on_last_step_only",
         never("rows are read as they are; change them in the file"),
     ),
-    **dict.fromkeys(
-        "wandb_* trackio_* use_wandb use_trackio".split(),
+    **n.of_each(
+        "wandb_* trackio_* use_wandb use_trackio",
         nothing(n.REFUSED_PREFIXES["wandb_"].reason),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "use_mlflow use_comet gradio_* use_otel_metrics otel_* hf_mlflow_log_artifacts "
         "generate_samples num_generation_samples generation_* do_causal_lm_eval "
-        "eval_causal_lm_metrics eval_table_size loss_watchdog_* gc_steps gc_collect_steps".split(),
+        "eval_causal_lm_metrics eval_table_size loss_watchdog_* gc_steps gc_collect_steps",
         nothing("logs, samples and watchdogs do not change what is learnt"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "dataset_prepared_path push_dataset_to_hub dataset_keep_in_memory skip_prepare_dataset "
         "shuffle_merged_datasets shuffle_before_merging_datasets sample_packing_* "
         "streaming_multipack_buffer_size pretrain_multipack_* pretraining_sample_concatenation "
         "multipack_real_batches batch_flattening eval_sample_packing streaming "
         "max_packed_sequence_len group_by_length total_num_tokens "
-        "preprocess_iterable num_dataset_shards_to_save is_preprocess".split(),
+        "preprocess_iterable num_dataset_shards_to_save is_preprocess",
         nothing("rows are cached, shuffled and cut into steps by MegaTrain itself"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "flash_attention flash_attn_* flash_optimum xformers_attention sdp_attention "
         "flex_attention flex_attn_compile_kwargs eager_attention sage_attention "
         "chunked_cross_entropy chunked_cross_entropy_num_chunks cut_cross_entropy tiled_mlp "
         "tiled_mlp_* use_scattermoe use_sonicmoe fused_attn_kernel sdpa_varlen "
         "large_head_attention lora_*_kernel experimental_skip_move_to_device "
         "embeddings_skip_upcast fsdp_final_state_dict_type selective_checkpointing "
-        "layer_offloading torchdistx_path ple_cpu_offload".split(),
+        "layer_offloading torchdistx_path ple_cpu_offload",
         nothing("another way to compute or place the same; the planner and auto choose ours"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
         "is_qwen_derived_model tokenizer_use_fast tokenizer_legacy processor_type "
         "tokenizer_save_jinja_files base_model_ignore_patterns processor_kwargs "
-        "model_quantization_config model_quantization_config_kwargs branch".split(),
+        "model_quantization_config model_quantization_config_kwargs branch "
+        "fp8_enable_fsdp_float8_all_gather fp8_config",
         nothing("the model's folder says so itself; quantised ones are dequantised while read"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "gptq gptq_* lora_* peft_* loftq_config loraplus_* relora_* merge_lora merge_method "
-        "quantization vllm".split(),
+        "quantization vllm",
         nothing("belongs to an adapter, to inference or to quantised weights"),
     ),
     "adapter": never(n.REFUSED["adapter"].reason, "full"),
@@ -311,24 +313,24 @@ TABLE: Rules = {
     "model_config": never(
         "change config.json in the model's folder", {"output_router_logits": True}
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "tokens resize_token_embeddings_to_32x shrink_embeddings added_tokens_overrides "
-        "fix_untrained_tokens mean_resizing_embeddings".split(),
+        "fix_untrained_tokens mean_resizing_embeddings",
         never(_VOCABULARY),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "qat ebft diffusion trl llmcompressor use_eaft use_onebitllms process_reward_model "
         "lisa_n_layers lisa_step_interval lisa_layers_attribute dpo_use_weighting trainer_cls "
         "rpo_alpha lr_quadratic_warmup lr_groups embedding_lr embedding_lr_scale "
         "jagged_restart_steps curriculum_sampling use_pose "
         "dataset_exact_deduplication min_sample_len default_system_message chat_template_kwargs "
         "scaling_softmax dynamic_checkpoint overrides_of_model_config rope_scaling "
-        "max_prompt_len dataset_shard_num dataset_shard_idx freeze_mm_modules".split(),
+        "max_prompt_len dataset_shard_num dataset_shard_idx freeze_mm_modules",
         never("changes what is learnt, and is not built"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "eaft_* adam_epsilon2 adam_beta3 dion_* qgalore_* eta_min lr_div_factor "
-        "scaling_softmax_* pose_* jagged_restart_* cls_model_config".split(),
+        "scaling_softmax_* pose_* jagged_restart_* cls_model_config",
         nothing("belongs to an optimizer, a schedule or a loss that is refused by its own key"),
     ),
     "dpo_padding_free": nothing("steps are cut by real tokens"),

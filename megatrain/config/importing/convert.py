@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.document import Located, plain, read_text, read_yaml, write_yaml
+from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml, write_yaml
 from megatrain.config.fields import Config
 from megatrain.config.importing import axolotl, llama_factory, trl
 from megatrain.config.importing.sheet import Line, Sheet
-from megatrain.config.load import load_config
+from megatrain.config.load import load_config, parse_override
+from megatrain.config.names import RIVALS
 from megatrain.config.values import shown
 from megatrain.errors import ConfigError
 
@@ -62,7 +63,7 @@ class Imported:
 
     def report(self) -> str:
         """The lists, for people."""
-        mapped = [f"{one.name}: {shown(one.value)} -> {', '.join(one.said)}" for one in self.mapped]
+        mapped = [f"{names} -> {said}" for names, said in _by_target(self.mapped)]
         parts = {
             "mapped": mapped,
             "assumed": list(self.assumed),
@@ -83,7 +84,7 @@ def import_config(
     processes: int | None = None,
     method: str | None = None,
     overrides: Sequence[str] = (),
-    beside: str = "",
+    output: Path | None = None,
 ) -> Imported:
     """Read a YAML or JSON file of another trainer.
 
@@ -91,7 +92,7 @@ def import_config(
     processes: on which it was trained; None: one is assumed, and said.
     method: of the run, where the file does not say it.
     overrides: `key=value` of ours, as after a command.
-    beside: path and name of the file that the config will be, for files that it names.
+    output: the file that the config will be; a chat template that is written out lies beside it.
 
     Raises ConfigError for a file that cannot be read, or is no config of theirs.
     """
@@ -107,10 +108,13 @@ def import_config(
     if processes is None:
         sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")
     TRAINERS[trainer][1](sheet, processes or 1, method)
-    files = {beside + file: text for file, text in sheet.files.items()}
+    stem = Path("imported") if output is None else output.with_suffix("")
+    files = {f"{stem}.{file}": text for file, text in sheet.files.items()}
     if files:
         sheet.config["data.chat_template"] = next(iter(files))
-    return _imported(sheet, name, overrides, files)
+    for override in overrides:
+        _override(sheet, override)
+    return _imported(sheet, name, files)
 
 
 def _as_theirs(entry: Located) -> Located:
@@ -132,32 +136,35 @@ def _trainer_of(given: Mapping[str, Any], name: str) -> str:
     return found[0]
 
 
-def _imported(
-    sheet: Sheet, name: str, overrides: Sequence[str], files: Mapping[str, str]
-) -> Imported:
+def _override(sheet: Sheet, override: str) -> None:
+    """Set one of our keys, in the place of those that exclude it."""
+    key, tree = override.partition("=")[0], parse_override(override)
+    for name in key.split("."):
+        entry = tree[name]
+        tree = entry.value
+    ways = [[".".join(one) for keys in rivals for one in keys] for rivals in RIVALS]
+    others = [one for keys in ways if key in keys for one in keys]
+    for other in [*others, *(one for one in sheet.config if one.startswith(f"{key}."))]:
+        sheet.config.pop(other, None)
+    sheet.config[key] = plain(entry)
+    sheet.origins[key] = COMMAND_LINE
+
+
+def _imported(sheet: Sheet, name: str, files: Mapping[str, str]) -> Imported:
     tree = _nested(sheet.config)
     missing = ""
     try:
-        load_config(tree, overrides)
+        load_config(tree)
     except ConfigError as error:
         missing = str(error).replace("keywords: ", "")
-    lists = {
-        key: [
-            lines[one]
-            for one in [*sheet.given, *(k for k in lines if k not in sheet.given)]
-            if one in lines
-        ]
-        for key, lines in (
-            ("mapped", sheet.mapped),
-            ("dropped", sheet.dropped),
-            ("refused", sheet.refused),
-            ("unknown", sheet.unknown),
-        )
-    }
-    text = _text(sheet, name, [*lists["refused"], *lists["unknown"]])
-    return Imported(
-        name, sheet.trainer, tree, text, missing, **lists, assumed=sheet.assumed, files=files
+    order = {key: place for place, key in enumerate(sheet.given)}
+    mapped, dropped, refused, unknown = (
+        sorted(lines.values(), key=lambda line: order.get(line.name, len(order)))
+        for lines in (sheet.mapped, sheet.dropped, sheet.refused, sheet.unknown)
     )
+    text = _text(sheet, name, [*refused, *unknown])
+    lists = (mapped, dropped, refused, unknown)
+    return Imported(name, sheet.trainer, tree, text, missing, *lists, sheet.assumed, files)
 
 
 def _nested(config: Mapping[str, object]) -> dict[str, Any]:
@@ -188,6 +195,14 @@ def _text(sheet: Sheet, name: str, lost: Sequence[Line]) -> str:
             else:
                 lines += [f"{'  ' * inside}# {origin}", *written]
     return "\n".join(lines) + "\n"
+
+
+def _by_target(lines: Sequence[Line]) -> Iterator[tuple[str, str]]:
+    """(keys with their values, our keys) of lines that say the same."""
+    targets: dict[tuple[str, ...], list[str]] = {}
+    for line in lines:
+        targets.setdefault(line.said, []).append(f"{line.name}: {shown(line.value)}")
+    yield from ((", ".join(names), ", ".join(said)) for said, names in targets.items())
 
 
 def _by_reason(lines: Sequence[Line]) -> list[str]:

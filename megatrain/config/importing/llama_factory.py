@@ -102,6 +102,7 @@ def _data(sheet: Sheet, method: str) -> None:
         ours = [Found(**{**vars(one), "weight": weight}) for one, weight in pairs]
         put_sources(sheet, key, ours, name)
     sheet.drop("where dataset_info.json lies", "dataset_dir")
+    sheet.drop("no set has more rows", "max_samples")
 
 
 def _weights(sheet: Sheet, number: int) -> list[float | None]:
@@ -158,10 +159,9 @@ def _set(
         return
     most, rows = sheet.get("max_samples"), rows_in(Path(path)) if Path(path).is_file() else None
     if isinstance(most, int) and (rows is None or rows > most):
-        sheet.refuse(
-            "max_samples",
-            f"{wanted} has more rows, or they are not known; {n.REFUSED['max_samples'].reason}",
-        )
+        known = "are not known" if rows is None else f"are {rows:,}"
+        reason = n.REFUSED["max_samples"].reason
+        sheet.refuse("max_samples", f"rows of {wanted} {known}; {reason}")
     format, named, text = found
     yield Found(path, split, format, None, named, text)
 
@@ -209,47 +209,52 @@ _GENERATION = "of generation, export or inference"
 _OTHER_LOSS = "another loss or update, which is not built"
 TABLE: Rules = {
     **shared.TABLE,
-    **dict.fromkeys(
+    **n.of_each(
         "max_length temperature top_p top_k num_beams max_new_tokens repetition_penalty do_sample "
         "length_penalty skip_special_tokens predict_with_generate infer_* export_* vllm_* sglang_* "
         "eval_num_beams task task_dir n_shot lang save_dir download_mode offload_folder "
-        "use_kv_cache compute_accuracy do_predict".split(),
+        "use_kv_cache compute_accuracy do_predict",
         nothing(_GENERATION),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "cache_dir use_fast_tokenizer hf_hub_token ms_hub_token om_hub_token print_param_status "
         "overwrite_output_dir preprocessing_batch_size buffer_size data_shared_file_system "
         "tokenized_path media_dir include_effective_tokens_per_second swanlab_* use_swanlab "
         "ray_* enable_torch_profiler profiler_* profile_modules master_* ms_* streaming "
-        "eval_on_each_dataset image_* video_* audio_* crop_to_patches use_audio_in_video".split(),
+        "eval_on_each_dataset image_* video_* audio_* crop_to_patches use_audio_in_video",
         nothing("how rows and files are read, cached and logged there"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "flash_attn shift_attn_ use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels "
         "disable_gradient_checkpointing use_reentrant_gc upcast_layernorm upcast_lmhead_output "
         "low_cpu_mem_usage use_mca use_hyper_parallel hyper_parallel_args use_kt kt_* fp8_backend "
-        "fp8_enable_fsdp_float8_all_gather".split(),
+        "fp8_enable_fsdp_float8_all_gather",
         nothing("another way to compute or place the same; the planner and auto choose ours"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "lora_* oft_* loraplus_* use_rslora use_dora pissa_* additional_target create_new_adapter "
         "module_dropout adapter_folder quantization_method quantization_type "
         "quantization_device_map double_quantization ppo_* reward_model_* ref_model_adapters "
         "ref_model_quantization_bit freeze_trainable_* freeze_extra_modules galore_* apollo_* "
-        "badam_* asft_alpha eaft_alpha".split(),
+        "badam_* asft_alpha eaft_alpha",
         nothing("belongs to what another key asks for"),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "use_galore use_apollo use_badam use_muon use_adam_mini use_dft_loss use_asft_loss "
         "use_eaft_loss use_llama_pro mixture_of_depths shift_attn pref_ftx pref_bco_weight "
-        "ld_alpha ref_model reward_model block_diag_attn".split(),
+        "ld_alpha ref_model reward_model block_diag_attn",
         never(_OTHER_LOSS),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "add_tokens add_special_tokens new_special_tokens_config resize_vocab rope_scaling "
-        "split_special_tokens".split(),
+        "split_special_tokens",
         never("model and tokenizer stay as they are; change them before"),
     ),
+    "template": nothing("texts have no turns"),
+    "neat_packing": nothing("steps are cut by real tokens, and rows never see each other"),
+    "packing": nothing("steps are cut by real tokens, and rows never see each other"),
+    "train_on_prompt": nothing("this method trains on its own tokens"),
+    "val_size": nothing("eval_dataset goes before"),
     "init_special_tokens": nothing("belongs to what another key asks for"),
     "adapter_name_or_path": never("adapters are not built; merge it into the model first"),
     "quantization_bit": never(n.REFUSED["load_in_4bit"].reason),
@@ -266,9 +271,8 @@ TABLE: Rules = {
     "early_stopping_steps": lambda sheet, name, value: sheet.put(
         "checkpoint.patience", value, name
     ),
-    **dict.fromkeys(
-        "train_dataset model_class dist_config peft_config kernel_config quant_config "
-        "init_config".split(),
+    **n.of_each(
+        "train_dataset model_class dist_config peft_config kernel_config quant_config init_config",
         never("LLaMA-Factory's v1 configs are not read"),
     ),
 }

@@ -7,21 +7,24 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.choices import TRACKERS
-from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
+from megatrain.config.importing.sheet import NOTHING_ASKED, Rules, Sheet, never, nothing, to
 from megatrain.config.preference import SECTIONS
 
 STEPS = "only counting steps is offered: {} {}"
 # Theirs that keep moments in 8 bits; `paged_` before a name moves state to host RAM, where ours is.
 EIGHT_BITS = {
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw"),
+    **n.of_each("adamw_bnb_8bit adamw_8bit adamw_torch_8bit", "adamw"),
     "lion_8bit": "lion",
+}
+OTHERWISE = {
+    "muon": "scales its rates otherwise here; set optimizer.name: muon and its keys yourself"
 }
 _32_BITS = {"adamw": "adamw_torch", "adamw_32bit": "adamw_torch"}
 _BF16 = "computed in bfloat16 over fp32 master weights, in whatever type they are read"
 _LOG = "logs and metrics do not change what is learnt"
 _STREAMED = "MegaTrain streams the model itself"
 _LOADER = "batches are prepared ahead by MegaTrain itself"
-_KERNELS = "the same result by other kernels; logits never exist whole here"
+_KERNELS = "the same result by other kernels"
 _ONE_METHOD = "belongs to another method"
 _DATES = "seeds and order of rows are train.seed's"
 
@@ -102,6 +105,8 @@ def optimizer(sheet: Sheet, name: str) -> None:
             f"{name}: 8-bit moments are int8 with stochastic rounding here: the same bytes, not "
             "the same bits"
         )
+    elif kind in OTHERWISE:
+        sheet.refuse(name, OTHERWISE[kind])
     else:
         to("optimizer.name", n.ALIASES["optim"].convert)(sheet, name, kind)
     lion = sheet.config.get("optimizer.name") == "lion"
@@ -136,7 +141,8 @@ def trackers(sheet: Sheet, *also: str) -> None:
     known = list(dict.fromkeys([*(name for name in names if name in TRACKERS), *also]))
     if known:
         sheet.put("track", known, "report_to")
-    sheet.drop(n.REFUSED_PREFIXES["mlflow_"].reason, "report_to")
+    off = names in ([], ["none"])
+    sheet.drop(NOTHING_ASKED if off else n.REFUSED_PREFIXES["mlflow_"].reason, "report_to")
 
 
 def how_often(sheet: Sheet, what: str, strategies: Sequence[str], default: int | None) -> None:
@@ -150,6 +156,7 @@ def how_often(sheet: Sheet, what: str, strategies: Sequence[str], default: int |
         sheet.drop(f"{strategies[0]} says no", *strategies, name)
     elif strategy == "steps" and isinstance(every, int) and every >= 1:
         sheet.put(key, every, name)
+        sheet.drop(NOTHING_ASKED, *strategies)
     sheet.drop(STEPS.format(key, f"({ours} unless set)"), *strategies, name)
 
 
@@ -189,43 +196,49 @@ def template(sheet: Sheet, name: str, value: Any, known: dict[str, str | None]) 
 
 # Names of transformers' TrainingArguments and of TRL's own that do not change what is learnt here.
 TABLE: Rules = {
-    **dict.fromkeys(
-        "log_level log_level_replica log_on_each_node logging_dir logging_first_step "
+    **n.of_each(
+        "log_level log_level_replica log_on_each_node logging_dir logging_first_step run_name "
         "logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen include_for_metrics "
-        "include_tokens_per_second include_tkps run_name project trackio_space_id trackio_bucket_id "
-        "trackio_static_space_id skip_memory_metrics debug batch_eval_metrics prediction_loss_only "
-        "eval_on_start eval_delay eval_do_concat_batches eval_use_gather_object generate_during_eval "
-        "torch_empty_cache_steps plot_loss save_safetensors save_on_each_node save_first_step "
-        "enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip "
-        "local_rank world_size bf16_full_eval fp16_full_eval jit_mode_eval past_index tpu_* "
-        "use_mps_device env label_names length_column_name remove_unused_columns use_cache "
-        "ray_* profiler_* hf_use_auth_token".split(),
+        "include_tokens_per_second include_tkps project trackio_space_id trackio_bucket_id "
+        "trackio_static_space_id skip_memory_metrics debug plot_loss",
         nothing(_LOG),
     ),
-    **dict.fromkeys(
+    **n.of_each(
+        "batch_eval_metrics prediction_loss_only eval_on_start eval_delay eval_do_concat_batches "
+        "eval_use_gather_object generate_during_eval bf16_full_eval fp16_full_eval",
+        nothing("evaluations have the held-out loss, at the start and at the end, too"),
+    ),
+    **n.of_each(
+        "torch_empty_cache_steps save_safetensors save_on_each_node save_first_step local_rank "
+        "enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip world_size "
+        "jit_mode_eval past_index tpu_* use_mps_device env label_names length_column_name "
+        "remove_unused_columns use_cache ray_* profiler_* hf_use_auth_token",
+        nothing("how the other trainer keeps files, columns and processes"),
+    ),
+    **n.of_each(
         "accelerator_config parallelism_config fsdp_version activation_checkpointing "
         "activation_checkpointing_kwargs activation_offloading device_map low_cpu_mem_usage "
         "ddp_* tp_size context_parallel_size tensor_parallel_size dp_shard_size dp_replicate_size "
         "sequence_parallel_degree heads_k_stride ring_attn_func expert_parallel_size deepcompile "
-        "max_memory gpu_memory_limit auto_find_batch_size eval_batch_size".split(),
+        "max_memory gpu_memory_limit auto_find_batch_size eval_batch_size",
         nothing(_STREAMED),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "use_liger_kernel liger_kernel_config liger_* attn_implementation use_kernels "
-        "torch_compile_* experts_implementation".split(),
+        "torch_compile_* experts_implementation",
         nothing(_KERNELS),
     ),
-    **dict.fromkeys(
+    **n.of_each(
         "dataloader_* dataset_kwargs dataset_batch_size pad_to_multiple_of padding_free pad_token "
-        "padding_value eval_packing packing_strategy average_tokens_across_devices".split(),
+        "padding_value eval_packing packing_strategy average_tokens_across_devices",
         nothing(_LOADER),
     ),
-    **dict.fromkeys("data_seed train_sampling_strategy shuffle_dataset".split(), nothing(_DATES)),
+    **n.of_each("data_seed train_sampling_strategy shuffle_dataset", nothing(_DATES)),
     "precompute_ref_log_probs": nothing("the reference is always computed before the first step"),
     "precompute_ref_batch_size": nothing("the planner sizes micro-batches"),
     "disable_dropout": nothing("dropout of the model's configuration holds, which is mostly 0"),
     "optim_target_modules": never("the optimizer is one for all tensors"),
     "is_encoder_decoder": never("only decoders are trained"),
     "sync_ref_model": never("the reference stays as it began"),
-    **dict.fromkeys("ref_model_mixup_alpha ref_model_sync_steps".split(), nothing(_ONE_METHOD)),
+    **n.of_each("ref_model_mixup_alpha ref_model_sync_steps", nothing(_ONE_METHOD)),
 }

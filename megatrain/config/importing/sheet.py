@@ -1,12 +1,13 @@
 """A config of another trainer on its way into ours: what became of each of its keys.
 
 Every key ends in one list: mapped, without effect here, impossible, or unknown. A rule is one row
-of a trainer's table; names that ours share with all trainers (`names.ALIASES`, `names.REFUSED`) need
-none.
+of a trainer's table; names that a config of ours takes or refuses too (`names.ALIASES`,
+`names.REFUSED`) need none.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,12 @@ class Sheet:
                 self.refuse(name, wrong)
                 continue
             before = self.mapped[name].said if name in self.mapped else ()
-            self._settle(self.mapped, name, (*before, f"{key}: {shown(value)}"))
+            said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
+            self._settle(self.mapped, name, (*before, said))
         if not wrong:
-            origin = ", ".join(given) or f"{self.trainer}'s default"
+            # `datasets[0]` for all keys of that entry
+            briefly = dict.fromkeys(re.sub(r"(\]).*", r"\1", name) for name in given)
+            origin = ", ".join(briefly) or f"{self.trainer}'s default"
             self.config[key], self.origins[key] = value, f"{origin}; {note}" if note else origin
 
     def drop(self, why: str, *names: str) -> None:
@@ -185,7 +189,19 @@ def _rule(name: str, table: Rules) -> Rule | None:
     if alias := n.ALIASES.get(name):
         return to(".".join(alias.key), alias.convert)
     refusal = n.refusal_of(name)
-    if refusal is None:
-        return None
+    return None if refusal is None else _refused(refusal)
+
+
+def _refused(refusal: n.Refusal) -> Rule:
+    """The rule of a name that a config of ours refuses."""
     reason = refusal.reason.removesuffix("; remove it")
-    return never(reason, *refusal.harmless) if refusal.teaches else nothing(reason)
+
+    def rule(sheet: Sheet, name: str, value: Any) -> None:
+        if n.is_harmless(refusal, value):
+            sheet.drop(NOTHING_ASKED, name)
+        elif refusal.teaches:
+            sheet.refuse(name, reason)
+        else:
+            sheet.drop(reason, name)
+
+    return rule

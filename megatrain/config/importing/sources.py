@@ -42,6 +42,7 @@ class Found:
 def put_sources(sheet: Sheet, key: str, found: Sequence[Found], *names: str) -> None:
     """Set data.train or data.eval, and the columns of all sources."""
     if not found:
+        sheet.drop("of a set that cannot be read", *names)
         return
     entries = [one.entry() for one in found]
     sheet.put(key, entries[0] if len(entries) == 1 else entries, *names)
@@ -49,8 +50,7 @@ def put_sources(sheet: Sheet, key: str, found: Sequence[Found], *names: str) -> 
         every = [getattr(one, ours) for one in found]
         if any(one != every[0] for one in every):
             reason = f"data.{ours} is one for all sources, and these differ in it"
-            for name in names:
-                sheet.refuse(name, f"{reason}; rename columns in the files")
+            sheet.refuse(names[0], f"{reason}; rename columns in the files")
         elif every[0]:
             sheet.put(f"data.{ours}", dict(every[0]) if ours == "columns" else every[0], *names)
 

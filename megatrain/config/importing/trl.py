@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.sheet import OFF, Rules, Sheet, never, nothing
+from megatrain.config.importing.sheet import Rules, Sheet, never, nothing
 from megatrain.config.importing.sources import Found, paths_of, put_sources
 
 MARKS = (
     "dataset_name dataset_train_split dataset_test_split dataset_config dataset_mixture "
     "per_device_train_batch_size max_length max_seq_length assistant_only_loss "
-    "completion_only_loss num_train_epochs use_peft gradient_checkpointing_kwargs dataset_text_field "
-    "attn_implementation desirable_weight center_rewards_coefficient cpo_alpha optim "
+    "completion_only_loss num_train_epochs use_peft gradient_checkpointing_kwargs "
+    "dataset_text_field attn_implementation desirable_weight center_rewards_coefficient cpo_alpha optim "
     "lr_scheduler_type max_prompt_length"
 )
 # Keys that only one method's configuration has.
@@ -132,15 +133,17 @@ def _entry(sheet: Sheet, entry: dict[str, Any]) -> list[Found]:
     return paths_of(sheet, "dataset_mixture", given)
 
 
+def _eos_token(sheet: Sheet, name: str, value: Any) -> None:
+    sheet.drop("the chat template ends answers", name)
+    sheet.assume(
+        f"eos_token: {value}: rows are conversations, whose answers end with what the chat "
+        "template writes; texts end with the tokenizer's own"
+    )
+
+
 TABLE: Rules = {
     **shared.TABLE,
-    "eos_token": lambda sheet, name, value: (
-        sheet.assume(
-            f"eos_token: {value}: rows are conversations, whose answers end with what the chat template "
-            "writes; texts end with the tokenizer's own"
-        )
-        or sheet.drop("the chat template ends answers", name)
-    ),
+    "eos_token": _eos_token,
     "model_init_kwargs": never("name what it says in the model's folder"),
     "max_prompt_length": nothing("rows are cut as wholes (data.truncation_mode)"),
     "max_completion_length": nothing("rows are cut as wholes (data.truncation_mode)"),
@@ -150,12 +153,11 @@ TABLE: Rules = {
     "streaming": nothing("sets are cached; data.streaming reads them over the network"),
     "ignore_bias_buffers": nothing("buffers are as the model has them"),
     "loss_type": never("this loss is not built for the method"),
-    **dict.fromkeys(
-        "use_weighting ld_alpha rpo_alpha alpha reference_free".split(),
+    **n.of_each(
+        "use_weighting ld_alpha rpo_alpha alpha reference_free",
         never("changes the loss, and is not built"),
     ),
-    **dict.fromkeys("use_rslora use_dora bnb_* lora_*".split(), nothing("belongs to adapters")),
+    **n.of_each("use_rslora use_dora bnb_* lora_*", nothing("belongs to adapters")),
     "[].columns": nothing("columns that are not read are named when rows are read"),
     "[].data_dir": never("name the folder or the files"),
 }
-_ = OFF
