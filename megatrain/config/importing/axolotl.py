@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.sheet import Rules, Sheet, never, nothing
+from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
 from megatrain.config.importing.sources import KNOWN_ROLES, Found, paths_of, put_sources, turns
 
 MARKS = (
@@ -259,6 +259,9 @@ TABLE: Rules = {
         "[].drop_system_message [].split_thinking [].message_field_training_detail "
         "[].field_human [].field_model [].field_system [].input_format [].input_transform "
         "[].field_instruction [].field_input [].field_output [].format [].system_prompt "
+        "[].no_input_format [].field_prompt [].field_label [].chat_template_jinja "
+        "[].logprobs_field [].temperature [].length "
+        "[].sequence_length [].seed "
         "[].system_format [].step_separator [].max_completion_length [].train_on_last_step_only",
         never("rows are read as they are; change them in the file"),
     ),
@@ -269,14 +272,16 @@ TABLE: Rules = {
     **n.of_each(
         "use_mlflow use_comet gradio_* use_otel_metrics otel_* hf_mlflow_log_artifacts "
         "generate_samples num_generation_samples generation_* do_causal_lm_eval "
-        "eval_causal_lm_metrics eval_table_size loss_watchdog_* gc_steps gc_collect_steps",
+        "eval_causal_lm_metrics eval_table_size do_bench_eval bench_* eval_max_new_tokens "
+        "dpo_generate_during_eval total_supervised_tokens loss_watchdog_* gc_steps "
+        "gc_collect_steps",
         nothing("logs, samples and watchdogs do not change what is learnt"),
     ),
     **n.of_each(
         "dataset_prepared_path push_dataset_to_hub dataset_keep_in_memory skip_prepare_dataset "
         "shuffle_merged_datasets shuffle_before_merging_datasets sample_packing_* "
         "streaming_multipack_buffer_size pretrain_multipack_* pretraining_sample_concatenation "
-        "multipack_real_batches batch_flattening eval_sample_packing streaming "
+        "multipack_real_batches batch_flattening eval_sample_packing eval_sequence_len streaming "
         "max_packed_sequence_len group_by_length total_num_tokens "
         "preprocess_iterable num_dataset_shards_to_save is_preprocess",
         nothing("rows are cached, shuffled and cut into steps by MegaTrain itself"),
@@ -288,14 +293,16 @@ TABLE: Rules = {
         "tiled_mlp_* use_scattermoe use_sonicmoe fused_attn_kernel sdpa_varlen "
         "large_head_attention lora_*_kernel experimental_skip_move_to_device "
         "embeddings_skip_upcast fsdp_final_state_dict_type selective_checkpointing "
-        "layer_offloading torchdistx_path ple_cpu_offload",
+        "layer_offloading torchdistx_path ple_cpu_offload gemma4_hybrid_attn_impl fp32_norms "
+        "fp32_norm_classes llama4_linearized_experts dpo_use_logits_to_keep ddp device use_ray "
+        "resources_per_worker capabilities env_capabilities axolotl_config_path",
         nothing("another way to compute or place the same; the planner and auto choose ours"),
     ),
     **n.of_each(
         "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
         "is_qwen_derived_model tokenizer_use_fast tokenizer_legacy processor_type "
         "tokenizer_save_jinja_files base_model_ignore_patterns processor_kwargs "
-        "model_quantization_config model_quantization_config_kwargs branch "
+        "model_quantization_config model_quantization_config_kwargs branch type_of_model "
         "fp8_enable_fsdp_float8_all_gather fp8_config",
         nothing("the model's folder says so itself; quantised ones are dequantised while read"),
     ),
@@ -304,9 +311,10 @@ TABLE: Rules = {
         "quantization vllm",
         nothing("belongs to an adapter, to inference or to quantised weights"),
     ),
-    "adapter": never(n.REFUSED["adapter"].reason, "full"),
     "relora": never("adapters are not built"),
     "plugins": _plugins,
+    "revision_of_model": to("model.revision"),
+    "dpo_beta": never("is called rl_beta now"),
     "num_labels": never("a reward model has one score", 1),
     "eot_tokens": nothing("an answer ends with what its chat template writes behind it"),
     "cosine_constant_lr_ratio": never("cosine falls over all steps", 1.0),
@@ -325,6 +333,8 @@ TABLE: Rules = {
         "jagged_restart_steps curriculum_sampling use_pose "
         "dataset_exact_deduplication min_sample_len default_system_message chat_template_kwargs "
         "scaling_softmax dynamic_checkpoint overrides_of_model_config rope_scaling "
+        "noisy_embedding_alpha dpo_norm_loss overrides_of_model_kwargs s2_attention float32 "
+        "quantize_moe_experts tokenizer_use_mistral_common auto_resume_from_checkpoints "
         "max_prompt_len dataset_shard_num dataset_shard_idx freeze_mm_modules",
         never("changes what is learnt, and is not built"),
     ),

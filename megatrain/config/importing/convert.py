@@ -108,6 +108,8 @@ def import_config(
     if processes is None:
         sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")
     TRAINERS[trainer][1](sheet, processes or 1, method)
+    if method is not None:
+        sheet.origins["method"] = "--method"
     stem = Path("imported") if output is None else output.with_suffix("")
     files = {f"{stem}.{file}": text for file, text in sheet.files.items()}
     if files:
@@ -139,9 +141,9 @@ def _trainer_of(given: Mapping[str, Any], name: str) -> str:
 def _override(sheet: Sheet, override: str) -> None:
     """Set one of our keys, in the place of those that exclude it."""
     key, tree = override.partition("=")[0], parse_override(override)
+    entry = Located(tree, COMMAND_LINE)
     for name in key.split("."):
-        entry = tree[name]
-        tree = entry.value
+        entry = entry.value[name]
     ways = [[".".join(one) for keys in rivals for one in keys] for rivals in RIVALS]
     others = [one for keys in ways if key in keys for one in keys]
     for other in [*others, *(one for one in sheet.config if one.startswith(f"{key}."))]:

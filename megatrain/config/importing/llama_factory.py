@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.sheet import Rules, Sheet, never, nothing
+from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
 from megatrain.config.importing.sources import KNOWN_ROLES, Found, put_sources, rows_in, turns
 
 MARKS = (
@@ -213,7 +213,7 @@ TABLE: Rules = {
         "max_length temperature top_p top_k num_beams max_new_tokens repetition_penalty do_sample "
         "length_penalty skip_special_tokens predict_with_generate infer_* export_* vllm_* sglang_* "
         "eval_num_beams task task_dir n_shot lang save_dir download_mode offload_folder "
-        "use_kv_cache compute_accuracy do_predict",
+        "use_kv_cache compute_accuracy do_predict batch_size model_max_length compute_dtype",
         nothing(_GENERATION),
     ),
     **n.of_each(
@@ -268,9 +268,7 @@ TABLE: Rules = {
     "freeze_vision_tower": nothing("towers are carried along unchanged; text alone is trained"),
     "freeze_multi_modal_projector": nothing("carried along unchanged; text alone is trained"),
     "freeze_language_model": never("it is what is trained"),
-    "early_stopping_steps": lambda sheet, name, value: sheet.put(
-        "checkpoint.patience", value, name
-    ),
+    "early_stopping_steps": to("checkpoint.patience"),
     **n.of_each(
         "train_dataset model_class dist_config peft_config kernel_config quant_config init_config",
         never("LLaMA-Factory's v1 configs are not read"),

@@ -174,7 +174,8 @@ def section(sheet: Sheet, method: str, names: dict[str, str]) -> None:
         value = sheet.get(theirs)
         if ours in own and value is not None:
             sheet.put(f"{method}.{ours}", value, theirs)
-        sheet.drop(_ONE_METHOD, theirs)
+        if theirs != "loss_type":  # which all methods of TRL have
+            sheet.drop(_ONE_METHOD, theirs)
 
 
 def template(sheet: Sheet, name: str, value: Any, known: dict[str, str | None]) -> None:
@@ -225,7 +226,7 @@ TABLE: Rules = {
     ),
     **n.of_each(
         "use_liger_kernel liger_kernel_config liger_* attn_implementation use_kernels "
-        "torch_compile_* experts_implementation",
+        "torch_compile torch_compile_* experts_implementation",
         nothing(_KERNELS),
     ),
     **n.of_each(

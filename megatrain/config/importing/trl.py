@@ -6,14 +6,15 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.sheet import Rules, Sheet, never, nothing
+from megatrain.config.importing.sheet import NOTHING_ASKED, Rules, Sheet, never, nothing
 from megatrain.config.importing.sources import Found, paths_of, put_sources
 
 MARKS = (
     "dataset_name dataset_train_split dataset_test_split dataset_config dataset_mixture "
     "per_device_train_batch_size max_length max_seq_length assistant_only_loss "
     "completion_only_loss num_train_epochs use_peft gradient_checkpointing_kwargs "
-    "dataset_text_field attn_implementation desirable_weight center_rewards_coefficient cpo_alpha optim "
+    "dataset_text_field "
+    "attn_implementation desirable_weight center_rewards_coefficient cpo_alpha optim "
     "lr_scheduler_type max_prompt_length"
 )
 # Keys that only one method's configuration has.
@@ -36,6 +37,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if method == "cpo" and sheet.get("loss_type") == "simpo" and not sheet.get("cpo_alpha", 1.0):
         method = "simpo"
     sheet.put("method", method, *(["loss_type"] if method == "simpo" else []))
+    sheet.origins["method"] = "by the keys of the file"
     length = "max_seq_length" if sheet.get("max_seq_length") else "max_length"
     if length in sheet.given and sheet.get(length) is None:
         sheet.refuse(length, "rows of any length: name the longest in tokens")
@@ -134,6 +136,9 @@ def _entry(sheet: Sheet, entry: dict[str, Any]) -> list[Found]:
 
 
 def _eos_token(sheet: Sheet, name: str, value: Any) -> None:
+    if value == "<EOS_TOKEN>":  # a dump's placeholder
+        sheet.drop(NOTHING_ASKED, name)
+        return
     sheet.drop("the chat template ends answers", name)
     sheet.assume(
         f"eos_token: {value}: rows are conversations, whose answers end with what the chat "

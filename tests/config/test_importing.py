@@ -1,0 +1,468 @@
+"""Configs of other trainers: what each key becomes, and that none is lost without a word."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.config.document import write_yaml
+from megatrain.config.importing import Imported, import_config
+from megatrain.config.importing.convert import TRAINERS
+from megatrain.errors import ConfigError
+
+Given = dict[str, Any]
+AXOLOTL: Given = {
+    "base_model": "org/base",
+    "datasets": [{"path": "org/rows", "type": "chat_template"}],
+    "sequence_len": 2048,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 2,
+    "learning_rate": 1e-5,
+    "output_dir": "out",
+}
+FACTORY: Given = {
+    "model_name_or_path": "org/base",
+    "stage": "sft",
+    "finetuning_type": "full",
+    "dataset": "ours",
+    "dataset_dir": "sets",
+    "template": "qwen3",
+    "cutoff_len": 512,
+    "output_dir": "out",
+}
+TRL: Given = {
+    "model_name_or_path": "org/base",
+    "dataset_name": "org/rows",
+    "per_device_train_batch_size": 2,
+    "max_length": 512,
+    "learning_rate": 1e-5,
+    "output_dir": "out",
+}
+BASES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl": TRL}
+ROWS = [{"instruction": "Add 2 and 2.", "output": "4"}] * 3
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    info = {
+        "ours": {"file_name": "ours.json"},
+        "more": {
+            "hf_hub_url": "org/more",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
+        },
+        "pairs": {
+            "hf_hub_url": "org/pairs",
+            "subset": "en",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+        },
+        "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "body"}},
+        "seen": {"hf_hub_url": "org/seen", "columns": {"prompt": "q", "images": "images"}},
+        "judged": {
+            "hf_hub_url": "org/judged",
+            "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"},
+        },
+        "odd": {"hf_hub_url": "org/odd", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
+        "script": {"script_url": "make.py"},
+    }
+    Path("sets").mkdir()
+    Path("sets/dataset_info.json").write_text(json.dumps(info))
+    Path("sets/ours.json").write_text(json.dumps(ROWS))
+    Path("sets/texts.jsonl").write_text('{"body": "a"}\n')
+
+
+def imported(
+    trainer: str, /, processes: int = 1, method: str | None = None, **keys: Any
+) -> Imported:
+    """Of the trainer's base with `keys` over it, of which None takes one away."""
+    given = {name: value for name, value in (BASES[trainer] | keys).items() if value is not None}
+    Path("theirs.yaml").write_text(write_yaml(given))
+    return import_config("theirs.yaml", trainer, processes, method)
+
+
+def value(found: Imported, dotted: str) -> Any:
+    node: Any = found.config
+    for name in dotted.split("."):
+        node = node[name]
+    return node
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_a_plain_config_is_whole_and_loads(trainer):
+    found = imported(trainer)
+    assert found.faithful and not found.missing, found.report()
+    Path("ours.yaml").write_text(found.text)
+    config = load_config("ours.yaml")
+    assert (config.model.source, config.method, str(config.output)) == ("org/base", "sft", "out")
+    assert config == load_config(dict(found.config))
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_the_trainer_is_known_by_its_keys(trainer):
+    Path("theirs.yaml").write_text(json.dumps(BASES[trainer]))  # JSON is YAML
+    assert import_config("theirs.yaml").trainer == trainer
+
+
+def test_what_is_no_ones_config_says_so():
+    Path("theirs.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_machines: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"theirs\.yaml: cannot tell whose config it is; say --from"
+    ):
+        import_config("theirs.yaml")
+    with pytest.raises(ConfigError, match="--from: torchtune is none of axolotl"):
+        import_config("theirs.yaml", "torchtune")
+
+
+# trainer, keys over its base, our key, our value
+MEANINGS: list[tuple[str, Given, str, object]] = [
+    ("axolotl", {}, "train.rows_per_step", 8),
+    ("axolotl", {"batch_size": 6, "gradient_accumulation_steps": None}, "train.rows_per_step", 6),
+    ("axolotl", {"sample_packing": True}, "train.tokens_per_step", 2 * 4 * 2048),
+    ("axolotl", {"sample_packing": True}, "data.packing", True),
+    ("axolotl", {}, "train.warmup", 0.03),
+    ("axolotl", {"warmup_ratio": 0.1}, "train.warmup", 0.1),
+    ("axolotl", {"warmup_ratio": 0.1, "warmup_steps": 9}, "train.warmup", 9),
+    ("axolotl", {"warmup_steps": 0}, "train.warmup", 0),
+    ("axolotl", {}, "train.schedule", "cosine"),
+    ("axolotl", {"cosine_min_lr_ratio": 0.1}, "train.min_lr_ratio", 0.1),
+    ("axolotl", {"max_steps": 7}, "train.max_steps", 7),
+    ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer.moments", "int8"),
+    ("axolotl", {"optimizer": "paged_adamw_32bit"}, "optimizer.name", "adamw"),
+    ("axolotl", {"optimizer": "lion_32bit"}, "optimizer.betas", [0.9, 0.999]),
+    ("axolotl", {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+    ("axolotl", {}, "data.eval", None),
+    ("axolotl", {"val_set_size": 0.05}, "data.eval", 0.05),
+    ("axolotl", {"val_set_size": 100.0}, "data.eval", 100),
+    ("axolotl", {}, "data.train_on", "assistant"),
+    ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
+    ("axolotl", {}, "data.truncation_mode", "drop"),
+    ("axolotl", {"excess_length_strategy": "truncate"}, "data.truncation_mode", "keep_start"),
+    ("axolotl", {"wandb_project": "p"}, "track", ["wandb"]),
+    ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", "phi3"),
+    ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
+    ("axolotl", {"bf16": "auto"}, "precision", "auto"),
+    ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
+    ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
+    ("axolotl", {"evals_per_epoch": 0}, "train.eval_every", None),
+    ("llama-factory", {}, "train.rows_per_step", 8),
+    ("llama-factory", {}, "train.learning_rate", 5e-5),
+    ("llama-factory", {}, "train.epochs", 3.0),
+    ("llama-factory", {}, "train.schedule", "linear"),
+    ("llama-factory", {"packing": True}, "train.tokens_per_step", 8 * 512),
+    ("llama-factory", {"neat_packing": True}, "data.packing", True),
+    ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
+    ("llama-factory", {"val_size": 0.1}, "data.eval", 0.1),
+    ("llama-factory", {"eval_dataset": "ours"}, "data.eval", None),
+    ("llama-factory", {"stage": "pt", "dataset": "texts"}, "data.text_field", "body"),
+    ("llama-factory", {"stage": "pt", "dataset": "texts"}, "train.tokens_per_step", 8 * 512),
+    ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "method", "reward"),
+    ("llama-factory", {"max_samples": 3}, "data.train", None),
+    ("llama-factory", {"train_from_scratch": True}, "model.init", "random"),
+    ("llama-factory", {"pure_bf16": True, "bf16": False}, "precision", "float32"),
+    ("llama-factory", {"fp8": True, "bf16": True}, "precision", "fp8"),
+    ("llama-factory", {"report_to": ["wandb", "mlflow"]}, "track", ["wandb"]),
+    ("trl", {}, "train.rows_per_step", 2),
+    ("trl", {"learning_rate": None}, "train.learning_rate", 2e-5),
+    ("trl", {"packing": True}, "train.tokens_per_step", 2 * 512),
+    ("trl", {}, "data.train_on", "all"),
+    ("trl", {"assistant_only_loss": True}, "data.train_on", "assistant"),
+    ("trl", {"completion_only_loss": True}, "data.train_on", "assistant"),
+    ("trl", {"eval_strategy": "steps"}, "data.eval", {"path": "org/rows", "split": "test"}),
+    ("trl", {"dataset_config": "en"}, "data.train", "org/rows:en:train"),
+    ("trl", {"dataset_train_split": "s[:9]"}, "data.train", {"path": "org/rows", "split": "s[:9]"}),
+    ("trl", {"lr_scheduler_type": "constant", "warmup_steps": 9}, "train.warmup", 0.0),
+    ("trl", {"warmup_steps": 0.1}, "train.warmup", 0.1),
+    ("trl", {"desirable_weight": 2.0}, "kto.desirable_weight", 2.0),
+    ("trl", {"loss_type": "apo_zero", "beta": 0.2}, "dpo.beta", 0.2),
+    ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo", "beta": 2.0}, "method", "simpo"),
+    ("trl", {"cpo_alpha": 0.5}, "cpo.cpo_alpha", 0.5),
+    ("trl", {"center_rewards_coefficient": 0.01}, "method", "reward"),
+    ("trl", {"save_steps": 0.5, "logging_steps": 3}, "train.log_every", 3),
+]
+
+
+@pytest.mark.parametrize(("trainer", "keys", "key", "ours"), MEANINGS)
+def test_a_key_means_ours(trainer, keys, key, ours):
+    found = imported(trainer, **keys)
+    assert found.faithful and not found.missing, found.report()
+    given = {"path": "sets/ours.json", "format": "alpaca"}
+    expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
+    assert value(found, key) == expected, found.report()
+    load_config(dict(found.config))
+
+
+def test_processes_multiply_a_step_and_one_is_assumed_aloud():
+    assert value(imported("axolotl", processes=4), "train.rows_per_step") == 32
+    packed = imported("trl", processes=8, packing=True, gradient_accumulation_steps=3)
+    assert value(packed, "train.tokens_per_step") == 2 * 3 * 8 * 512
+    assert "(2 x 3 accumulated x 8 processes x 512 tokens)" in packed.report()
+    alone = import_config("theirs.yaml", "trl")
+    assert "one process trained it; for N GPUs: --processes N" in alone.assumed[0]
+
+
+LAST = {"min_lr_rate": 0.1}
+
+
+def test_a_cosine_that_ends_above_nothing():
+    found = imported("trl", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=LAST)
+    assert (value(found, "train.schedule"), value(found, "train.min_lr_ratio")) == ("cosine", 0.1)
+    keys: Given = {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5}
+    found = imported("trl", lr_scheduler_type="cosine_with_min_lr", **keys)
+    assert value(found, "train.min_lr_ratio") == pytest.approx(0.1)
+    assert [line.name for line in imported("trl", lr_scheduler_kwargs=LAST).refused] == [
+        "lr_scheduler_kwargs"
+    ]
+
+
+# an entry of axolotl's `datasets`, and the keys of `data` that follow
+SOURCES: list[tuple[Given, Given]] = [
+    ({"path": "o/r", "type": "alpaca"}, {"train": ("o/r", "alpaca"), "prompts": "alpaca"}),
+    (
+        {"path": "o/r", "type": "completion", "field": "b"},
+        {"train": ("o/r", "text"), "text_field": "b"},
+    ),
+    ({"path": "o/r", "type": "chat_template"}, {"train": ("o/r", "messages")}),
+    (
+        {"path": "o/r", "type": "chat_template", "field_messages": "turns"},
+        {"train": ("o/r", "messages"), "columns": {"messages": "turns"}},
+    ),
+    (
+        {
+            "path": "o/r",
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+        },
+        {"train": ("o/r", "sharegpt")},
+    ),
+    (
+        {"path": "json", "data_files": ["sets/ours.json"], "ds_type": "json", "type": "alpaca"},
+        {"train": ("sets/ours.json", "alpaca")},
+    ),
+    ({"path": "sets/ours.json", "split": "train", "type": "alpaca"}, {"prompts": "alpaca"}),
+    ({"path": "o/r", "name": "en", "type": "alpaca"}, {"train": ("o/r:en:train", "alpaca")}),
+]
+
+
+@pytest.mark.parametrize(("entry", "expected"), SOURCES)
+def test_a_data_set_of_axolotl(entry, expected):
+    found = imported("axolotl", datasets=[entry])
+    assert found.faithful, found.report()
+    for key, ours in expected.items():
+        path = {"path": ours[0], "format": ours[1]} if key == "train" else ours
+        assert value(found, f"data.{key}") == path
+
+
+def test_pairs_and_judged_rows_of_axolotl():
+    entry = {"path": "o/r", "type": "chat_template.default", "field_messages": "talk"}
+    found = imported("axolotl", rl="dpo", rl_beta=0.2, datasets=[entry])
+    assert value(found, "data.columns") == {"prompt": "talk"}
+    assert (value(found, "dpo.beta"), value(found, "data.train")["format"]) == (0.2, "preference")
+    found = imported("axolotl", rl="dpo", datasets=[{"path": "o/r", "type": "chatml.intel"}])
+    assert value(found, "data.chat_template") == "chatml"
+    assert (value(found, "data.prompts"), value(found, "data.columns")) == (
+        "chat",
+        {"prompt": "question"},
+    )
+    simpo = imported("axolotl", rl="simpo", datasets=[{"path": "o/r", "type": "chatml.ultra"}])
+    assert "cpo_alpha" in simpo.refused[0].said[0]
+    entry = {"path": "o/r", "type": "bradley_terry.chat_template"}
+    assert value(imported("axolotl", reward_model=True, datasets=[entry]), "method") == "reward"
+
+
+def test_pretraining_of_axolotl_streams():
+    entry = {"path": "o/r", "name": "en", "type": "pretrain", "split": "train"}
+    found = imported("axolotl", datasets=None, pretraining_dataset=[entry], max_steps=9)
+    assert found.faithful and not found.missing, found.report()
+    config = load_config(dict(found.config))
+    assert (config.method, config.data.streaming, config.train.max_steps) == ("pretrain", True, 9)
+    assert config.train.tokens_per_step == 2 * 4 * 2048
+
+
+def test_sets_of_llama_factory():
+    found = imported("llama-factory", dataset="ours, more")
+    files = [
+        {"path": "sets/ours.json", "format": "alpaca"},
+        {"path": "org/more", "format": "messages"},
+    ]
+    assert value(found, "data.train") == files
+    probabilities = {"mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3"}
+    mixed = value(imported("llama-factory", dataset="ours,more", **probabilities), "data.train")
+    assert [one["weight"] for one in mixed] == [0.7, 0.3]
+    pairs = imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="ipo", pref_beta=0.3)
+    assert value(pairs, "data.train") == {"path": "org/pairs:en:train", "format": "ranking"}
+    assert (value(pairs, "dpo.loss_type"), value(pairs, "dpo.beta")) == ("ipo", 0.3)
+    assert (
+        value(imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="orpo"), "method")
+        == "orpo"
+    )
+    judged = imported("llama-factory", stage="kto", dataset="judged")
+    columns = {"instruction": "question", "output": "answer", "label": "good"}
+    assert value(judged, "data.columns") == columns
+
+
+def test_dataset_info_is_found_beside_the_file_and_above_it():
+    Path("sets/deep").mkdir()
+    Path("sets/deep/theirs.yaml").write_text(write_yaml(FACTORY))
+    assert import_config("sets/deep/theirs.yaml").faithful
+    Path("sets/theirs.yaml").write_text(write_yaml(FACTORY | {"dataset_dir": "none"}))
+    assert import_config("sets/theirs.yaml").faithful
+
+
+# trainer, keys, the key that is refused, words of the reason
+REFUSED: list[tuple[str, Given, str, str]] = [
+    ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
+    ("axolotl", {"load_in_4bit": True}, "load_in_4bit", "unquantised"),
+    ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
+    ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
+    ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
+    ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
+    ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
+    ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat", "changes what is learnt"),
+    ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
+    ("axolotl", {"special_tokens": {"eos_token": "</s>"}}, "special_tokens", "eos_token"),
+    ("axolotl", {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type", "own"),
+    (
+        "axolotl",
+        {"datasets": [{"path": "a", "type": "alpaca", "train_on_eos": "last"}]},
+        "datasets[0].train_on_eos",
+        "with its end",
+    ),
+    (
+        "axolotl",
+        {"datasets": [{"path": "sets/ours.json", "type": "alpaca", "split": "train[:2]"}]},
+        "datasets[0].split",
+        "a file has no splits",
+    ),
+    ("axolotl", {"neftune_noise_alpha": 5}, "neftune_noise_alpha", "not built"),
+    ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
+    ("llama-factory", {"finetuning_type": None}, "finetuning_type", "lora: adapters"),
+    ("llama-factory", {"finetuning_type": "freeze"}, "finetuning_type", "freeze: parts"),
+    ("llama-factory", {"max_samples": 2}, "max_samples", "rows of ours are 3"),
+    ("llama-factory", {"dataset": "more", "max_samples": 2}, "max_samples", "are not known"),
+    ("llama-factory", {"dataset": "none"}, "dataset", "none is not in dataset_info.json"),
+    ("llama-factory", {"dataset": "seen"}, "dataset", "only text"),
+    ("llama-factory", {"dataset": "odd"}, "dataset", "roles or turns"),
+    ("llama-factory", {"dataset": "script"}, "dataset", "script"),
+    ("llama-factory", {"stage": "ppo"}, "stage", "ppo is not built"),
+    ("llama-factory", {"use_galore": True}, "use_galore", "not built"),
+    ("llama-factory", {"mask_history": True}, "mask_history", "weight 0"),
+    (
+        "llama-factory",
+        {"freeze_language_model": True},
+        "freeze_language_model",
+        "is what is trained",
+    ),
+    ("trl", {"use_peft": True}, "use_peft", "no adapters"),
+    ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
+    ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
+    ("trl", {"label_smoothing_factor": 0.1}, "label_smoothing_factor", "not built"),
+    ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "keys", "name", "words"), REFUSED)
+def test_what_would_give_another_result_is_refused(trainer, keys, name, words):
+    found = imported(trainer, **keys)
+    refused = {line.name: line for line in found.refused}
+    assert not found.faithful and name in refused, found.report()
+    assert words in refused[name].said[0]
+    assert f"# NOT HONOURED: {name}: " in found.text
+    assert "  theirs.yaml:" in found.report() or refused[name].value is None
+
+
+# What asks for nothing that is lost, for all trainers.
+HARMLESS: Given = {
+    "gradient_checkpointing": True,
+    "deepspeed": "zero3.json",
+    "fsdp": ["full_shard"],
+    "fsdp_config": {"offload_params": True},
+    "attn_implementation": "flash_attention_2",
+    "tf32": True,
+    "fp16": False,
+    "dataloader_num_workers": 4,
+    "ddp_timeout": 1800,
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "push_to_hub": True,
+    "hub_model_id": "me/mine",
+    "resume_from_checkpoint": None,
+    "neftune_noise_alpha": None,
+    "label_smoothing_factor": 0.0,
+    "use_liger_kernel": True,
+    "load_in_8bit": False,
+}
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_what_has_no_effect_is_said(trainer):
+    given = BASES[trainer] | HARMLESS
+    Path("theirs.yaml").write_text(write_yaml(given))
+    found = import_config("theirs.yaml", trainer)
+    assert found.faithful, found.report()
+    assert HARMLESS.keys() <= {line.name for line in found.dropped}
+    assert all(line.said[0] for line in found.dropped)
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_every_key_is_in_one_list(trainer):
+    cases = [keys for of, keys, *_ in [*MEANINGS, *REFUSED] if of == trainer]
+    for keys in [*cases, HARMLESS, {"some_new_key": 5, "another": None}]:
+        found = imported(trainer, **keys)
+        lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+        names = Counter(line.name.partition("[")[0] for line in lines)
+        given = {k: v for k, v in (BASES[trainer] | keys).items() if v is not None}
+        assert given.keys() <= names.keys()
+        assert max(Counter(line.name for line in lines).values()) == 1
+
+
+def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():
+    found = imported("trl", lerning_rate=5)
+    assert [(line.name, line.value) for line in found.unknown] == [("lerning_rate", 5)]
+    assert not found.faithful
+    assert "unknown (1)\n  theirs.yaml:" in found.report()
+
+
+def test_a_template_that_is_text_becomes_a_file():
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for trainer, keys in {
+        "trl": {"chat_template": text},
+        "axolotl": {"chat_template": "jinja", "chat_template_jinja": text},
+    }.items():
+        found = imported(trainer, **keys)
+        assert found.files == {"imported.chat_template.jinja": text}
+        assert value(found, "data.chat_template") == "imported.chat_template.jinja"
+
+
+def test_a_dump_without_model_and_data_takes_them_from_the_command_line():
+    keys: Given = {"model_name_or_path": None, "dataset_name": None}
+    found = imported("trl", **keys)
+    assert "model: missing" in found.missing and "data.train: missing" in found.missing
+    ours = ["model=m", "data.train=[a.jsonl, b.jsonl]", "train.tokens_per_step=64"]
+    found = import_config("theirs.yaml", "trl", overrides=ours)
+    assert not found.missing
+    assert found.config["model"] == "m"
+    assert "tokens_per_step: 64  # command line" in found.text
+    assert "rows_per_step" not in found.config["train"]
+
+
+def test_words_of_yaml_1_1_are_flags():
+    Path("theirs.yaml").write_text(write_yaml(AXOLOTL) + "sample_packing: yes\nadapter: off\n")
+    assert value(import_config("theirs.yaml"), "data.packing") is True
+
+
+def test_marks_are_of_one_trainer_for_the_most_part():
+    marks = {trainer: {*words.split()} for trainer, (words, _) in TRAINERS.items()}
+    assert all(
+        len(one & other) < 3 for a, one in marks.items() for b, other in marks.items() if a != b
+    )
