@@ -150,6 +150,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"wandb_project": "p"}, "track", ["wandb"]),
     ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", "phi3"),
     ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
+    ("axolotl", {"optimizer": "adamw_torch_4bit"}, "optimizer.moments", "int8"),
     ("axolotl", {"bf16": "auto"}, "precision", "auto"),
     ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
     ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
@@ -330,7 +331,8 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
     ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat", "changes what is learnt"),
     ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
-    ("axolotl", {"special_tokens": {"eos_token": "</s>"}}, "special_tokens", "eos_token"),
+    ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
+    ("axolotl", {"tokens": ["<a>"]}, "tokens", "stay as they are"),
     ("axolotl", {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type", "own"),
     (
         "axolotl",
@@ -424,6 +426,22 @@ def test_every_key_is_in_one_list(trainer):
         given = {k: v for k, v in (BASES[trainer] | keys).items() if v is not None}
         assert given.keys() <= names.keys()
         assert max(Counter(line.name for line in lines).values()) == 1
+
+
+def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
+    found = imported("axolotl", special_tokens={"eos_token": "</s>", "pad_token": "</s>"})
+    assert found.faithful
+    assert found.assumed == [
+        "special_tokens: {'eos_token': '</s>'} are the tokenizer's own; its eos_token ends texts"
+    ]
+    assert imported("axolotl", special_tokens={"pad_token": "</s>"}).assumed == []
+    assert imported("trl", eos_token="</s>").assumed[-1].startswith("eos_token: </s>: rows are")
+
+
+def test_text_alone_of_a_vision_model_is_what_trains_anyway():
+    text = ["model.language_model.*", "lm_head"]
+    assert imported("axolotl", unfrozen_parameters=text).faithful
+    assert not imported("axolotl", unfrozen_parameters=["lm_head"]).faithful
 
 
 def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():

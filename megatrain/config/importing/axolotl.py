@@ -20,6 +20,9 @@ TEMPLATES = {
     "phi_3": "phi3",
     "tokenizer_default": None,
 }
+SPECIAL = {"pad_token", "bos_token", "eos_token", "unk_token"}
+# The text's part of a vision-language model, as it is written there.
+TEXT_ALONE = {"model.language_model.*", "lm_head", "lm_head.*", "embed_tokens", "embed_tokens.*"}
 LONG = {"drop": "drop", "truncate": "keep_start"}
 # Formats that are fixed: ours, with columns of ours by theirs.
 FORMATS: dict[str, tuple[str, dict[str, str]]] = {
@@ -41,7 +44,6 @@ FORMATS: dict[str, tuple[str, dict[str, str]]] = {
 }
 _OWN = "prompts of this type are axolotl's own; write the rows as messages"
 _VERBATIM = "what stands beside each turn goes to the chat template as it is"
-_EOS = "the tokenizer's own eos_token ends texts; change it in the model's tokenizer_config.json"
 _VOCABULARY = "the tokenizer and its vocabulary stay as they are; add tokens to the model before"
 _HARMLESS_PLUGINS = ("liger", "cut_cross_entropy", "kernels", "spectrum", "expert_parallel")
 
@@ -119,12 +121,18 @@ def _model(sheet: Sheet) -> None:
             sheet.drop("the model's own", key)
         else:
             sheet.refuse(key, "shape and tokenizer are the model folder's; put them into one")
-    special = sheet.get("special_tokens")
-    if isinstance(special, dict):
-        ends = [name for name in special if name != "pad_token" and special[name]]
-        if ends:
-            sheet.refuse("special_tokens", _EOS)
-        sheet.drop("padding never counts", "special_tokens")
+    for key in ("special_tokens", "tokens"):  # a mapping of the second is an old form of the first
+        special = sheet.get(key)
+        if isinstance(special, dict) and not special.keys() - SPECIAL:
+            ends = {name: value for name, value in special.items() if name != "pad_token"}
+            if any(ends.values()):
+                sheet.assume(f"{key}: {ends} are the tokenizer's own; its eos_token ends texts")
+            sheet.drop("the tokenizer's own tokens are used, and padding never counts", key)
+    unfrozen = sheet.get("unfrozen_parameters")
+    if isinstance(unfrozen, list) and TEXT_ALONE >= set(unfrozen) >= {"model.language_model.*"}:
+        sheet.drop(
+            "towers are carried along unchanged; text alone is trained", "unfrozen_parameters"
+        )
 
 
 def _evaluation(sheet: Sheet) -> None:
@@ -270,7 +278,8 @@ TABLE: Rules = {
         nothing(n.REFUSED_PREFIXES["wandb_"].reason),
     ),
     **n.of_each(
-        "use_mlflow use_comet gradio_* use_otel_metrics otel_* hf_mlflow_log_artifacts "
+        "use_swanlab swanlab_* use_mlflow use_comet gradio_* use_otel_metrics otel_* "
+        "hf_mlflow_log_artifacts "
         "generate_samples num_generation_samples generation_* do_causal_lm_eval "
         "eval_causal_lm_metrics eval_table_size do_bench_eval bench_* eval_max_new_tokens "
         "dpo_generate_during_eval total_supervised_tokens loss_watchdog_* gc_steps "
@@ -312,7 +321,9 @@ TABLE: Rules = {
         nothing("belongs to an adapter, to inference or to quantised weights"),
     ),
     "relora": never("adapters are not built"),
+    "auto_resume_from_checkpoints": nothing("`megatrain resume` goes on from the newest"),
     "plugins": _plugins,
+    "resize_token_embeddings_to_32x": nothing("adds rows to the embedding that no token has"),
     "revision_of_model": to("model.revision"),
     "dpo_beta": never("is called rl_beta now"),
     "num_labels": never("a reward model has one score", 1),
@@ -322,7 +333,7 @@ TABLE: Rules = {
         "change config.json in the model's folder", {"output_router_logits": True}
     ),
     **n.of_each(
-        "tokens resize_token_embeddings_to_32x shrink_embeddings added_tokens_overrides "
+        "tokens special_tokens shrink_embeddings added_tokens_overrides "
         "fix_untrained_tokens mean_resizing_embeddings",
         never(_VOCABULARY),
     ),
@@ -334,7 +345,7 @@ TABLE: Rules = {
         "dataset_exact_deduplication min_sample_len default_system_message chat_template_kwargs "
         "scaling_softmax dynamic_checkpoint overrides_of_model_config rope_scaling "
         "noisy_embedding_alpha dpo_norm_loss overrides_of_model_kwargs s2_attention float32 "
-        "quantize_moe_experts tokenizer_use_mistral_common auto_resume_from_checkpoints "
+        "quantize_moe_experts tokenizer_use_mistral_common "
         "max_prompt_len dataset_shard_num dataset_shard_idx freeze_mm_modules",
         never("changes what is learnt, and is not built"),
     ),

@@ -20,6 +20,10 @@ METHODS = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "re
 OF_LOSS = {"orpo": "orpo", "simpo": "simpo"}
 TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "alpaca": "alpaca", "phi": "phi3"}
 INFO = "dataset_info.json"
+OF_V1 = (
+    *("model", "train_dataset", "model_class", "dist_config", "peft_config", "kernel_config"),
+    *("quant_config", "init_config", "sample_backend", "batching_strategy", "global_batch_size"),
+)
 # Theirs in `columns` of a set, by format: our names. A set that lists some has no others.
 COLUMNS = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
@@ -77,7 +81,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
 
 def _what_trains(sheet: Sheet) -> None:
     kind = sheet.get("finetuning_type", "lora")
-    if kind != "full":
+    if kind != "full" and not any(name in sheet.given for name in OF_V1):
         why = "parts of layers by their number" if kind == "freeze" else "adapters are not built"
         sheet.refuse("finetuning_type", f"{kind}: {why}; finetuning_type: full is what trains here")
 
@@ -228,7 +232,10 @@ TABLE: Rules = {
         "flash_attn shift_attn_ use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels "
         "disable_gradient_checkpointing use_reentrant_gc upcast_layernorm upcast_lmhead_output "
         "low_cpu_mem_usage use_mca use_hyper_parallel hyper_parallel_args use_kt kt_* fp8_backend "
-        "fp8_enable_fsdp_float8_all_gather",
+        "fp8_enable_fsdp_float8_all_gather tensor_model_parallel_size pipeline_model_parallel_size "
+        "expert_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel "
+        "bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_* "
+        "moe_grouped_gemm moe_token_dispatcher_type recompute_granularity",
         nothing("another way to compute or place the same; the planner and auto choose ours"),
     ),
     **n.of_each(
@@ -269,8 +276,6 @@ TABLE: Rules = {
     "freeze_multi_modal_projector": nothing("carried along unchanged; text alone is trained"),
     "freeze_language_model": never("it is what is trained"),
     "early_stopping_steps": to("checkpoint.patience"),
-    **n.of_each(
-        "train_dataset model_class dist_config peft_config kernel_config quant_config init_config",
-        never("LLaMA-Factory's v1 configs are not read"),
-    ),
+    **n.of_each("model train_dataset", never("LLaMA-Factory's v1 configs are not read")),
+    **n.of_each(" ".join(OF_V1[2:]), nothing("belongs to what another key asks for")),
 }

@@ -11,9 +11,10 @@ from megatrain.config.importing.sheet import NOTHING_ASKED, Rules, Sheet, never,
 from megatrain.config.preference import SECTIONS
 
 STEPS = "only counting steps is offered: {} {}"
-# Theirs that keep moments in 8 bits; `paged_` before a name moves state to host RAM, where ours is.
-EIGHT_BITS = {
-    **n.of_each("adamw_bnb_8bit adamw_8bit adamw_torch_8bit", "adamw"),
+# Theirs that keep moments in 8 bits, or in 4; `paged_` before a name moves state to host RAM,
+# where ours is.
+FEW_BITS = {
+    **n.of_each("adamw_bnb_8bit adamw_8bit adamw_torch_8bit adamw_torch_4bit", "adamw"),
     "lion_8bit": "lion",
 }
 OTHERWISE = {
@@ -98,12 +99,11 @@ def optimizer(sheet: Sheet, name: str) -> None:
     """The optimizer, its moments' type and its betas; theirs are AdamW's for Lion, too."""
     kind = str(sheet.get(name, "adamw_torch")).removeprefix("paged_")
     kind = _32_BITS.get(kind, kind)
-    if ours := EIGHT_BITS.get(kind):
+    if ours := FEW_BITS.get(kind):
         sheet.put("optimizer.name", ours, name)
         sheet.put("optimizer.moments", "int8", name)
         sheet.assume(
-            f"{name}: 8-bit moments are int8 with stochastic rounding here: the same bytes, not "
-            "the same bits"
+            f"{name}: moments of few bits are int8 with stochastic rounding here, not the same bits"
         )
     elif kind in OTHERWISE:
         sheet.refuse(name, OTHERWISE[kind])
