@@ -29,6 +29,7 @@ def configurations() -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own defaults
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo"])
 def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     import trl
