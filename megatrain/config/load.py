@@ -80,7 +80,8 @@ def load_config(
             f"{document.place}: a config is a mapping of keys, such as `model: folder`, not "
             f"{shown(plain(document))}"
         )
-    if "model_type" in (document.value or {}):
+    keys = (document.value or {}).keys()
+    if "model_type" in keys and not {"model", "base_model"} & keys:  # axolotl has the key, too
         described = "describes a model, not a run"
         raise ConfigError(f"{name}: {described}; name the model's folder, {Path(name).parent}")
     collector = _Collector()

@@ -5,96 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatrain.config import load_config
 from megatrain.config.document import write_yaml
-from megatrain.config.importing import Imported, import_config
+from megatrain.config.importing import import_config
+from megatrain.config.importing.axolotl import ENTRY
 from megatrain.config.importing.convert import TRAINERS
 from megatrain.errors import ConfigError
-
-Given = dict[str, Any]
-AXOLOTL: Given = {
-    "base_model": "org/base",
-    "datasets": [{"path": "org/rows", "type": "chat_template"}],
-    "sequence_len": 2048,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "num_epochs": 2,
-    "learning_rate": 1e-5,
-    "output_dir": "out",
-}
-FACTORY: Given = {
-    "model_name_or_path": "org/base",
-    "stage": "sft",
-    "finetuning_type": "full",
-    "dataset": "ours",
-    "dataset_dir": "sets",
-    "template": "qwen3",
-    "cutoff_len": 512,
-    "output_dir": "out",
-}
-TRL: Given = {
-    "model_name_or_path": "org/base",
-    "dataset_name": "org/rows",
-    "per_device_train_batch_size": 2,
-    "max_length": 512,
-    "learning_rate": 1e-5,
-    "output_dir": "out",
-}
-BASES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl": TRL}
-ROWS = [{"instruction": "Add 2 and 2.", "output": "4"}] * 3
+from tests.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
 
 
 @pytest.fixture(autouse=True)
 def _there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    info = {
-        "ours": {"file_name": "ours.json"},
-        "more": {
-            "hf_hub_url": "org/more",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages"},
-            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
-        },
-        "pairs": {
-            "hf_hub_url": "org/pairs",
-            "subset": "en",
-            "ranking": True,
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
-        },
-        "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "body"}},
-        "seen": {"hf_hub_url": "org/seen", "columns": {"prompt": "q", "images": "images"}},
-        "judged": {
-            "hf_hub_url": "org/judged",
-            "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"},
-        },
-        "odd": {"hf_hub_url": "org/odd", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
-        "script": {"script_url": "make.py"},
-    }
-    Path("sets").mkdir()
-    Path("sets/dataset_info.json").write_text(json.dumps(info))
-    Path("sets/ours.json").write_text(json.dumps(ROWS))
-    Path("sets/texts.jsonl").write_text('{"body": "a"}\n')
-
-
-def imported(
-    trainer: str, /, processes: int = 1, method: str | None = None, **keys: Any
-) -> Imported:
-    """Of the trainer's base with `keys` over it, of which None takes one away."""
-    given = {name: value for name, value in (BASES[trainer] | keys).items() if value is not None}
-    Path("theirs.yaml").write_text(write_yaml(given))
-    return import_config("theirs.yaml", trainer, processes, method)
-
-
-def value(found: Imported, dotted: str) -> Any:
-    node: Any = found.config
-    for name in dotted.split("."):
-        node = node[name]
-    return node
+    make_sets()
 
 
 @pytest.mark.parametrize("trainer", BASES)
@@ -223,101 +149,6 @@ def test_a_cosine_that_ends_above_nothing():
     assert [line.name for line in imported("trl", lr_scheduler_kwargs=LAST).refused] == [
         "lr_scheduler_kwargs"
     ]
-
-
-# an entry of axolotl's `datasets`, and the keys of `data` that follow
-SOURCES: list[tuple[Given, Given]] = [
-    ({"path": "o/r", "type": "alpaca"}, {"train": ("o/r", "alpaca"), "prompts": "alpaca"}),
-    (
-        {"path": "o/r", "type": "completion", "field": "b"},
-        {"train": ("o/r", "text"), "text_field": "b"},
-    ),
-    ({"path": "o/r", "type": "chat_template"}, {"train": ("o/r", "messages")}),
-    (
-        {"path": "o/r", "type": "chat_template", "field_messages": "turns"},
-        {"train": ("o/r", "messages"), "columns": {"messages": "turns"}},
-    ),
-    (
-        {
-            "path": "o/r",
-            "type": "chat_template",
-            "field_messages": "conversations",
-            "message_property_mappings": {"role": "from", "content": "value"},
-        },
-        {"train": ("o/r", "sharegpt")},
-    ),
-    (
-        {"path": "json", "data_files": ["sets/ours.json"], "ds_type": "json", "type": "alpaca"},
-        {"train": ("sets/ours.json", "alpaca")},
-    ),
-    ({"path": "sets/ours.json", "split": "train", "type": "alpaca"}, {"prompts": "alpaca"}),
-    ({"path": "o/r", "name": "en", "type": "alpaca"}, {"train": ("o/r:en:train", "alpaca")}),
-]
-
-
-@pytest.mark.parametrize(("entry", "expected"), SOURCES)
-def test_a_data_set_of_axolotl(entry, expected):
-    found = imported("axolotl", datasets=[entry])
-    assert found.faithful, found.report()
-    for key, ours in expected.items():
-        path = {"path": ours[0], "format": ours[1]} if key == "train" else ours
-        assert value(found, f"data.{key}") == path
-
-
-def test_pairs_and_judged_rows_of_axolotl():
-    entry = {"path": "o/r", "type": "chat_template.default", "field_messages": "talk"}
-    found = imported("axolotl", rl="dpo", rl_beta=0.2, datasets=[entry])
-    assert value(found, "data.columns") == {"prompt": "talk"}
-    assert (value(found, "dpo.beta"), value(found, "data.train")["format"]) == (0.2, "preference")
-    found = imported("axolotl", rl="dpo", datasets=[{"path": "o/r", "type": "chatml.intel"}])
-    assert value(found, "data.chat_template") == "chatml"
-    assert (value(found, "data.prompts"), value(found, "data.columns")) == (
-        "chat",
-        {"prompt": "question"},
-    )
-    simpo = imported("axolotl", rl="simpo", datasets=[{"path": "o/r", "type": "chatml.ultra"}])
-    assert "cpo_alpha" in simpo.refused[0].said[0]
-    entry = {"path": "o/r", "type": "bradley_terry.chat_template"}
-    assert value(imported("axolotl", reward_model=True, datasets=[entry]), "method") == "reward"
-
-
-def test_pretraining_of_axolotl_streams():
-    entry = {"path": "o/r", "name": "en", "type": "pretrain", "split": "train"}
-    found = imported("axolotl", datasets=None, pretraining_dataset=[entry], max_steps=9)
-    assert found.faithful and not found.missing, found.report()
-    config = load_config(dict(found.config))
-    assert (config.method, config.data.streaming, config.train.max_steps) == ("pretrain", True, 9)
-    assert config.train.tokens_per_step == 2 * 4 * 2048
-
-
-def test_sets_of_llama_factory():
-    found = imported("llama-factory", dataset="ours, more")
-    files = [
-        {"path": "sets/ours.json", "format": "alpaca"},
-        {"path": "org/more", "format": "messages"},
-    ]
-    assert value(found, "data.train") == files
-    probabilities = {"mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3"}
-    mixed = value(imported("llama-factory", dataset="ours,more", **probabilities), "data.train")
-    assert [one["weight"] for one in mixed] == [0.7, 0.3]
-    pairs = imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="ipo", pref_beta=0.3)
-    assert value(pairs, "data.train") == {"path": "org/pairs:en:train", "format": "ranking"}
-    assert (value(pairs, "dpo.loss_type"), value(pairs, "dpo.beta")) == ("ipo", 0.3)
-    assert (
-        value(imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="orpo"), "method")
-        == "orpo"
-    )
-    judged = imported("llama-factory", stage="kto", dataset="judged")
-    columns = {"instruction": "question", "output": "answer", "label": "good"}
-    assert value(judged, "data.columns") == columns
-
-
-def test_dataset_info_is_found_beside_the_file_and_above_it():
-    Path("sets/deep").mkdir()
-    Path("sets/deep/theirs.yaml").write_text(write_yaml(FACTORY))
-    assert import_config("sets/deep/theirs.yaml").faithful
-    Path("sets/theirs.yaml").write_text(write_yaml(FACTORY | {"dataset_dir": "none"}))
-    assert import_config("sets/theirs.yaml").faithful
 
 
 # trainer, keys, the key that is refused, words of the reason
@@ -453,10 +284,11 @@ def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():
 
 def test_a_template_that_is_text_becomes_a_file():
     text = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    for trainer, keys in {
+    cases: dict[str, Given] = {
         "trl": {"chat_template": text},
         "axolotl": {"chat_template": "jinja", "chat_template_jinja": text},
-    }.items():
+    }
+    for trainer, keys in cases.items():
         found = imported(trainer, **keys)
         assert found.files == {"imported.chat_template.jinja": text}
         assert value(found, "data.chat_template") == "imported.chat_template.jinja"
@@ -484,3 +316,43 @@ def test_marks_are_of_one_trainer_for_the_most_part():
     assert all(
         len(one & other) < 3 for a, one in marks.items() for b, other in marks.items() if a != b
     )
+
+
+ODD = [5, "x", [1, {}], {"a": {"b": [1]}}, True]
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_values_of_any_type_end_in_a_list(trainer):
+    for name in {*TRAINERS[trainer][0].split(), *BASES[trainer], "plugins", "interleave_probs"}:
+        for odd in ODD:
+            keys: Given = {name: odd}
+            found = imported(trainer, **keys)
+            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+            assert name in {line.name.partition("[")[0] for line in lines}, (name, odd)
+            assert found.report() and found.text
+
+
+@pytest.mark.parametrize("key", [*ENTRY, "roles", "roles_to_train", "train_on_eos"])
+def test_values_of_any_type_in_an_entry_end_in_a_list(key):
+    for odd in ODD:
+        for keys in ({"type": "chat_template"}, {"type": "chat_template.default", "rl": "dpo"}):
+            rl = keys.pop("rl", None)
+            found = imported("axolotl", rl=rl, datasets=[{"path": "o/r", **keys, key: odd}])
+            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+            assert f"datasets[0].{key}" in {line.name for line in lines}, (key, odd)
+
+
+def test_what_a_file_holds_stays_inside_comments():
+    evil = "x\nmodel: other\n\x1b[2J"
+    for keys in ({"chat_template": evil}, {"a\nmodel: other": 1}, {"adapter": evil}):
+        found = imported("axolotl", **keys)
+        text = "\n".join(line for line in found.text.splitlines() if not line.startswith("# NOT"))
+        Path("ours.yaml").write_text(text)
+        assert load_config("ours.yaml").model.source == "org/base"
+        assert "\x1b" not in found.report() + found.text
+
+
+def test_broken_json_of_data_sets_is_an_error():
+    Path("sets/dataset_info.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"dataset_info\.json: cannot be read as JSON"):
+        imported("llama-factory")

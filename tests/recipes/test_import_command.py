@@ -94,7 +94,9 @@ def test_what_changes_the_result_writes_nothing_unless_it_is_forced(megatrain, p
 def test_a_file_that_is_no_whole_config_says_what_is_missing_even_if_forced(megatrain, project):
     Path("args.json").write_text('{"per_device_train_batch_size": 2, "optim": "adamw_torch"}')
     done = megatrain("import args.json --output my.yaml --force", code=2)
-    assert "missing (2)" in done.out and "model: missing; name a hub id" in done.out
+    assert (
+        "missing or contradictory (2)" in done.out and "model: missing; name a hub id" in done.out
+    )
     assert "nothing is written: what is missing is listed" in done.err
     megatrain("import args.json model=model data.train=rows.jsonl --output my.yaml")
     assert load_config("my.yaml").train.rows_per_step == 2

@@ -100,7 +100,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
 
 def _method(sheet: Sheet) -> str:
     rl = sheet.get("rl")
-    if rl in METHODS:
+    if str(rl) in METHODS:
         return METHODS[str(rl)]
     if rl is not None:
         sheet.refuse("rl", f"{rl} is not built; known are {', '.join(METHODS)}")
@@ -129,7 +129,8 @@ def _model(sheet: Sheet) -> None:
                 sheet.assume(f"{key}: {ends} are the tokenizer's own; its eos_token ends texts")
             sheet.drop("the tokenizer's own tokens are used, and padding never counts", key)
     unfrozen = sheet.get("unfrozen_parameters")
-    if isinstance(unfrozen, list) and TEXT_ALONE >= set(unfrozen) >= {"model.language_model.*"}:
+    unfrozen = set(map(str, unfrozen)) if isinstance(unfrozen, list) else set()
+    if TEXT_ALONE >= unfrozen >= {"model.language_model.*"}:
         sheet.drop(
             "towers are carried along unchanged; text alone is trained", "unfrozen_parameters"
         )
@@ -151,10 +152,10 @@ def _evaluation(sheet: Sheet) -> None:
 
 def _data(sheet: Sheet, method: str) -> None:
     long = sheet.get("excess_length_strategy", "drop")
-    if long not in LONG:
+    if str(long) not in LONG:
         sheet.refuse("excess_length_strategy", "long rows are dropped or cut, and counted")
     elif method != "pretrain":
-        sheet.put("data.truncation_mode", LONG[long], "excess_length_strategy")
+        sheet.put("data.truncation_mode", LONG[str(long)], "excess_length_strategy")
     if method == "sft":
         inputs = bool(sheet.get("train_on_inputs"))
         sheet.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
@@ -186,7 +187,7 @@ def _data(sheet: Sheet, method: str) -> None:
 def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[Found]:
     """The sources of one entry, of its keys in ENTRY."""
     kind = given.get("type", "pretrain" if method == "pretrain" else None)
-    mapping = given.get("message_property_mappings") or {}
+    mapping = sheet.typed(at + "message_property_mappings", dict, {})
     role = mapping.get("role", given.get("message_field_role") or "role")
     content = mapping.get("content", given.get("message_field_content") or "content")
     column = str(given.get("field_messages") or "messages")
@@ -223,8 +224,10 @@ def _about(sheet: Sheet, at: str, kind: str) -> None:
 
 
 def _roles(sheet: Sheet, name: str, value: Any) -> None:
-    known = {role: [theirs, *value[theirs]] for role, theirs in zip(value, value, strict=True)}
-    ours = all(KNOWN_ROLES.get(one) == role for role in known for one in known[role])
+    told = value.items() if isinstance(value, dict) else [("", value)]
+    lists = [(role, names if isinstance(names, list) else [names]) for role, names in told]
+    each = [(role, name) for role, names in lists for name in names]
+    ours = all(isinstance(one, str) and KNOWN_ROLES.get(one) == role for role, one in each)
     if ours:
         sheet.drop("roles that are known anyway", name)
     else:
@@ -232,7 +235,8 @@ def _roles(sheet: Sheet, name: str, value: Any) -> None:
 
 
 def _plugins(sheet: Sheet, name: str, value: Any) -> None:
-    others = [one for one in value if not any(known in one for known in _HARMLESS_PLUGINS)]
+    named = [str(one) for one in (value if isinstance(value, list) else [value])]
+    others = [one for one in named if not any(known in one for known in _HARMLESS_PLUGINS)]
     if others:
         sheet.refuse(name, f"{', '.join(others)}: trains otherwise than by its loss on rows")
     else:

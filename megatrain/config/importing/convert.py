@@ -14,7 +14,7 @@ from megatrain.config.importing.sheet import Line, Sheet
 from megatrain.config.load import load_config, parse_override
 from megatrain.config.names import RIVALS
 from megatrain.config.values import shown
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, printable
 
 Reader = Callable[[Sheet, int, str | None], None]
 TRAINERS: dict[str, tuple[str, Reader]] = {
@@ -70,12 +70,12 @@ class Imported:
             "without effect here": _by_reason(self.dropped),
             "impossible": [f"{one.place}: {one.name}: {one.said[0]}" for one in self.refused],
             "unknown": [f"{one.place}: {one.name}: {shown(one.value)}" for one in self.unknown],
-            "missing": self.missing.splitlines(),
+            "missing or contradictory": self.missing.splitlines(),
         }
         said = [f"{self.source}: a config of {self.trainer}"]
         for title, lines in parts.items():
             said += [f"{title} ({len(lines)})", *(f"  {line}" for line in lines)] if lines else []
-        return "\n".join(said)
+        return printable("\n".join(said))
 
 
 def import_config(
@@ -182,21 +182,27 @@ def _nested(config: Mapping[str, object]) -> dict[str, Any]:
 
 def _text(sheet: Sheet, name: str, lost: Sequence[Line]) -> str:
     """The config with a comment on where each value came from."""
-    lines = [f"# Imported from {sheet.trainer}'s {Path(name).name} by `megatrain import`."]
-    lines += [f"# NOT HONOURED: {one.name}: {shown(one.value)}" for one in lost]
-    lines += [f"# assumed: {sentence}" for sentence in sheet.assumed]
+    source = f"Imported from {sheet.trainer}'s {Path(name).name} by `megatrain import`."
+    lines = [_comment(source)]
+    lines += [_comment(f"NOT HONOURED: {one.name}: {shown(one.value)}") for one in lost]
+    lines += [_comment(f"assumed: {sentence}") for sentence in sheet.assumed]
     for section, value in _nested(sheet.config).items():
         inside = section not in sheet.config
         lines += ["", f"{section}:"] if inside else [""]
         for key, one in value.items() if inside else [(section, value)]:
-            origin = sheet.origins[f"{section}.{key}" if inside else key]
+            origin = _comment(sheet.origins[f"{section}.{key}" if inside else key])
             written = write_yaml({key: one}).rstrip("\n").split("\n")
             written = [f"{'  ' * inside}{line}" for line in written]
             if len(written) == 1 and len(written[0]) + len(origin) < WIDTH:
-                lines.append(f"{written[0]}  # {origin}")
+                lines.append(f"{written[0]}  {origin}")
             else:
-                lines += [f"{'  ' * inside}# {origin}", *written]
+                lines += [f"{'  ' * inside}{origin}", *written]
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> str:
+    """A comment of one line, whatever the text of another's file holds."""
+    return f"# {printable(' '.join(text.split()))}"
 
 
 def _by_target(lines: Sequence[Line]) -> Iterator[tuple[str, str]]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import names as n
+from megatrain.config.document import read_yaml
 from megatrain.config.importing import shared
 from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
-from megatrain.config.importing.sources import KNOWN_ROLES, Found, put_sources, rows_in, turns
+from megatrain.config.importing.sources import (
+    KNOWN_ROLES,
+    Found,
+    put_sources,
+    read_json,
+    rows_in,
+    turns,
+)
 
 MARKS = (
     "stage finetuning_type template cutoff_len dataset_dir dataset val_size pref_beta pref_loss "
@@ -99,8 +106,8 @@ def _data(sheet: Sheet, method: str) -> None:
     info, folder = _info(sheet)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         given = sheet.get(name, [])
-        sets = given.split(",") if isinstance(given, str) else given
-        found = [one for each in sets for one in _set(sheet, name, each.strip(), info, folder)]
+        sets = given.split(",") if isinstance(given, str) else sheet.typed(name, list, [])
+        found = [one for each in sets for one in _set(sheet, name, str(each).strip(), info, folder)]
         weights = _weights(sheet, len(found)) if name == "dataset" else [None] * len(found)
         pairs = zip(found, weights, strict=True)
         ours = [Found(**{**vars(one), "weight": weight}) for one, weight in pairs]
@@ -112,12 +119,13 @@ def _data(sheet: Sheet, method: str) -> None:
 def _weights(sheet: Sheet, number: int) -> list[float | None]:
     strategy, shares = sheet.get("mix_strategy", "concat"), sheet.get("interleave_probs")
     if isinstance(shares, str):
-        shares = [float(share) for share in shares.split(",")]
+        shares = [read_yaml(share, "").value for share in shares.split(",")]
     if strategy == "concat" or number < 2:
         sheet.drop("sets follow each other", "mix_strategy", "interleave_probs")
         return [None] * number
-    if shares is not None and len(shares) != number:
-        sheet.refuse("interleave_probs", f"there are {number} files")
+    wrong = not isinstance(shares, list) or len(shares) != number
+    if shares is not None and (wrong or not all(isinstance(one, float | int) for one in shares)):
+        sheet.refuse("interleave_probs", f"must be {number} numbers, one for each set")
         shares = None
     names = ("mix_strategy", "interleave_probs")
     sheet.assume(f"mix_strategy: {strategy}: an epoch has as many rows as all sets together")
@@ -133,7 +141,7 @@ def _info(sheet: Sheet) -> tuple[dict[str, Any], Path]:
     folders = [named, *(above / named for above in (sheet.folder, *sheet.folder.parents))]
     for folder in [*folders, sheet.folder]:
         if (folder / INFO).is_file():
-            found = json.loads((folder / INFO).read_text(encoding="utf-8"))
+            found = read_json(folder / INFO)
             return (found if isinstance(found, dict) else {}), folder
     return {}, named
 
@@ -146,10 +154,13 @@ def _set(
     if not isinstance(entry, dict):
         sheet.refuse(name, f"{wanted} is not in {INFO}; name its folder (dataset_dir)")
         return
-    columns, form = entry.get("columns") or {}, str(entry.get("formatting", "alpaca"))
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    form = str(entry.get("formatting", "alpaca"))
+    if not isinstance(columns, dict) or not isinstance(tags, dict):
+        sheet.refuse(name, f"{wanted}: columns and tags must be mappings")
+        return
     if media := [kind for kind in MEDIA if columns.get(kind)]:
         sheet.refuse(name, f"{wanted} has {', '.join(media)}; only text can be trained on")
-    tags = entry.get("tags") or {}
     wrong = [tag for tag in tags if tag in TAGS and KNOWN_ROLES.get(tags[tag]) != ROLE_OF[tag]]
     found = _form(sheet, form, columns, tags, bool(entry.get("ranking")))
     if wrong or found is None:

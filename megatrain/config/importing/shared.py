@@ -180,13 +180,15 @@ def section(sheet: Sheet, method: str, names: dict[str, str]) -> None:
 
 def template(sheet: Sheet, name: str, value: Any, known: dict[str, str | None]) -> None:
     """A chat template by their name or as text. known: ours by theirs, None for the model's own."""
-    if isinstance(value, str) and "{%" in value:
+    if not isinstance(value, str):
+        sheet.refuse(name, "must be a template's name, its text or a file")
+    elif "{%" in value:
         sheet.files["chat_template.jinja"] = value
         sheet.put("data.chat_template", "chat_template.jinja", name)
     elif value in known:
         sheet.put("data.chat_template", known[value], name)
-    elif (sheet.folder / str(value)).is_file():
-        sheet.put("data.chat_template", str(sheet.folder / str(value)), name)
+    elif len(value) < 256 and (sheet.folder / value).is_file():
+        sheet.put("data.chat_template", str(sheet.folder / value), name)
     else:
         sheet.put("data.chat_template", None, name)
         sheet.assume(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from megatrain.config import names as n
 from megatrain.config.document import Located, plain
@@ -21,6 +21,8 @@ from megatrain.config.values import shown
 NOT_SET = "not set"
 NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})
+KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "a mapping"}
+T = TypeVar("T")
 OFF: tuple[object, ...] = (*EMPTY, False, 0, "no", "none")
 
 
@@ -61,6 +63,14 @@ class Sheet:
         """Their value; `default` where there is none, or null."""
         entry = self.given.get(name)
         return default if entry is None or entry.value is None else entry.value
+
+    def typed(self, name: str, kind: type[T], default: T) -> T:
+        """Their value if it is of this type; another is refused, and `default` is taken."""
+        value = self.get(name, default)
+        if isinstance(value, kind):
+            return value
+        self.refuse(name, f"must be {KINDS[kind]}, not {shown(value)}")
+        return default
 
     def count(self, name: str, default: int) -> int:
         """Their whole number of at least 1, else `default`; another value is refused."""

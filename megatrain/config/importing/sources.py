@@ -10,7 +10,9 @@ from typing import Any
 
 from megatrain.config.importing.sheet import Sheet
 from megatrain.data.messages import ROLES, SHAREGPT_ROLES
+from megatrain.errors import ConfigError
 
+LARGE = 2**28  # bytes of a file whose rows are not counted
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in the place of a path
 KNOWN_ROLES = {**ROLES, **SHAREGPT_ROLES}
 TURNS = (("role", "content"), ("from", "value"))
@@ -61,7 +63,7 @@ def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any], config: str = "nam
     at: how the names of these keys begin.
     """
     path, split, files = str(given.get("path") or ""), given.get("split"), given.get("data_files")
-    files = [files] if isinstance(files, str) else list(files or [])
+    files = [] if files is None else files if isinstance(files, list) else [files]
     if path in LOADERS or (not path and files):
         paths = [str(file) for file in files]
     elif files and Path(path).is_dir():
@@ -91,10 +93,18 @@ def turns(field: str, role: str, content: str) -> tuple[str, dict[str, str]] | N
 
 
 def rows_in(path: Path) -> int | None:
-    """Number of rows of a small json or jsonl file; None for others."""
+    """Number of rows of a json or jsonl file that is not large; None for others."""
+    if path.suffix not in (".json", ".jsonl") or path.stat().st_size > LARGE:
+        return None
     if path.suffix == ".jsonl":
         return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return len(rows) if isinstance(rows, list) else None
-    return None
+    rows = read_json(path)
+    return len(rows) if isinstance(rows, list) else None
+
+
+def read_json(path: Path) -> object:
+    """What a file holds. Raises ConfigError for one that is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None

@@ -111,7 +111,9 @@ def _data(sheet: Sheet, method: str) -> None:
                 put_sources(sheet, key, found, "dataset_name", "dataset_config", name)
     mixture = sheet.get("dataset_mixture")
     if isinstance(mixture, dict):
-        found = [one for entry in mixture.get("datasets", []) for one in _entry(sheet, entry)]
+        entries = mixture.get("datasets")
+        entries = [one for one in entries if isinstance(one, dict)] if entries else []
+        found = [one for entry in entries for one in _entry(sheet, entry)]
         put_sources(sheet, "data.train", found, "dataset_mixture")
         size = mixture.get("test_split_size")
         sheet.put("data.eval", None if off else size, "dataset_mixture")
