@@ -95,7 +95,12 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "method", "reward"),
     ("llama-factory", {"max_samples": 3}, "data.train", None),
     ("llama-factory", {"train_from_scratch": True}, "model.init", "random"),
-    ("llama-factory", {"pure_bf16": True, "bf16": False}, "precision", "float32"),
+    ("llama-factory", {"pure_bf16": True, "bf16": False}, "precision", "bfloat16"),
+    ("llama-factory", {}, "precision", "float32"),
+    ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "data.truncation_mode", "keep_start"),
+    ("trl", {"max_grad_norm": 0}, "train.max_grad_norm", None),
+    ("trl", {"model_revision": "v1"}, "model.revision", "v1"),
+    ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo"}, "simpo.beta", 0.1),
     ("llama-factory", {"fp8": True, "bf16": True}, "precision", "fp8"),
     ("llama-factory", {"report_to": ["wandb", "mlflow"]}, "track", ["wandb"]),
     ("trl", {}, "train.rows_per_step", 2),
@@ -196,6 +201,15 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "freeze_language_model",
         "is what is trained",
     ),
+    ("trl", {"chat_template_path": "org/other"}, "chat_template_path", "save it as a file"),
+    ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy", "as wholes"),
+    (
+        "trl",
+        {"dataset_name": "sets/ours.json", "dataset_train_split": "train[:2]"},
+        "dataset_train_split",
+        "a file has no splits",
+    ),
+    ("trl", {"num_generations": 8}, "num_generations", "grpo"),
     ("trl", {"use_peft": True}, "use_peft", "no adapters"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
@@ -234,6 +248,8 @@ HARMLESS: Given = {
     "label_smoothing_factor": 0.0,
     "use_liger_kernel": True,
     "load_in_8bit": False,
+    "save_total_limit": 0,
+    "revision": "main",
 }
 
 

@@ -25,7 +25,12 @@ MARKS = (
 )
 METHODS = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 OF_LOSS = {"orpo": "orpo", "simpo": "simpo"}
-TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "alpaca": "alpaca", "phi": "phi3"}
+TEMPLATES: dict[str, str | None] = {
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "alpaca": "alpaca",
+    "phi": "phi3",
+}
 INFO = "dataset_info.json"
 OF_V1 = (
     *("model", "train_dataset", "model_class", "dist_config", "peft_config", "kernel_config"),
@@ -68,7 +73,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     shared.learning_rate(sheet, 5e-5)
     shared.schedule(sheet, "lr_scheduler_type", "linear")
     shared.optimizer(sheet, "optim")
-    shared.precision(sheet)
+    shared.precision(sheet, default="float32")
     shared.trackers(sheet)
     sheet.put("train.seed", sheet.get("seed", 42), "seed")
     shared.how_often(sheet, "eval", ("eval_strategy", "evaluation_strategy"), None)
@@ -97,8 +102,10 @@ def _data(sheet: Sheet, method: str) -> None:
     if method == "sft":
         every = bool(sheet.get("train_on_prompt"))
         sheet.put("data.train_on", "all" if every else "assistant", "train_on_prompt")
+    if method == "reward":  # ours drops long rows unless it is told
+        sheet.put("data.truncation_mode", "keep_start")
     if (name := sheet.get("template")) is not None and method != "pretrain":
-        shared.template(sheet, "template", name, dict(TEMPLATES))
+        shared.template(sheet, "template", name, TEMPLATES)
     size = sheet.get("val_size", 0)
     if sheet.get("eval_dataset") is None:
         share = int(size) if isinstance(size, float) and size >= 1 else size

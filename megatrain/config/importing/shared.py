@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import names as n
@@ -118,8 +119,8 @@ def optimizer(sheet: Sheet, name: str) -> None:
         sheet.drop("lion has no epsilon", "adam_epsilon")
 
 
-def precision(sheet: Sheet) -> None:
-    """bf16 and fp8; the type that weights are read in does not count."""
+def precision(sheet: Sheet, default: str | None = None) -> None:
+    """bf16 and fp8; the type that weights are read in does not count. default: None is auto."""
     bf16, types = sheet.get("bf16"), ("dtype", "torch_dtype", "pure_bf16", "bfloat16")
     halves = [name for name in ("fp16", "float16", "half") if sheet.get(name)]
     if sheet.get("fp8"):
@@ -129,6 +130,12 @@ def precision(sheet: Sheet) -> None:
         sheet.drop(n.REFUSED["fp16"].reason, *halves)
         sheet.drop(f"{halves[0]} goes before", "bf16")
         sheet.assume(f"{halves[0]}: computed in bfloat16, or in float32 where that is slow")
+    elif sheet.get("pure_bf16"):
+        sheet.put("precision", "bfloat16", "pure_bf16")
+        sheet.assume("pure_bf16: weights and moments are fp32 here, the computing is bf16")
+        sheet.drop("pure_bf16 goes before", "bf16")
+    elif default is not None and bf16 is None:
+        sheet.put("precision", default)
     elif bf16 is not None:
         to("precision", n.ALIASES["bf16"].convert)(sheet, "bf16", bf16)
     sheet.drop(_BF16, *types)
@@ -178,23 +185,31 @@ def section(sheet: Sheet, method: str, names: dict[str, str]) -> None:
             sheet.drop(_ONE_METHOD, theirs)
 
 
-def template(sheet: Sheet, name: str, value: Any, known: dict[str, str | None]) -> None:
-    """A chat template by their name or as text. known: ours by theirs, None for the model's own."""
+def template(
+    sheet: Sheet, name: str, value: Any, known: Mapping[str, str | None], own: bool = True
+) -> None:
+    """A chat template by their name, as text or of a file.
+
+    known: ours by theirs, None for the model's own, which other names are taken for if `own`.
+    """
     if not isinstance(value, str):
         sheet.refuse(name, "must be a template's name, its text or a file")
-    elif "{%" in value:
+        return
+    files = [] if len(value) > 255 else [Path(value), sheet.folder / value]
+    found = next((str(file) for file in files if file.is_file()), None)
+    if "{%" in value:
         sheet.files["chat_template.jinja"] = value
         sheet.put("data.chat_template", "chat_template.jinja", name)
-    elif value in known:
-        sheet.put("data.chat_template", known[value], name)
-    elif len(value) < 256 and (sheet.folder / value).is_file():
-        sheet.put("data.chat_template", str(sheet.folder / value), name)
-    else:
+    elif value in known or found:
+        sheet.put("data.chat_template", known.get(value, found), name)
+    elif own:
         sheet.put("data.chat_template", None, name)
         sheet.assume(
             f"{name}: {value}: the model's own chat template is used, which may differ from "
             f"{sheet.trainer}'s in its system prompt or in white space; `megatrain data` shows it"
         )
+    else:
+        sheet.refuse(name, "another model's; save it as a file and name that")
 
 
 # Names of transformers' TrainingArguments and of TRL's own that do not change what is learnt here.
@@ -233,10 +248,17 @@ TABLE: Rules = {
     ),
     **n.of_each(
         "dataloader_* dataset_kwargs dataset_batch_size pad_to_multiple_of padding_free pad_token "
-        "padding_value eval_packing packing_strategy average_tokens_across_devices",
+        "padding_value eval_packing average_tokens_across_devices",
         nothing(_LOADER),
     ),
     **n.of_each("data_seed train_sampling_strategy shuffle_dataset", nothing(_DATES)),
+    "max_grad_norm": to("train.max_grad_norm", lambda norm: None if norm == 0 else norm),
+    "save_total_limit": to("checkpoint.keep", lambda kept: kept or n.NOTHING),
+    "dataset_text_field": to("data.text_field", lambda name: n.NOTHING if name == "text" else name),
+    **n.of_each(
+        "model_revision revision",
+        to("model.revision", lambda name: n.NOTHING if name == "main" else name),
+    ),
     "precompute_ref_log_probs": nothing("the reference is always computed before the first step"),
     "precompute_ref_batch_size": nothing("the planner sizes micro-batches"),
     "disable_dropout": nothing("dropout of the model's configuration holds, which is mostly 0"),

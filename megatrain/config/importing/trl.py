@@ -63,6 +63,8 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         sheet.drop("the loss of the method", "loss_type")
     if sheet.get("simpo_gamma") is not None and method == "cpo":
         sheet.drop("of loss_type: simpo alone", "simpo_gamma")
+    if method == "simpo" and sheet.get("beta") is None:
+        sheet.put("simpo.beta", 0.1)
     shared.section(sheet, method, {name: name for name in names.split()})
     sheet.finish(TABLE)
 
@@ -95,7 +97,7 @@ def _data(sheet: Sheet, method: str) -> None:
         sheet.put("data.truncation_mode", sheet.get("truncation_mode"), "truncation_mode")
     for name in ("chat_template", "chat_template_path"):
         if (value := sheet.get(name)) is not None:
-            shared.template(sheet, name, value, {})
+            shared.template(sheet, name, value, {}, own=False)
     strategy = sheet.get("eval_strategy", sheet.get("evaluation_strategy", "no"))
     off = strategy in ("no", False)
     path, config = sheet.get("dataset_name"), sheet.get("dataset_config")
@@ -107,7 +109,7 @@ def _data(sheet: Sheet, method: str) -> None:
         ):
             if key == "data.train" or not off:
                 given["split"] = sheet.get(name, split)
-                found = paths_of(sheet, "dataset_", given)
+                found = paths_of(sheet, name.removesuffix("split"), given)
                 put_sources(sheet, key, found, "dataset_name", "dataset_config", name)
     mixture = sheet.get("dataset_mixture")
     if isinstance(mixture, dict):
@@ -151,6 +153,12 @@ def _eos_token(sheet: Sheet, name: str, value: Any) -> None:
 TABLE: Rules = {
     **shared.TABLE,
     "eos_token": _eos_token,
+    **n.of_each(
+        "num_generations reward_funcs reward_weights use_vllm vllm_* teacher_model_name_or_path "
+        "reward_model_path sft_model_path num_ppo_epochs kl_coef",
+        never("of a method that is not built (grpo, rloo, ppo, distillation)"),
+    ),
+    "packing_strategy": never("rows are packed as wholes", "bfd", "ffd"),
     "model_init_kwargs": never("name what it says in the model's folder"),
     "max_prompt_length": nothing("rows are cut as wholes (data.truncation_mode)"),
     "max_completion_length": nothing("rows are cut as wholes (data.truncation_mode)"),
