@@ -1,5 +1,6 @@
 # `make goldens`: the working tree against the commit named in benchmarks/goldens.py, bit for bit.
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
+# `make adaptation`: takes that model through pretrain, sft and dpo to the spelling of 1623, and measures each stage.
 # `make test`: lint, types and the whole test suite.   `make lint`: the first two.
 # `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours; writes docs/reliability.md.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
@@ -19,7 +20,7 @@ DEMO_RUN ?= runs/demo
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint format goldens campaign clean
+.PHONY: demo adaptation test lint format goldens campaign clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -49,6 +50,10 @@ demo: $(STAMP)
 	rm -rf $(DEMO_RUN)
 	$(BIN)/megatrain train examples/demo/config.yaml output=$(DEMO_RUN)
 	$(BIN)/python examples/demo/check.py $(DEMO_RUN)
+
+adaptation: $(STAMP)
+	rm -rf runs/adaptation
+	$(BIN)/python -m examples.adaptation.adapt
 
 goldens: $(STAMP)
 	$(BIN)/python -m benchmarks.goldens

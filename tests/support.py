@@ -20,6 +20,7 @@ from megatrain.models import plain
 from megatrain.models.names import Published
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
+from megatrain.world import ALONE, World
 
 VOCABULARY = 97
 PAD = 0
@@ -257,6 +258,7 @@ def engine_of(
     *,
     weights: nn.Module | None = None,
     settings: Settings | None = None,
+    world: World = ALONE,
     **options: Any,
 ) -> Engine:
     """A float32 CPU engine with clipping and weight decay, unless told otherwise.
@@ -276,7 +278,7 @@ def engine_of(
     }
     settings = settings or Settings(head_chunk_tokens=7)
     prepared = prepare(config, settings=settings, weights=Weights(None), **options)
-    engine = Engine(**prepared.arguments())
+    engine = Engine(**prepared.arguments(), world=world)
     if weights is None:
         weights = drawn(Drawn(f"{type(config).__name__} {config.to_dict()}", config))
     copy_weights(weights, engine)

@@ -130,6 +130,16 @@ def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(confi
     assert losses[2] < losses[0]
 
 
+def test_an_engine_may_be_planned_for_another_loss(config_folder):
+    keys: dict[str, Any] = {**PLANNED, "precision": "float32"}
+    plan = mt.plan(config_folder, **keys, method="dpo")
+    with Engine.from_config(config_folder, **keys, loss=mt.losses.Dpo()) as engine:
+        assert engine.plan is not None
+        assert engine.plan.choices == plan.choices
+        job = engine.plan.job
+        assert (job.head_twice, job.refers, job.least_tokens) == (True, True, 32)
+
+
 def test_without_a_step_s_size_everything_is_streamed_and_that_is_said(caplog):
     with caplog.at_level(logging.WARNING), Engine.from_config(tiny_config("llama")) as engine:
         assert (engine.settings.resident, engine.settings.retained) == (0, 0)
@@ -196,6 +206,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "memory size": (lambda: make(LLAMA, **PLANNED, memory={"host": "much"}), "host must be a size"),
     "memory beside settings": (lambda: given(memory={"host": "1GiB"}), "are for settings='auto'"),
     "size beside settings": (lambda: given(**PLANNED), "are for settings='auto'"),
+    "loss beside settings": (lambda: given(loss=mt.losses.Dpo()), "are for settings='auto'"),
+    "loss": (lambda: make(LLAMA, **PLANNED, loss="dpo"), "loss: 'dpo' is none"),
     "plan cores alone": (lambda: plan("tiny", cores=4), "and --cores to them"),
     "model": (lambda: make({"model_type": "llama"}), "config: dict is neither"),
     "plan key": (lambda: plan("tiny", optimiser={"name": "lion"}), "did you mean optimizer"),

@@ -32,6 +32,7 @@ FUNCTION_LINES = 60
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "cuda", "durable", "heartbeat", "methods", "schedule", "version"),
     ("losses",),
+    ("world",),
     ("settings", "data", "machine", "memory"),
     ("config", "models", "optim"),
     ("planner/cost", "reporting", "storage"),

@@ -186,21 +186,43 @@ class Loader:
         if self.epochs is None:
             assert self.max_steps is not None
             return self.max_steps
-        position = self._position
+        total = self._position.step
+        for _, _, after in self._stretches(self._position):
+            total = after.step
+        return total
+
+    def rows_to_come(self, *, from_start: bool = False) -> IndexArray:
+        """Numbers of the rows that the run trains on from its position, or its start, to its end,
+        ascending."""
+        found = [np.arange(0)]
+        for begins, stop, _ in self._stretches(Position() if from_start else self._position):
+            found.append(self._order(begins.epoch)[0][begins.index : stop])
+            if len(found[-1]) == len(self.rows):
+                break  # no further epoch has others
+        return np.unique(np.concatenate(found))
+
+    def _stretches(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
+        """(where it begins, one past its last row, the position after it) of what is trained on of
+        each epoch from `position` on."""
         while not self._ended(position):
             left = None if self.max_steps is None else self.max_steps - position.step
             stops = list(islice(self._step_ends(position), left))
-            position = self._after(position, len(stops), stops[-1])
-        return position.step
+            begins, position = position, self._after(position, len(stops), stops[-1])
+            yield begins, stops[-1], position
 
     def batches_of(
-        self, rows: Rows, limit: int | None = None, references: ReferenceArray | None = None
+        self,
+        rows: Rows,
+        limit: int | None = None,
+        references: ReferenceArray | None = None,
+        chosen: IndexArray | None = None,
     ) -> Iterator[MicroBatch]:
         """`held_out_batches` of any rows, in micro-batches like those that are trained on."""
         return held_out_batches(
             *(rows, self.micro_batch_tokens, self.pad_id, limit, self.pack_to, self.regimes),
             references=references,
             prompts_too=self.prompts_too,
+            chosen=chosen,
         )
 
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
@@ -333,15 +355,17 @@ def held_out_batches(
     *,
     references: ReferenceArray | None = None,
     prompts_too: bool = False,
+    chosen: IndexArray | None = None,
 ) -> Iterator[MicroBatch]:
     """Micro-batches over all rows once, or over the first `limit`, always in the same order.
 
-    references, prompts_too: as in `Loader`.
+    references, prompts_too: as in `Loader`. chosen: numbers of the rows, in place of `limit`.
 
     Raises DataError for a row that fits none.
     """
     check_longest(rows, micro_batch_tokens, pack_to)
-    chosen = np.arange(len(rows) if limit is None else min(limit, len(rows)))
+    if chosen is None:
+        chosen = np.arange(len(rows))[:limit]
     return micro_batches(
         *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes),
         *(references, prompts_too),

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.engine.objective import AnyLoss
 from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import Machine, Resolved, Weights, make_job, resolve, room_on_drives
 from megatrain.engine.routing import coefficient_of
 from megatrain.errors import ConfigError, PlanError
+from megatrain.losses import next_token
 from megatrain.machine.hardware import (
     bf16_is_fast,
     bound_heap,
@@ -35,13 +37,15 @@ from megatrain.optim import AdamW, Optimizer
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.settings import Settings
 from megatrain.storage.manifest import check_description
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 
 PLAN_NEEDS = "settings='auto': a plan needs both tokens_per_step and seq_len"
 ROOM_FOR_HOLES = 2  # of a plan: its budget then takes what malloc leaves unused
 NO_PLAN = (
-    "tokens_per_step, seq_len and memory are for settings='auto'; your settings say what lies where"
+    "tokens_per_step, seq_len, loss and memory are for settings='auto'; your settings say what "
+    "lies where"
 )
 
 
@@ -121,6 +125,7 @@ def prepare(
     seed: int = 0,
     tokens_per_step: int | None = None,
     seq_len: int | None = None,
+    loss: AnyLoss = next_token,
     settings: Settings | Literal["auto"] = "auto",
     memory: Mapping[str, Any] | None = None,
     freeze: Sequence[str] = (),
@@ -130,17 +135,14 @@ def prepare(
 
     Args and errors: as `Engine.from_pretrained`.
     """
-    _check_types(optimizer, settings, seed, max_grad_norm)
+    _check_types(optimizer, loss, settings, seed, max_grad_norm)
     where = choose_device(str(device))
     chosen = choose_precision(precision, where)
     skeleton = _skeleton(config, attention, chosen, weights, freeze)
     optimizer = optimizer or AdamW()
     coefficient = coefficient_of(skeleton, router_aux_loss_coef)
     if settings == "auto" and tokens_per_step is not None and seq_len is not None:
-        for name, value in (("tokens_per_step", tokens_per_step), ("seq_len", seq_len)):
-            if type(value) is not int or value < 1:
-                wanted = "give a whole number of at least 1"
-                raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
+        _check_sizes(tokens_per_step=tokens_per_step, seq_len=seq_len)
         gpu_limit, host_limit, nvme_folders = _tiers(memory)
         keep_caches_small()
         check_positions(skeleton, seq_len, "seq_len")
@@ -158,9 +160,10 @@ def prepare(
             attention=attention,
             nvme_folders=nvme_folders,
             gpu_limit=gpu_limit,
+            loss=loss,
         )
         return prepare_planned(_plan(resolved, tokens_per_step, host_limit))
-    if memory or tokens_per_step or seq_len:
+    if memory or tokens_per_step or seq_len or loss is not next_token:
         raise ConfigError(PLAN_NEEDS if settings == "auto" else NO_PLAN)
     if settings == "auto":
         logger.warning(
@@ -264,6 +267,25 @@ def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
         )
 
 
+def check_world(
+    world: World, skeleton: Skeleton, optimizer: Optimizer, settings: Settings, *, balanced: bool
+) -> None:
+    """Raise ConfigError for what is not built for several ranks."""
+    if world.is_alone:
+        return
+    blocks = len(skeleton.anatomy.blocks)
+    travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
+    refused = {
+        "sums that wait in host RAM (set sums_on_device: ALL)": travel,
+        "settings.nvme_blocks": settings.nvme_blocks,
+        "frozen tensors": skeleton.anatomy.frozen,
+        f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
+        "balanced routers (set router_aux_loss_coef: 0)": balanced,
+    }
+    if found := [what for what, there in refused.items() if there]:
+        raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")
+
+
 def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     """Let PyTorch take no more than `gpu_limit` bytes of the GPU; None: all of it."""
     gpu, hardware = machine.hardware.gpu, machine.hardware
@@ -316,13 +338,24 @@ def _tiers(memory: Mapping[str, Any] | None) -> tuple[int | None, int | None, tu
     return sizes["gpu"], sizes["host"], tuple(Path(expanduser(folder)) for folder in folders)
 
 
-def _check_types(optimizer: object, settings: object, seed: object, max_grad_norm: object) -> None:
+def _check_sizes(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            wanted = "give a whole number of at least 1"
+            raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
+
+
+def _check_types(
+    optimizer: object, loss: object, settings: object, seed: object, max_grad_norm: object
+) -> None:
     known = isinstance(optimizer, Optimizer) and not isinstance(optimizer, type)
     if optimizer is not None and not known:
         raise ConfigError(
             f"optimizer: {optimizer!r} is none; give one such as mt.AdamW(lr=1e-5), or None for "
             "AdamW"
         )
+    if not callable(loss) or isinstance(loss, type):
+        raise ConfigError(f"loss: {loss!r} is none; give one such as mt.losses.Dpo()")
     if not isinstance(settings, Settings) and settings != "auto":
         raise ConfigError(f"settings: {settings!r} is neither 'auto' nor an mt.Settings")
     if type(seed) is not int:

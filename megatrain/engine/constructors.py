@@ -12,7 +12,9 @@ import torch
 
 from megatrain.engine.build import Prepared, prepare, prepare_planned, read_config
 from megatrain.engine.masters import write_master
+from megatrain.engine.objective import AnyLoss
 from megatrain.engine.resolved import Weights
+from megatrain.losses import next_token
 from megatrain.memory.store import Store
 from megatrain.models.classifiers import is_classifier
 from megatrain.models.initialize import initialize, new_head
@@ -59,6 +61,7 @@ class Constructors(ABC):
         seed: int = 0,
         tokens_per_step: int | None = None,
         seq_len: int | None = None,
+        loss: AnyLoss = next_token,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
@@ -71,19 +74,17 @@ class Constructors(ABC):
             optimizer: default: AdamW with its own defaults.
             precision: "auto" is bfloat16 where the hardware is fast at it, else float32.
             attention: "auto" is the fastest that honours the family's masks and softcaps.
-            router_aux_loss_coef: weight of the routers' balancing loss in what is trained; "auto":
-                0.001 for a mixture for which transformers has that loss, else 0.
+            router_aux_loss_coef: weight of the routers' balancing loss; "auto": 0.001 for a mixture
+                for which transformers has that loss, else 0.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            tokens_per_step, seq_len: tokens of a step and of its rows, which are planned as full.
-            settings: "auto" plans as the command line does, if the two above are given (`plan`
-                says what); else everything is streamed. An mt.Settings is taken at its word.
+            tokens_per_step, seq_len, loss: that a step is planned for; rows are taken to be full.
+            settings: "auto" plans as the command line does, if these are given, else streams all.
             memory: gpu, host (sizes such as "80GiB") and nvme (folders), as in the config.
             freeze: tensors that are not trained, by their names in the source, with wildcards.
 
         Raises:
             ConfigError: an argument is out of range or cannot be had here.
-            ModelError: the model is broken, or its family cannot be streamed.
-            StorageError: a file of it cannot be read, or fails the checksum that it has.
+            ModelError, StorageError: the model is broken, or its family cannot be streamed.
             PlanError, OutOfMemory: it does not fit, as planned or nevertheless.
         """
         found = resolve_source(source, revision)
@@ -99,6 +100,7 @@ class Constructors(ABC):
             seed=seed,
             tokens_per_step=tokens_per_step,
             seq_len=seq_len,
+            loss=loss,
             settings=settings,
             memory=memory,
             freeze=freeze,
@@ -120,6 +122,7 @@ class Constructors(ABC):
         seed: int = 0,
         tokens_per_step: int | None = None,
         seq_len: int | None = None,
+        loss: AnyLoss = next_token,
         settings: Settings | Literal["auto"] = "auto",
         memory: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
@@ -142,6 +145,7 @@ class Constructors(ABC):
             seed=seed,
             tokens_per_step=tokens_per_step,
             seq_len=seq_len,
+            loss=loss,
             settings=settings,
             memory=memory,
             freeze=freeze,

@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 
 from megatrain.engine.batches import Batch, objective_of
-from megatrain.engine.build import check_settings
+from megatrain.engine.build import check_settings, check_world
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients
-from megatrain.engine.objective import AnyLoss
+from megatrain.engine.objective import AnyLoss, agreed, over_ranks
 from megatrain.engine.parts import open_parts
 from megatrain.engine.reading import Reading
 from megatrain.engine.results import EvalResult, StepResult
@@ -33,6 +33,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
 from megatrain.settings import Settings
+from megatrain.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Engine(Reading, Constructors):
         settings: what the planner chooses, or the caller.
         router_aux_loss_coef: weight of the routers' balancing loss (engine/routing.py); 0: none.
         seed: of dropout and of random initialisation.
+        world: the ranks that train together. Each gives `train_step` micro-batches of its own, or
+            none, and all call the same methods in the same order.
 
     Attributes:
         parts: memory, threads and buffers, for tests.
@@ -74,15 +77,17 @@ class Engine(Reading, Constructors):
         settings: Settings,
         router_aux_loss_coef: float = 0.0,
         seed: int = 0,
+        world: World = ALONE,
     ) -> None:
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
         self.published, self.constants = self.anatomy.published.tensors, skeleton.constants
         self.optimizer, self.precision = optimizer, precision
         self.max_grad_norm, self.device = max_grad_norm, device
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self.world = settings, seed, world
         self.updates = self.skipped = self._targets = 0
         check_settings(settings, max_grad_norm)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
+        check_world(world, skeleton, optimizer, settings, balanced=balancer is not None)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
@@ -103,6 +108,7 @@ class Engine(Reading, Constructors):
                 settings=settings,
                 seed=seed,
                 balancer=balancer,
+                world=world,
                 resources=resources,
             )
             self.store = self.parts.store
@@ -142,12 +148,14 @@ class Engine(Reading, Constructors):
         if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
-        objective = objective_of(micro_batches, loss, self.anatomy)
-        if objective.whole_step and self.settings.groups > 1:
-            raise ConfigError(
-                f"groups: {type(loss).__name__} is computed over a whole step, so set 1, not "
-                f"{self.settings.groups}"
-            )
+        objective = agreed(objective_of(micro_batches, loss, self.anatomy), self.world)
+        several = {"groups": self.settings.groups, "ranks": self.world.size}
+        for name, number in several.items():
+            if objective.whole_step and number > 1:
+                raise ConfigError(
+                    f"{name}: {type(loss).__name__} is computed over a whole step, so set 1, not "
+                    f"{number}"
+                )
         parts.sink.begin_step()
         self._targets = objective.target_tokens
         if objective.is_empty:
@@ -295,11 +303,11 @@ class Engine(Reading, Constructors):
     def evaluate(self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token) -> EvalResult:
         """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
-        objective = objective_of(micro_batches, loss, self.anatomy)
+        objective = agreed(objective_of(micro_batches, loss, self.anatomy), self.world)
         if objective.is_empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
-            found = self.parts.passes.evaluate(micro_batches, objective)
+            found = over_ranks(self.parts.passes.evaluate(micro_batches, objective), self.world)
             result = objective.result(found)
         self.parts.compute.take_stalls()
         return result
@@ -312,7 +320,8 @@ class Engine(Reading, Constructors):
         """
         for block, tensors in enumerate(self.published):
             self.wait_ready(block)
-            weights = self.store.lasting("weight", block)
+            shares = self.world.every(self.store.lasting("weight", block))
+            weights = shares[0] if self.world.is_alone else torch.cat(shares)
             yield from ((tensor.name, tensor.view(weights)) for tensor in tensors)
             yield from self.constants.of_block(block)
 
@@ -324,6 +333,9 @@ class Engine(Reading, Constructors):
         StorageError.
         """
         from megatrain.storage.export import describe_source, save_pretrained
+
+        if not self.world.is_alone:
+            raise ConfigError(f"{self.world.size} ranks cannot save yet: take iter_weights")
 
         save_pretrained(self, folder, *describe_source(self.source, self.trust_remote_code))
 

@@ -19,6 +19,7 @@ from megatrain.losses import IGNORE, SequenceLoss, Tally, Targets
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import Settings
+from megatrain.world import ALONE, World
 
 
 class ForwardPasses:
@@ -43,7 +44,9 @@ class ForwardPasses:
         settings: Settings,
         seed: int,
         balancer: Balancer | None = None,
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.skeleton, self.streamer, self.boundaries = skeleton, streamer, boundaries
         self.settings, self.seed, self.balancer = settings, seed, balancer
         self.device, self.step = streamer.compute.device, 0
@@ -139,7 +142,7 @@ class ForwardPasses:
         return [
             prepare(
                 batch,
-                number,
+                self.world.number(number),
                 self.device,
                 loss=loss,
                 pad_id=pad_id,

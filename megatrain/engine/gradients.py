@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.engine.exchange import Exchange
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
@@ -93,6 +94,7 @@ class Gradients:
         sink: receives the finished gradients.
         host_sums: returns a block's fp32 array on the host, if accumulators wait there between
             groups.
+        exchange: of several ranks, each of which gets its share of the sum over all.
     """
 
     def __init__(
@@ -107,16 +109,25 @@ class Gradients:
         download: Lane,
         sink: GradientSink,
         host_sums: Callable[[int], torch.Tensor] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.layouts, self.resident = layouts, resident
         self.compute, self.upload, self.download = compute, upload, download
         self.sink, self.host_sums = sink, host_sums
+        self.exchange = exchange
+        self._exchanged: Event | None = None  # the last share of the step
         device, pinned = compute.device, compute.is_cuda
-        self._own = {b: Buffer(torch.zeros(layouts[b].numel, device=device)) for b in own}
-        passing = [layout.numel for block, layout in enumerate(layouts) if block not in self._own]
-        sizes = sum_buffers(passing, travel=host_sums is not None)
+        numels = [layout.numel for layout in layouts]
+        largest = max(numels)
+        if exchange is not None:
+            numels = [exchange.padded(block) for block in range(len(layouts))]
+            largest = max(exchange.shares)
+        self._own = {b: Buffer(torch.zeros(numels[b], device=device)) for b in own}
+        passing = [numel for block, numel in enumerate(numels) if block not in self._own]
+        # one is added to while another travels: to the host and back, or to other ranks
+        travel = host_sums is not None or exchange is not None
+        sizes = sum_buffers(passing, travel)
         self._ring = [Buffer(torch.zeros(size, device=device)) for size in sizes]
-        largest = max(layout.numel for layout in layouts)
         self._staging = [
             Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(GRADIENT_STAGES)
         ]
@@ -198,7 +209,9 @@ class Gradients:
             open_sum.fill()
         buffer = self._open.pop(block).buffer
         flat = buffer.flat[: self.layouts[block].numel]
-        if last_group and self._only_measured:
+        if last_group and self.exchange is not None:
+            self._share_out(block, buffer, self.exchange)
+        elif last_group and self._only_measured:
             self._square_sums[block] = square_sum(self._rounded(block, flat))
         elif last_group:
             self.sink.take(self._finish(block, flat, buffer))
@@ -222,6 +235,36 @@ class Gradients:
         self._staging[block % GRADIENT_STAGES].free = landed
         return Gradient(block, target, landed, scalar)
 
+    def _share_out(self, block: int, buffer: Buffer, exchange: Exchange) -> None:
+        """Give every rank its share of the sum over all; measure, and send this rank's on its way.
+
+        The sum of squares is of the whole gradient, the same on every rank and as of one alone.
+        """
+        ready, lane, numel = self.compute.record(), exchange.lane, self.layouts[block].numel
+        total, square = buffer.flat[: exchange.padded(block)], self._square_sums[block : block + 1]
+        staging, span = self._staging[block % GRADIENT_STAGES], exchange.span(block)
+        mine, free = staging.flat[: span.numel], staging.free
+
+        def job(_: Event) -> None:
+            lane.wait(ready)  # wait: the sum must have been computed
+            lane.wait(free)  # wait: an earlier gradient still leaves this buffer
+            mine.copy_(exchange.summed(total)[: span.numel])
+            norms = exchange.all_norms(row_norms(mine), block)
+            square.copy_(sum_of_squares(norms[: numel // BLOCK_ALIGNMENT]))
+
+        self._exchanged = buffer.free = staging.free = shared = lane.submit(job)
+        if self._only_measured:
+            return
+        target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]
+        if target is None:  # a resident block that is updated at once, on the stream that computes
+            self.compute.wait(shared, "download")
+            self.sink.take(Gradient(block, mine, shared, scalar))
+            staging.free = self.compute.record()
+            return
+        landed = self._send((mine, target), (square, scalar), after=shared)
+        staging.free = landed
+        self.sink.take(Gradient(block, target, landed, scalar))
+
     def _rounded(self, block: int, total: torch.Tensor) -> torch.Tensor:
         """`total` in the gradients' dtype, in a staging buffer."""
         staging = self._staging[block % GRADIENT_STAGES]
@@ -229,9 +272,11 @@ class Gradients:
         self.compute.wait(staging.free, "download")
         return staging.flat[: total.numel()].copy_(total)
 
-    def _send(self, *copies: tuple[torch.Tensor, torch.Tensor]) -> Event:
-        """Download what was computed so far, each (source, target)."""
-        ready = self.compute.record()
+    def _send(
+        self, *copies: tuple[torch.Tensor, torch.Tensor], after: Event | None = None
+    ) -> Event:
+        """Download what was computed so far, or is there after an event, each (source, target)."""
+        ready = after or self.compute.record()
 
         def job(_: Event) -> None:
             self.download.wait(ready)  # wait: the gradient must have been computed
@@ -247,6 +292,8 @@ class Gradients:
         """
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before any update
+        # wait: all ranks' shares are being measured, and those of resident blocks sent
+        self.compute.wait(self._exchanged, "download")
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
         self.compute.synchronize()  # wait: the sums of squares must have been computed
         return float(self._square_sums_host.double().sum().sqrt())
@@ -257,6 +304,16 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 
     Rows first, so that no long chain of additions loses digits.
     """
+    return sum_of_squares(row_norms(flat))
+
+
+def row_norms(flat: torch.Tensor) -> torch.Tensor:
+    """The fp32 norm of every BLOCK_ALIGNMENT elements."""
     rows = flat.view(-1, BLOCK_ALIGNMENT)
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms
+
+
+def sum_of_squares(norms: torch.Tensor) -> torch.Tensor:
+    """Of all rows, from their norms."""
     return norms.double().square().sum().float()

@@ -9,8 +9,9 @@ from megatrain.optim.split import CHUNK, split_master
 
 
 def write_master(store: Store, block: int, master: torch.Tensor) -> None:
-    """Set a block's weights from flat fp32 values [numel] on any device; frozen ones have no
-    remainder."""
+    """Set a block's weights from flat fp32 values [numel] on any device, of which a rank keeps its
+    share; frozen ones have no remainder."""
+    master = master[slice(*store.spans[block])]
     names = [name for name in ("weight", "remainder") if name in store.arrays]
     with store.lease(block, names, changes=True) as arrays:
         if "remainder" not in arrays:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
 from megatrain.losses.tally import TARGETS
 from megatrain.losses.targets import rows_of, together
 from megatrain.losses.tokens import weighted
+from megatrain.world import World
 
 AnyLoss = Loss | SequenceLoss
 T = TypeVar("T")
@@ -100,6 +101,29 @@ class Objective:
         sums = found.numbers()
         mean, metrics = self.mean_loss(sums), self.metrics(sums)
         return EvalResult(mean, self.target_tokens, metrics, sums, self.counts)
+
+
+def over_ranks(found: Tally[Tensor], world: World) -> Tally[Tensor]:
+    """The sums of all ranks, added in their order. Waits for the device, unless it is alone."""
+    if world.is_alone:
+        return found
+    total = Tally[Tensor]()
+    loss = {unit: value.cpu() for unit, value in found.loss.items()}
+    metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}
+    for each in world.every(Tally(loss, metrics)):
+        total.add(each)
+    return total
+
+
+def agreed(objective: Objective, world: World) -> Objective:
+    """The objective over all ranks' micro-batches."""
+    if world.is_alone:
+        return objective
+    counts, tokens = Counter[str](), 0
+    for others, targets in world.every((dict(objective.counts), objective.target_tokens)):
+        counts.update(others)
+        tokens += targets
+    return replace(objective, counts=dict(counts), target_tokens=tokens)
 
 
 def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:

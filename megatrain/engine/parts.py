@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from megatrain.engine.activations.codecs import CODECS
 from megatrain.engine.activations.offload import Boundaries, Offload, OnDevice
 from megatrain.engine.context import naming_the_gpu, take_workspaces
+from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.landing import AppliedGradients, GradientRing, StoredGradients
 from megatrain.engine.placement import PRECISIONS, open_store, sums_on_device
@@ -20,17 +21,19 @@ from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
+from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.schedule import kept_row_bytes, own_sums
 from megatrain.settings import Settings
+from megatrain.world import World
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """All parts of an engine. `lanes` by name: upload, download, fetch, update."""
+    """All parts of an engine. `lanes` by name: upload, download, fetch, update, exchange."""
 
     store: Store
     compute: Compute
@@ -54,38 +57,37 @@ def open_parts(
     settings: Settings,
     seed: int,
     balancer: Balancer | None,
+    world: World,
     resources: ExitStack,
 ) -> EngineParts:
     """Allocate all memory and start all threads. Raises OutOfMemory.
 
     Args:
-        stores_gradients: gradients wait in the store until the global norm is known; else a block
-            is updated as soon as its gradient has landed.
+        stores_gradients: until the global norm is known; else a block is updated as it has landed.
         resources: closes everything in reverse order: a user before what it uses.
     """
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
     layouts = layouts_of(anatomy)
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
-        store = open_store(
-            layouts, optimizer, precision, settings, gradients=stores_gradients, device=device
-        )
-        resources.enter_context(store)
+        place = partial(open_store, layouts, optimizer, precision, settings, device=device)
+        store = resources.enter_context(place(gradients=stores_gradients, world=world))
     updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
     # who waits for whom: the note in streams.py
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
-    row_bytes = kept_row_bytes(settings.activations, anatomy.hidden_size, dtype.itemsize)
-    boundaries = _boundaries(settings, row_bytes, compute, download, fetch)
+    boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
     for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
         resources.callback(lane.close)
+    trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release)
+        exchange = _exchange(world, trained, compute, resources)
+        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
         gradients = Gradients(
-            [layout.trained for layout in layouts],
+            trained,
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
@@ -94,24 +96,42 @@ def open_parts(
             download=download,
             sink=sink,
             host_sums=partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
+            exchange=exchange,
         )
         skeleton.move_buffers(device)
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer)
-    lanes = {"upload": upload, "download": download, "fetch": fetch, "update": updater.lane}
+    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)
+    every = upload, download, fetch, updater.lane, exchange and exchange.lane
+    lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
         store, compute, lanes, updater, sink, boundaries, streamer, gradients, passes, balancer
     )
 
 
+def _exchange(
+    world: World, layouts: Sequence[FlatLayout], compute: Compute, resources: ExitStack
+) -> Exchange | None:
+    if world.is_alone:
+        return None
+    exchange = Exchange(world, layouts, compute)
+    resources.callback(exchange.close)  # before what its jobs read and write
+    return exchange
+
+
 def _boundaries(
-    settings: Settings, row_bytes: int, compute: Compute, download: Lane, fetch: Lane
+    settings: Settings,
+    width: int,
+    dtype: torch.dtype,
+    compute: Compute,
+    download: Lane,
+    fetch: Lane,
 ) -> Boundaries:
-    """What keeps activation checkpoints of `row_bytes` a token."""
+    """What keeps activation checkpoints of `width` elements a token."""
     codec = CODECS.get(settings.activations)
     if not settings.offload_activations:
         return OnDevice(codec)
+    row_bytes = kept_row_bytes(settings.activations, width, dtype.itemsize)
     return Offload(row_bytes, compute, download, fetch, codec)
 
 
@@ -136,6 +156,7 @@ def _updates(
         updater.take_libraries()
     if ring is not None:
         return updater, AppliedGradients(store, compute, ring, updater)
-    sink = StoredGradients(store, compute, one_group=settings.groups == 1)
+    one_group = settings.groups == 1 or not store.world.is_alone
+    sink = StoredGradients(store, compute, one_group=one_group)
     resources.callback(sink.close)
     return updater, sink

@@ -11,6 +11,7 @@ from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
 from megatrain.schedule import blocks_on_nvme, holds, summed_blocks
 from megatrain.settings import Settings
+from megatrain.world import ALONE, World
 
 # the dtype in which weights are stored and transferred
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}
@@ -30,6 +31,7 @@ def open_store(
     *,
     gradients: bool,
     device: torch.device,
+    world: World = ALONE,
 ) -> Store:
     """The arrays of every block, each on the tier where `settings` put it.
 
@@ -52,10 +54,11 @@ def open_store(
         [*kept, *grad, *sums],
         first={"grad_sum": summed} if sums else {},
         resident=resident,
-        # with several groups a resident block's gradient stays in its accumulator
-        resident_arrays=kept if several else [*kept, *grad],
+        # with several groups a resident block's gradient stays in its accumulator, if that is whole
+        resident_arrays=kept if several and world.is_alone else [*kept, *grad],
         on_nvme=dict.fromkeys(names, far),
         nvme_folders=settings.nvme_folders,
         device=device,
         threads=settings.update_threads,
+        world=world,
     )

@@ -132,7 +132,8 @@ class Reading(ABC):
         self._check_usable()
         parts, skeleton = self.parts, self.skeleton
         family: Any = skeleton.model
-        if not family.can_generate() or not has_room(skeleton, parts, tokens):
+        here = parts.store.world.is_alone and has_room(skeleton, parts, tokens)
+        if not family.can_generate() or not here:
             yield None
             return
         eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()

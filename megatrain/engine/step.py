@@ -18,7 +18,7 @@ from megatrain.engine.forward import ForwardPasses
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, run_for_graph
 from megatrain.engine.head import loss_and_gradients
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import Objective, over_ranks
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
@@ -26,6 +26,7 @@ from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import block_order
 from megatrain.settings import Settings
+from megatrain.world import ALONE, World
 
 
 class NotFiniteLoss(Exception):
@@ -50,8 +51,9 @@ class Passes(ForwardPasses):
         settings: Settings,
         seed: int,
         balancer: Balancer | None = None,
+        world: World = ALONE,
     ) -> None:
-        super().__init__(skeleton, streamer, boundaries, settings, seed, balancer)
+        super().__init__(skeleton, streamer, boundaries, settings, seed, balancer, world)
         self.gradients = gradients
         blocks = skeleton.anatomy.blocks
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
@@ -78,12 +80,15 @@ class Passes(ForwardPasses):
         prepared = self._prepare(batches, objective.of_sequences, balancer is not None)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if len(mb.targets) or balancer]
+        most = max(self.world.every(len(wanted)))
         groups = 1 if objective.whole_step else self.settings.groups
         if groups > 1 and self.settings.group_size is not None:
             # more micro-batches than planned, as padding can cause, make more groups and not larger
             # ones, for which no memory was planned
-            groups = max(groups, -(-len(wanted) // self.settings.group_size))
+            groups = max(groups, -(-most // self.settings.group_size))
         grouped = cut(wanted, groups)
+        # ranks have as many groups as the one with most; what lacks micro-batches takes part
+        grouped += [[]] * (min(groups, most) - len(grouped))
         total = Tally[torch.Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
         route = block_order(self.head + 1, self.first) * len(grouped)
@@ -102,13 +107,15 @@ class Passes(ForwardPasses):
                     balancer.turn()
                 total.add(self._turn(group, objective, visits))
                 # not later: a gradient that is complete may be applied at once
-                if last and check_loss and not math.isfinite(objective.mean_loss(total)):
-                    raise NotFiniteLoss
+                if last and check_loss:
+                    found = over_ranks(total, self.world)
+                    if not math.isfinite(objective.mean_loss(found)):
+                        raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
                 self._backward(group, visits, last)
-        if self._repeats and wanted:
+        if self._repeats and grouped:
             self.waiting = wanted, objective
-        return total
+        return over_ranks(total, self.world)
 
     def backward_again(self) -> None:
         """The second backward: head, layers and embed as in the first, from the activation

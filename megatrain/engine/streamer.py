@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from megatrain.engine.exchange import Exchange
 from megatrain.engine.streams import Compute, Event, Lane, release_after
 from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
@@ -52,6 +53,7 @@ class Streamer:
 
     releases: gives staging buffers of NVMe back behind the uploads that read them; it must outlive
         `upload`. None where nothing is on NVMe.
+    exchange: of several ranks. Each uploads its share of a block, and gathers the others'.
     """
 
     def __init__(
@@ -63,13 +65,19 @@ class Streamer:
         upload: Lane,
         updates: Updates,
         releases: Lane | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.store, self.compute, self.upload, self.updates = store, compute, upload, updates
-        self._releases = releases
+        self._releases, self._exchange = releases, exchange
         numels = [block.layout.numel for block in anatomy.blocks]
+        if exchange is not None:
+            numels = [exchange.padded(block) for block in range(len(numels))]
+        self._numels = numels
         tied = anatomy.embed_feeds_head
-        sizes = slot_sizes(numels, store.resident, tied)
-        self._slot_numbers = slots_of_blocks(len(numels), store.resident, tied)
+        # of several ranks, each has its share alone of a resident block
+        whole = store.resident if exchange is None else 0
+        sizes = slot_sizes(numels, whole, tied)
+        self._slot_numbers = slots_of_blocks(len(numels), whole, tied)
         self.slots = [
             Slot(torch.zeros(size, dtype=dtype, device=compute.device))
             for size in (*sizes.layers, *sizes.edges)
@@ -82,6 +90,9 @@ class Streamer:
             for block, number in enumerate(self._slot_numbers)
         ]
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
+        # on their way into slots, in turn
+        share, new = max(exchange.shares) if exchange is not None else 0, compute.device
+        self._shares = [Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(2)]
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""
@@ -112,8 +123,13 @@ class Streamer:
         """Queue the upload of a block into its slot, unless it is there already."""
         if slot.holds == block:
             return
-        target = slot.target[: self.store.layouts[block].numel]
-        free, slot.holds = slot.free, None  # nothing, if this is interrupted
+        target, free = slot.target[: self._numels[block]], slot.free
+        share = None
+        if self._exchange is not None:
+            share = self._shares[0]
+            self._shares.reverse()
+            target, free = share.target[: self._exchange.shares[block]], share.free
+        slot.holds = None  # nothing, if this is interrupted
 
         def job(landed: Event) -> None:
             try:
@@ -132,16 +148,33 @@ class Streamer:
             landed.nvme_wait_s += time.perf_counter() - ready
             self.upload.wait(free)  # wait: the computation may still read what is in this slot
             if arrays:  # else `_fetch` was interrupted, and has released the lease
-                target.copy_(arrays["weight"], non_blocking=True)
+                weight = arrays["weight"]
+                target[: len(weight)].copy_(weight, non_blocking=True)
 
         # ahead: read from the drive while others travel; not before the block's own update
         lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))
         try:
-            slot.landed = self.upload.submit(job)
+            landed = self.upload.submit(job)
+            slot.landed = landed if share is None else self._gather(block, slot, share, landed)
         except BaseException:
             lease.release()  # or readers would wait behind it for ever
             raise
         slot.holds = block
+
+    def _gather(self, block: int, slot: Slot, share: Slot, uploaded: Event) -> Event:
+        """Queue the exchange of all ranks' shares of a block, into its slot."""
+        exchange, free = self._exchange, slot.free
+        assert exchange is not None
+        whole, mine = slot.target[: self._numels[block]], share.target[: exchange.shares[block]]
+
+        def job(landed: Event) -> None:
+            exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
+            landed.update_wait_s, landed.nvme_wait_s = uploaded.update_wait_s, uploaded.nvme_wait_s
+            exchange.lane.wait(free)  # wait: the computation may still read what is in this slot
+            exchange.gather(whole, mine)
+
+        share.free = exchange.lane.submit(job)
+        return share.free
 
     def invalidate(self) -> None:
         """Forget what was uploaded: the weights in the store have changed or are about to."""

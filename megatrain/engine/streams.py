@@ -33,6 +33,9 @@ from megatrain.memory.store import Store
 # update runs one block after another on a pool of threads, once the block's gradient has landed.
 #   Updates of whole tensors wait there for a stream of their own, which orthogonalises directions
 #   (workspace.py).
+# exchange, with several ranks, gathers their shares of a block once this one's is up and compute
+#   has left the slot, and adds up their sums once compute has made this one's. Each collective
+#   waits for the same one on every rank.
 # With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
 #   gradients on to the drive behind their downloads.
 #

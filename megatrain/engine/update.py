@@ -21,7 +21,7 @@ from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
-from megatrain.memory.layout import FlatLayout, Segment, part, round_up
+from megatrain.memory.layout import FlatLayout, Segment, Span, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer, WholeTensors
@@ -34,15 +34,26 @@ CHUNK_MINIMUM = 1 << 16
 CHUNKS_PER_THREAD = 4
 
 
-def chunks(layout: FlatLayout, threads: int) -> list[Segment]:
-    """Pieces of a block, each inside one segment, enough to keep every thread busy to the end."""
-    even = round_up(-(-layout.numel // (CHUNKS_PER_THREAD * threads)), 1024)
+def chunks(layout: FlatLayout, threads: int, span: Span) -> list[Segment]:
+    """Pieces of a rank's span of a block, counted from its start, each inside one segment, enough
+    to keep every thread busy to the end."""
+    even = round_up(-(-span.numel // (CHUNKS_PER_THREAD * threads)), 1024)
     size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, even))
     return [
         Segment(start, min(start + size, segment.stop), segment.decay)
-        for segment in layout.segments()
+        for segment in segments_of(layout, span)
         for start in range(segment.start, segment.stop, size)
     ]
+
+
+def segments_of(layout: FlatLayout, span: Span) -> list[Segment]:
+    """The parts of a block's segments in a span, counted from its start."""
+    found = []
+    for segment in layout.segments():
+        start, stop = max(segment.start, span.start), min(segment.stop, span.stop)
+        if start < stop:
+            found.append(Segment(start - span.start, stop - span.start, segment.decay))
+    return found
 
 
 def diverged(what: str) -> DivergedError:
@@ -105,9 +116,13 @@ class Updater:
         self.delay: Callable[[int], None] | None = None
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
-        self._chunks = [chunks(layout, threads) for layout in self.layouts]
-        # number of each block's first element in the model
-        self._first = [0, *accumulate(layout.numel for layout in self.layouts)]
+        world = store.world
+        self._spans = spans = [layout.span(world.rank, world.size) for layout in self.layouts]
+        of_blocks = [*zip(self.layouts, spans, strict=True)]
+        self._chunks = [chunks(layout, threads, span) for layout, span in of_blocks]
+        # number in the model of the first element that is updated here, of each block
+        begins = [0, *accumulate(layout.numel for layout in self.layouts)]
+        self._first = [begin + span.start for begin, span in zip(begins, spans, strict=False)]
         self._done: dict[int, Event] = {}  # of each block's last update
         self._failure: BaseException | None = None  # of an update; later ones never begin
         self._given_up: BaseException | None = None
@@ -219,10 +234,10 @@ class Updater:
                         piece()
             return
         optimizer, block, arrays = self._by_range, update.gradient.block, update.arrays()
-        layout = self.layouts[block]
-        ranges = layout.segments()
+        span = self._spans[block]
+        ranges = segments_of(self.layouts[block], span)
         if optimizer.weight_decay == 0:  # each range is a launch: one is enough
-            ranges = [Segment(0, layout.numel, False)]
+            ranges = [Segment(0, span.numel, False)]
         for start, stop, decay in ranges:
             optimizer.update(
                 {

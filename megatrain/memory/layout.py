@@ -77,6 +77,17 @@ class TensorSpec(TensorRange):
     frozen: bool = False
 
 
+class Span(NamedTuple):
+    """Elements [start, stop) of a block: those that a rank owns."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
 class Segment(NamedTuple):
     """Elements [start, stop) of a block's flat arrays that share all hyper-parameters."""
 
@@ -146,6 +157,15 @@ class FlatLayout:
     def trainable(self) -> int:
         """Elements before the frozen tensors."""
         return self.trained.numel
+
+    def share(self, ranks: int) -> int:
+        """Elements that each of so many ranks owns, but for the last ones, which may have less."""
+        return round_up(-(-self.numel // ranks), BLOCK_ALIGNMENT)
+
+    def span(self, rank: int, ranks: int) -> Span:
+        """What a rank owns; empty where the block is shorter than that."""
+        share = self.share(ranks)
+        return Span(min(rank * share, self.numel), min((rank + 1) * share, self.numel))
 
     def of(self, array: ArraySpec) -> FlatLayout:
         """The layout of one array of the block."""

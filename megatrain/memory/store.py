@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.layout import ArraySpec, FlatLayout, round_up
+from megatrain.memory.layout import ArraySpec, FlatLayout, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.slab import Slab
 from megatrain.schedule import PAGE
+from megatrain.world import ALONE, World
 
 # Larger mappings register no faster, and one failure should name an amount that is easy to picture.
 SLAB_BYTES = 16 << 30
@@ -36,6 +37,10 @@ class Store:
         on_nvme: by array name: the blocks that have the array on NVMe instead of in host RAM.
         nvme_folders: for these, on one or several drives.
         threads: number of threads for the first touch of host memory.
+        world: of whose ranks this one owns its share of every array, and no more.
+
+    Attributes:
+        spans: of every block, what this rank owns.
     """
 
     def __init__(
@@ -50,8 +55,10 @@ class Store:
         on_nvme: Mapping[str, Sequence[int]] | None = None,
         nvme_folders: Sequence[Path] = (),
         threads: int = 8,
+        world: World = ALONE,
     ) -> None:
-        self.layouts = tuple(layouts)
+        self.layouts, self.world = tuple(layouts), world
+        self.spans = [layout.span(world.rank, world.size) for layout in self.layouts]
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
         pinned, far = device.type == "cuda", on_nvme or {}
@@ -73,7 +80,7 @@ class Store:
                 in_ram = [block for block in blocks if block not in far.get(name, ())]
                 self._place(spec, in_ram, pinned, threads)
             for block, spec in product(range(resident), resident_arrays):
-                numel = layouts[block].of(spec).numel
+                numel = self.numel(spec, block)
                 zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
                 self._arrays[spec.name, block] = zeros
             self._opened = opened.pop_all()  # until here a failure closes what is open
@@ -84,7 +91,7 @@ class Store:
         pinned: pin it for CUDA if it is transferred, and take all memory at once: no later step
             then pays for the first touch, or finds that memory is missing.
         """
-        numels = [self.layouts[block].of(spec).numel for block in blocks]
+        numels = [self.numel(spec, block) for block in blocks]
         if not sum(numels):  # all of them are frozen
             nothing = torch.empty(0, dtype=spec.dtype)
             self._arrays |= {(spec.name, block): nothing for block in blocks}
@@ -111,6 +118,13 @@ class Store:
         while self._slabs:
             self._slabs.pop().close()
 
+    def numel(self, spec: ArraySpec, block: int) -> int:
+        """Elements of an array of a block here."""
+        if self.world.is_alone:
+            return self.layouts[block].of(spec).numel
+        mine = part(spec.per, *self.spans[block])
+        return len(range(mine.start, mine.stop))
+
     def is_resident(self, block: int) -> bool:
         """True if the block is on the device."""
         return block < self.resident
@@ -126,7 +140,8 @@ class Store:
     def array(self, name: str, block: int) -> torch.Tensor:
         """The flat array `name` of a block that is not on NVMe.
 
-        1-D, `layout(name, block).numel` elements, a view of the store's memory.
+        1-D, `layout(name, block).numel` elements or this rank's share, a view of the store's
+        memory.
         """
         return self._arrays[name, block]
 
@@ -162,14 +177,15 @@ class Store:
 
         A piece is valid until the next is asked for. Nobody may change the array meanwhile.
         """
+        assert self.world.is_alone, "elements are counted in whole blocks"
         if self.nvme is not None and self.nvme.holds(name, block):
             yield from self.nvme.pieces(name, block, start, numel)
             return
-        part = self.array(name, block).narrow(0, start, numel)
-        if part.is_cpu:
-            yield part  # a view, without a copy
+        found = self.array(name, block).narrow(0, start, numel)
+        if found.is_cpu:
+            yield found  # a view, without a copy
         else:
-            yield from (piece.cpu() for piece in torch.split(part, PIECE_ELEMENTS))
+            yield from (piece.cpu() for piece in torch.split(found, PIECE_ELEMENTS))
 
     def lasting(self, name: str, block: int) -> torch.Tensor:
         """An array on the CPU for longer than a lease: the store's own if in RAM, else a copy."""

@@ -66,9 +66,9 @@ def _changes(plan: Plan) -> Iterable[str]:
         )
     if seconds := plan.timing.reference_s:
         yield (
-            "before the first step: log-probabilities of all rows under the model as it begins, "
-            f"unless they are kept from before: {seconds / plan.timing.seconds:.0%} of an epoch's "
-            "time"
+            "before the first step: log-probabilities of the rows that the run takes under the "
+            "model as it begins, unless they are kept from before: "
+            f"{seconds / plan.timing.seconds:.0%} of the time of training on each once"
         )
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"

@@ -18,8 +18,8 @@ class Timing:
         bound_by: of each phase, where most of its time goes: compute, or one of the waits.
         tokens_per_s: of the data, without padding.
         tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s.
-        reference_s: of a forward alone over as many tokens, which all rows have before the first
-            step where a loss refers to the model as it begins; 0: none does.
+        reference_s: of a forward alone over as many tokens, which all rows that the run takes have
+            before the first step where a loss refers to the model as it begins; 0: none does.
     """
 
     seconds: float

@@ -7,6 +7,7 @@ they are computed. https://github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -121,7 +122,8 @@ class EngineLM(TemplateLM):
     # -- log-likelihoods ---------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        without_bar = disable_tqdm or self.quiet
+        # its bar is told so and asks no TQDM_DISABLE: in a file it would be lines of characters
+        without_bar = disable_tqdm or self.quiet or not sys.stderr.isatty()
         return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:

@@ -8,9 +8,11 @@ from os.path import expanduser, isfile  # whose pathlib counterparts raise for s
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain.config import Config, load_config
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
-from megatrain.data.dataset import Rows
+from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.loader import MicroBatch, held_out_batches
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.data.show import show_rows, summary
@@ -24,7 +26,7 @@ from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
 from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
-from megatrain.recipes.reference import Batches, computed, fingerprint, kept
+from megatrain.recipes.reference import Batches, Wanted, fingerprint, references_of
 from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
@@ -93,22 +95,27 @@ def evaluate(
     sweep = SWEEP_MICRO_BATCHES * size
 
     def batches(
-        rows: Rows, references: ReferenceArray | None, limit: int | None = None
+        rows: Rows,
+        references: ReferenceArray | None,
+        limit: int | None = None,
+        chosen: IndexArray | None = None,
     ) -> Iterator[MicroBatch]:
         return held_out_batches(
             *(rows, size, model.pad_id, limit),
             regimes=regimes_of(model.config),
             references=references,
             prompts_too=bool(of_sequences and of_sequences.prompts),
+            chosen=chosen,
         )
 
     references = None
     if of_sequences and of_sequences.reference:
 
-        def by_sweeps(rows: Rows, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            return sweeps(batches(rows, numbers), sweep)
+        def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
+            return sweeps(batches(wanted.rows, numbers, chosen=wanted.chosen), sweep)
 
-        references = reference_of_run(config, run_dir, rows, by_sweeps, trust_remote_code)
+        wanted = Wanted(rows, np.arange(len(rows))[:limit])
+        references = reference_of_run(config, run_dir, wanted, by_sweeps, trust_remote_code)
     with reader(checkpoint, run_dir, trust_remote_code) as engine:
         given = batches(rows, references, limit)
         found = evaluated(engine, given, loss, sweep, StopRequest())
@@ -120,11 +127,11 @@ def evaluate(
 
 
 def reference_of_run(
-    config: Config, run_dir: Path | None, rows: Rows, batches: Batches, trust_remote_code: bool
+    config: Config, run_dir: Path | None, wanted: Wanted, batches: Batches, trust_remote_code: bool
 ) -> ReferenceArray:
     """Log-probabilities of rows under the model that a run began with, which is read for it.
 
-    batches: as `computed` takes them. Raises ConfigError.
+    batches: as `references_of` takes them. Raises ConfigError.
     """
     source = config.model
     if source.init == "random":
@@ -134,9 +141,7 @@ def reference_of_run(
         )
     place = Path(expanduser(source.source))
     with reader(place if place.exists() else source.source, run_dir, trust_remote_code) as engine:
-        of_model = fingerprint(engine)
-        found = kept(of_model, rows)
-        return computed(engine, of_model, rows, batches) if found is None else found
+        return references_of(engine, fingerprint(engine), wanted, batches)
 
 
 def evaluate_tasks(

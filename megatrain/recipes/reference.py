@@ -1,8 +1,9 @@
 """Log-probabilities of a run's answers under the model that it began with, computed once.
 
-They take one forward over the rows, and a number for each sequence. They are kept beside the
-tokenised rows under a name of all that they follow from: the weights as they compute, the rows,
-precision, attention and versions. Other rates, or another beta, compute nothing anew.
+They take one forward over the rows that the run will need, and a number for each sequence. They are
+kept beside the tokenised rows under a name of all that they follow from: the weights as they
+compute, the rows, precision, attention and versions. Other rates, or another beta, compute nothing
+anew, and a longer run the rows that it adds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatrain.data.dataset import Rows, default_cache
+from megatrain.data.dataset import IndexArray, Rows, default_cache
+from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
@@ -42,8 +45,23 @@ logger = logging.getLogger("megatrain")
 FOLDER, DIGEST_BYTES = "reference", 16
 AT_ONCE = 16  # tensors that are hashed at a time
 PACKAGES = ("transformers", "torch")
-# (rows, what to give as their references) -> micro-batches over all of them, by sweeps of weights
-Batches = Callable[[Rows, ReferenceArray], Iterable[list[MicroBatch]]]
+KEEP_EVERY_S = 60.0  # what is known by then outlives a kill
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows whose log-probabilities a run needs: those of these numbers, ascending."""
+
+    rows: Rows
+    chosen: IndexArray
+
+    def missing(self, known: ReferenceArray) -> IndexArray:
+        """Numbers of the rows whose log-probabilities are not among these."""
+        return self.chosen[np.isnan(known[self.chosen]).any(1)]
+
+
+# (rows, what to give as their references) -> micro-batches over those wanted, by sweeps of weights
+Batches = Callable[[Wanted, ReferenceArray], Iterable[list[MicroBatch]]]
 
 
 def fingerprint(engine: Engine) -> str:
@@ -68,7 +86,8 @@ def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
 
 @dataclass(frozen=True)
 class References:
-    """Log-probabilities under the model that a run began with, float64 [rows, sides].
+    """Log-probabilities under the model that a run began with, float64 [rows, sides]; NaN for rows
+    that the run does not need.
 
     of_model: its `fingerprint`.
     """
@@ -78,34 +97,13 @@ class References:
     held_out: ReferenceArray | None
 
 
-def references_of(
-    engine: Engine, of_model: str, train: Rows, held_out: Rows | None, batches: Batches
-) -> References:
-    """Those in the cache, and the others computed with the engine's weights, which are the model's.
-
-    Raises StorageError.
-    """
-
-    def of(rows: Rows) -> ReferenceArray:
-        found = kept(of_model, rows)
-        if found is not None:
-            return found
-        tokens = int(rows.side_lengths.sum())
-        logger.info(
-            f"computing the reference's log-probabilities: a forward over {tokens:,} tokens"
-        )
-        return computed(engine, of_model, rows, batches)
-
-    return References(of_model, of(train), None if held_out is None else of(held_out))
-
-
-def are_kept(of_model: str, *sets: Rows | None) -> bool:
+def are_kept(of_model: str, wanted: Iterable[Wanted]) -> bool:
     """Whether the cache has the log-probabilities of all these rows."""
-    return all(kept(of_model, rows) is not None for rows in sets if rows is not None)
+    return not any(len(some.missing(kept(of_model, some.rows))) for some in wanted)
 
 
-def kept(of_model: str, rows: Rows) -> ReferenceArray | None:
-    """The log-probabilities of these rows, float64 [rows, sides], if they are in the cache.
+def kept(of_model: str, rows: Rows) -> ReferenceArray:
+    """Log-probabilities of these rows, float64 [rows, sides]: NaN where the cache has none.
 
     of_model: its `fingerprint`. Damaged ones are not there, with a warning.
     """
@@ -113,31 +111,43 @@ def kept(of_model: str, rows: Rows) -> ReferenceArray | None:
     try:
         data = path.read_bytes()
     except OSError:
-        return None
+        return np.full(shape, np.nan)
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(body) or len(body) != 8 * shape[0] * shape[1]:
         logger.warning(f"{path}: is damaged; the reference's log-probabilities are computed anew")
-        return None
+        return np.full(shape, np.nan)
     return np.frombuffer(body, np.float64).reshape(shape)
 
 
-def computed(engine: Engine, of_model: str, rows: Rows, batches: Batches) -> ReferenceArray:
-    """The log-probabilities of these rows under the engine's weights, which are kept from now on.
+def references_of(
+    engine: Engine, of_model: str, wanted: Wanted, batches: Batches
+) -> ReferenceArray:
+    """Log-probabilities of these rows at least: those in the cache, and the others computed with
+    the engine's weights, which are the model's, and kept from now on.
 
     Raises StorageError if they cannot be kept.
     """
-    count = len(rows) * rows.sides
-    numbers = np.arange(count, dtype=np.float64).reshape(len(rows), rows.sides)
-    found = np.full(count, np.nan)
-    for part in batches(rows, numbers):
+    rows, known = wanted.rows, kept(of_model, wanted.rows)
+    missing = Wanted(rows, wanted.missing(known))
+    if not len(missing.chosen):
+        return known
+    tokens = int(rows.side_lengths[missing.chosen].sum())
+    logger.info(f"computing the reference's log-probabilities: a forward over {tokens:,} tokens")
+    found, count = known.reshape(-1).copy(), len(rows) * rows.sides
+    numbers = np.arange(count, dtype=np.float64).reshape(known.shape)
+    at = time.monotonic()
+    for part in batches(missing, numbers):
         may_end_here()
         for batch, logprobs in zip(part, engine.logprobs(part), strict=True):
             of_examples = batch["row_reference"].numpy().astype(np.int64)
             flat = logprobs.double().reshape(-1).numpy()
             example = batch["row_of"].reshape(-1).numpy()
             found[of_examples] = np.bincount(example, flat, minlength=len(of_examples))
-    assert not np.isnan(found).any(), "every sequence is in one micro-batch"
-    references = found.reshape(numbers.shape)
+        if time.monotonic() - at > KEEP_EVERY_S:
+            _keep(_path(of_model, rows), found.tobytes())
+            at = time.monotonic()
+    references = found.reshape(known.shape)
+    assert not len(wanted.missing(references)), "every sequence is in one micro-batch"
     _keep(_path(of_model, rows), references.tobytes())
     return references
 
@@ -175,36 +185,61 @@ def _keep(path: Path, body: bytes) -> None:
 # -- of a run -----------------------------------------------------------------------------------
 
 
+def refers(ready: Ready) -> bool:
+    """Whether the run's method has a reference."""
+    loss = ready.parts.resolved.loss
+    return isinstance(loss, SequenceLoss) and loss.reference
+
+
 def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
     """The fingerprint of the model that a run began with, if its method has a reference and it goes
     on."""
-    loss = ready.parts.resolved.loss
-    if not (isinstance(loss, SequenceLoss) and loss.reference) or resuming is None:
+    if not refers(ready) or resuming is None:
         return None
     assert resuming.path is not None
     return str(read_about(resuming.path)["state"].get("reference"))
+
+
+def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[Wanted, ...]:
+    """The rows that a run trains on, and those that it evaluates if it holds some out.
+
+    A run that goes on may take other rows than from its start, if its steps have another size now.
+    """
+    loader, (train, held_out) = ready.loader, ready.rows
+    chosen = loader.rows_to_come(from_start=True)
+    if resuming is not None:
+        assert resuming.path is not None
+        loader.restore(read_about(resuming.path)["state"]["position"])
+        chosen = np.union1d(chosen, loader.rows_to_come())
+    if held_out is None:
+        return (Wanted(train, chosen),)
+    evaluated = np.arange(len(held_out))[: ready.parts.config.train.eval_rows]
+    return Wanted(train, chosen), Wanted(held_out, evaluated)
 
 
 def compare_with_reference(
     ready: Ready,
     engine: Engine,
     of_model: str | None,
+    wanted: Sequence[Wanted],
     anew: bool,
     progress: Progress,
 ) -> References | None:
     """The reference's log-probabilities, which the loader gives out from now on; None for methods
     without.
 
-    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
+    of_model: of the run that goes on. wanted: of training, and of evaluations if there are any.
+    anew: the engine's weights are those that it began with.
 
     Raises StorageError if they are gone, and the model is another.
     """
-    loss, loader, config = ready.parts.resolved.loss, ready.loader, ready.parts.config
-    if not (isinstance(loss, SequenceLoss) and loss.reference):
+    loader, config = ready.loader, ready.parts.config
+    if not wanted:
         return None
 
-    def batches(rows: Rows, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        return sweeps(loader.batches_of(rows, references=references), ready.sweep_tokens)
+    def batches(wanted: Wanted, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
+        given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
+        return sweeps(given, ready.sweep_tokens)
 
     with progress.doing("the reference's log-probabilities"):
         here = fingerprint(engine) if anew else of_model
@@ -215,6 +250,17 @@ def compare_with_reference(
                 "run"
             )
         assert here is not None
-        found = references_of(engine, here, *ready.rows, batches)
-    loader.references = found.train
-    return found
+        train, *others = [references_of(engine, here, some, batches) for some in wanted]
+    loader.references = train
+    return References(here, train, others[0] if others else None)
+
+
+def check_references(loader: Loader, source: Path) -> None:
+    """Raise StorageError unless all rows to come have the log-probabilities that a method with a
+    reference needs: where a checkpoint turns out damaged, a run goes on from another."""
+    known = loader.references
+    if known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)):
+        raise StorageError(
+            f"{source}: leads over rows for which the reference's log-probabilities were not "
+            f"computed; resume from it by name: --checkpoint {source.name}"
+        )

@@ -48,8 +48,11 @@ from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.reference import (
     References,
     are_kept,
+    check_references,
     compare_with_reference,
     known_reference,
+    refers,
+    wanted_by,
 )
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
@@ -292,6 +295,7 @@ def load(
         for change in check_changes(before, config):
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
+    check_references(ready.loader, source)
     reopen(config.output, source)  # only now: before this nothing in the folder has changed
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
@@ -309,10 +313,11 @@ def open_engine(
     read = parts.config.model.init == "pretrained" and resuming is None
     weights = plan.parameters + plan.frozen_parameters if read else None
     of_model = known_reference(ready, resuming)
-    anew = resuming is None or (of_model is not None and not are_kept(of_model, *ready.rows))
+    wanted = wanted_by(ready, resuming) if refers(ready) else ()
+    anew = resuming is None or (of_model is not None and not are_kept(of_model, wanted))
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
-    return engine, compare_with_reference(ready, engine, of_model, anew, progress)
+    return engine, compare_with_reference(ready, engine, of_model, wanted, anew, progress)
 
 
 def open_run(

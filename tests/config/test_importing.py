@@ -178,6 +178,12 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ),
     (
         "axolotl",
+        {"datasets": [{"path": "a", "type": "chat_template", "field_thinking": "thoughts"}]},
+        "datasets[0].field_thinking",
+        "another name",
+    ),
+    (
+        "axolotl",
         {"datasets": [{"path": "sets/ours.json", "type": "alpaca", "split": "train[:2]"}]},
         "datasets[0].split",
         "a file has no splits",

@@ -224,10 +224,34 @@ def test_a_row_that_fits_no_micro_batch_is_refused():
         held_out_batches(ROWS, 8, PAD)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epochs": 0.3},
+        {"epochs": 1},
+        {"epochs": 1.2, "rows_per_step": 7},
+        {"epochs": None, "max_steps": 3},
+        {"epochs": 2, "max_steps": 9, "rows_per_step": 13},
+    ],
+)
+def test_rows_to_come_are_those_that_are_handed_out(settings):
+    asked, others = loader(**settings), loader(**settings)
+    found = [row_numbers(batch) for batch in others]
+    assert asked.rows_to_come().tolist() == sorted({row for rows in found for row in rows})
+    next(iter(asked))
+    assert asked.rows_to_come().tolist() == sorted({row for rows in found[1:] for row in rows})
+    assert (
+        asked.rows_to_come(from_start=True).tolist() == loader(**settings).rows_to_come().tolist()
+    )
+    assert others.rows_to_come().tolist() == []
+
+
 def test_held_out_batches_hold_every_row_once():
     batches = held_out_batches(ROWS, 64, PAD)
     found = [int(number) - 1 for micro in batches for number in micro["input_ids"][:, 0]]
     assert sorted(found) == list(range(101))
+    some = held_out_batches(ROWS, 64, PAD, chosen=np.array([3, 50]))
+    assert {int(number) - 1 for micro in some for number in micro["input_ids"][:, 0]} == {3, 50}
 
 
 def test_an_error_while_preparing_reaches_the_loop():

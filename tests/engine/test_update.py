@@ -38,7 +38,7 @@ PLAIN: dict[str, Any] = {"lr": 0.1, "step": 1, "grad_scale": 1.0}
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 @pytest.mark.parametrize("layout", [*LAYOUTS, LARGE], ids=lambda x: str(x.numel))
 def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
-    pieces = chunks(layout, threads)
+    pieces = chunks(layout, threads, layout.span(0, 1))
     covered = torch.zeros(layout.numel, dtype=torch.int8)
     for start, stop, decay in pieces:
         assert 0 < stop - start <= CHUNK_ELEMENTS
@@ -50,7 +50,8 @@ def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
 
 @pytest.mark.parametrize("threads", [2, 4, 16])
 def test_a_large_block_keeps_every_thread_busy(threads):
-    assert len(chunks(FlatLayout.pack([("w", (threads, 1 << 18), True)]), threads)) >= 2 * threads
+    layout = FlatLayout.pack([("w", (threads, 1 << 18), True)])
+    assert len(chunks(layout, threads, layout.span(0, 1))) >= 2 * threads
 
 
 def landed() -> Event:

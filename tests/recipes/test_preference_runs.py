@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.metadata import Distribution, PackageNotFoundError
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from megatrain.config import load_config
 from megatrain.config.preference import SECTIONS
 from megatrain.data.dataset import default_cache
+from megatrain.engine.engine import Engine
+from megatrain.errors import StorageError
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
+from megatrain.recipes.reference import check_references
 from tests.commands import (
     Answer,
     Command,
@@ -151,6 +158,67 @@ def test_the_reference_is_computed_once(megatrain, project, of_method):
     assert once in changed.err
 
 
+def forwards(said: str) -> list[int]:
+    """Tokens of each pass of the reference."""
+    found = re.findall("log-probabilities: a forward over ([0-9,]+) tokens", said)
+    return [int(tokens.replace(",", "")) for tokens in found]
+
+
+def test_only_rows_that_the_run_takes_have_a_reference(megatrain, project, of_method):
+    options = [*of_method("dpo"), "train.epochs=null", "train.eval_rows=3", "train.rows_per_step=4"]
+    options.append("train.tokens_per_step=null")
+    whole = megatrain("train cfg.yaml", *of_method("dpo"), "train.max_steps=1000", "output=all")
+    shutil.rmtree(default_cache() / "reference")
+    short, held_out = forwards(
+        megatrain("train cfg.yaml", *options, "train.max_steps=2", "output=a").err
+    )
+    (more,) = forwards(megatrain("train cfg.yaml", *options, "train.max_steps=4", "output=b").err)
+    every, every_held_out = forwards(whole.err)
+    assert 0 < short < every / 3 and 0 < more < every / 3 and 0 < held_out < every_held_out
+    again = megatrain("train cfg.yaml", *options, "train.max_steps=4", "output=c").err
+    assert forwards(again) == []
+    one, two = (load_file(project / run / "final" / "model.safetensors") for run in ("b", "c"))
+    assert differing(one, two) == []
+
+
+def test_a_run_that_is_made_longer_asks_the_model_that_it_began_with(megatrain, project, of_method):
+    steps = ["train.rows_per_step=4", "train.tokens_per_step=null", "train.epochs=null"]
+    steps.append("train.schedule=constant")
+    options = [*of_method("dpo"), *steps, "train.warmup=0", "checkpoint.final=full"]
+    megatrain("train cfg.yaml", *options, "train.max_steps=2", "output=longer")
+    assert len(forwards(megatrain("resume longer train.max_steps=4").err)) == 1
+    shutil.rmtree(default_cache() / "reference")
+    megatrain("train cfg.yaml", *options, "train.max_steps=4", "output=whole")
+    losses = [[row["loss"] for row in steps_of(project / run)] for run in ("longer", "whole")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 4
+
+
+def test_what_is_known_outlives_a_kill(megatrain, of_method, monkeypatch):
+    options = [*of_method("dpo"), "train.max_steps=8"]
+    monkeypatch.setattr("megatrain.recipes.reference.KEEP_EVERY_S", 0.0)
+    asked, original = count(1), Engine.logprobs
+
+    def killed(self: Engine, *given: Any) -> Any:
+        if next(asked) == 3:
+            raise KeyboardInterrupt
+        return original(self, *given)
+
+    monkeypatch.setattr(Engine, "logprobs", killed)
+    first = forwards(megatrain("train cfg.yaml", *options, code=130).err)
+    second = forwards(megatrain("train cfg.yaml", *options).err)
+    assert 0 < second[0] < first[0] and len(second) == 2
+
+
+def test_a_run_that_goes_on_elsewhere_needs_the_references_of_its_rows():
+    known = np.array([[np.nan] * 2, [0.0, 1.0], [2.0, 3.0]])
+    loader: Any = SimpleNamespace(rows=None, rows_to_come=lambda: np.array([1, 2]))
+    loader.references, source = known, Path("run/checkpoint-5")
+    check_references(loader, source)
+    loader.references = known[::-1]
+    with pytest.raises(StorageError, match="resume from it by name: --checkpoint checkpoint-5"):
+        check_references(loader, source)
+
+
 def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_method):
     options = [*of_method("dpo"), "train.max_steps=2"]
     megatrain("train cfg.yaml", *options, "output=one")
@@ -223,5 +291,5 @@ def test_the_rate_is_that_of_the_method_unless_it_is_set(megatrain, project, of_
 
 def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):
     said = megatrain("plan cfg.yaml", *of_method("dpo")).out
-    assert "before the first step: log-probabilities of all rows under the model" in said
+    assert "first step: log-probabilities of the rows that the run takes under the model" in said
     assert "log-probabilities" not in megatrain("plan cfg.yaml", *of_method("orpo")).out

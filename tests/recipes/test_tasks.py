@@ -121,6 +121,7 @@ def test_the_command_prints_a_table(megatrain):
         [task, "0", "3", "none", metric]
         for task, metric in (("counting", "acc"), ("counting", "acc_norm"), ("letters", "acc"))
     ]
+    assert "Tokenizing" not in done.err, "no bar, where it is no terminal"
 
 
 def test_python_has_them_too(megatrain, project):

@@ -8,7 +8,7 @@ from typing import Any
 from megatrain.config import names as n
 from megatrain.config.importing import shared
 from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
-from megatrain.config.importing.sources import KNOWN_ROLES, Found, paths_of, put_sources, turns
+from megatrain.config.importing.sources import KNOWN_ROLES, TURNS, Found, paths_of, put_sources, turns
 
 MARKS = (
     "base_model sequence_len micro_batch_size sample_packing datasets adapter rl lr_scheduler "
@@ -191,10 +191,13 @@ def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[
     role = mapping.get("role", given.get("message_field_role") or "role")
     content = mapping.get("content", given.get("message_field_content") or "content")
     column = str(given.get("field_messages") or "messages")
+    thinking = given.get("field_thinking")
+    if thinking and thinking != (given.get("template_thinking_key") or "reasoning_content"):
+        sheet.refuse(at + "field_thinking", "the template looks for it under another name")
     form: tuple[str, dict[str, str]] | None = None
     if kind == "chat_template":
         form = turns(column, role, content)
-    elif kind == "chat_template.default" and method != "sft":
+    elif kind == "chat_template.default" and method != "sft" and (role, content) in TURNS:
         answers = {name: given.get(f"field_{name}") or name for name in ("chosen", "rejected")}
         columns = {"prompt": column, **answers} if method != "kto" else {"messages": column}
         named = {ours: str(theirs) for ours, theirs in columns.items() if ours != theirs}

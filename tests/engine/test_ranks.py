@@ -1,0 +1,202 @@
+"""Several ranks compute what one computes with the same micro-batches, to the bit where the order
+of sums is the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.batches import Batch
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.optim import AdamW, Lion, Muon
+from megatrain.settings import ALL, Settings
+from megatrain.world import World
+from tests.compare import distance
+from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
+from tests.engine.test_preference_steps import joined as joined_rows
+from tests.ranks import run_ranks
+from tests.support import engine_of, micro_batches, tiny_config
+
+CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
+SEVERAL = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9), (3, 5)]) for seed in range(2)]
+STEPS = [micro_batches(seed, [(2, 9), (1, 6)]) for seed in range(3)]
+HOW: dict[str, dict[str, Any]] = {
+    "float32": {"precision": "float32"},
+    "bfloat16": {},
+    "int8 moments": {"optimizer": AdamW(lr=1e-3, weight_decay=0.1, moments="int8")},
+    "bfloat16 moments": {"optimizer": AdamW(lr=1e-3, weight_decay=0.1, moments="bfloat16")},
+    "lion": {"optimizer": Lion(lr=1e-4, weight_decay=0.1)},
+    "retained": {"settings": Settings(**CHUNK, retained=2)},
+    "offloaded": {"settings": Settings(**CHUNK, offload_activations=True)},
+    "dropout": {"family": tiny_config("gpt2", resid_pdrop=0.4)},
+    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "unclipped": {"max_grad_norm": None},
+    "half resident": {"settings": Settings(**CHUNK, resident=2)},
+    "resident": {"settings": Settings(**CHUNK, resident=ALL)},
+    "resident, unclipped": {
+        "settings": Settings(**CHUNK, resident=3, retained=1),
+        "max_grad_norm": None,
+    },
+    "resident, two backward passes": {
+        "settings": Settings(**CHUNK, resident=3, second_backward=True),
+    },
+}
+
+
+def train(
+    world: World,
+    steps: Sequence[Sequence[Batch]],
+    family: Any = "llama",
+    slow: tuple[int, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Losses, norms, and this rank's share of every array. slow: a rank, and a lane of its."""
+    given = {"precision": "bfloat16", "settings": Settings(**CHUNK), **options}
+    with engine_of(family, world=world, **given) as engine:
+        if slow and slow[0] == world.rank:
+            engine.parts.lanes[slow[1]].delay = partial(time.sleep, 0.01)
+        mine = [step[world.rank :: world.size] for step in steps]
+        found = [engine.train_step(each) for each in mine]
+        held_out = engine.evaluate(mine[0]).loss
+        told = [(one.loss, one.grad_norm, one.target_tokens, one.skipped) for one in found]
+        return told, held_out, arrays_of(engine)
+
+
+def arrays_of(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for block in range(len(engine.anatomy.blocks)):
+        engine.wait_ready(block)
+        for name in engine.store.arrays:
+            if name != "grad":
+                found[f"{name} {block}"] = engine.store.array(name, block).clone()
+    return found
+
+
+def assert_near(ours: Any, theirs: Any) -> None:
+    """Equal up to the order of sums, of `train` on several ranks and on one."""
+    told, held_out, arrays = theirs
+    for each, held_out_there, _ in ours:
+        for found, expected in zip(each, told, strict=True):
+            assert found[:2] == pytest.approx(expected[:2], rel=1e-5)
+            assert found[2:] == expected[2:]
+        assert held_out_there == pytest.approx(held_out, rel=1e-5)
+    for name, found in joined([arrays for *_, arrays in ours]).items():
+        assert distance(found, arrays[name]) < 1e-4, name
+
+
+def joined(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([of[name] for of in of_ranks]) for name in of_ranks[0]}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
+    found = run_ranks(2, partial(train, steps=STEPS, **HOW[how]), tmp_path)
+    told, held_out, arrays = train(World(), STEPS, **HOW[how])
+    for theirs, theirs_held_out, _ in found:
+        assert theirs == told
+        assert theirs_held_out == held_out
+    ours = joined([arrays for *_, arrays in found])
+    assert ours.keys() == arrays.keys()
+    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+
+
+@pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
+def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, tmp_path):
+    given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
+    assert_near(run_ranks(ranks, partial(train, **given), tmp_path), train(World(), **given))
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_groups_are_agreed_on(resident, tmp_path):
+    """Of five micro-batches one rank has three, in three groups, the other two."""
+    settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL, resident=resident)
+    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
+    assert_near(run_ranks(2, partial(train, **given), tmp_path), train(World(), **given))
+
+
+def test_a_rank_without_micro_batches_takes_part(tmp_path):
+    given: dict[str, Any] = {"steps": [step[:1] for step in STEPS], "precision": "float32"}
+    assert_near(run_ranks(3, partial(train, **given), tmp_path), train(World(), **given))
+
+
+def test_a_step_without_targets_is_skipped_by_all(tmp_path):
+    nothing = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
+    for told, _, _ in run_ranks(2, partial(train, steps=[nothing]), tmp_path):
+        assert told == [(0.0, 0.0, 0, True)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("lane", ["upload", "download", "exchange", "update"])
+def test_a_slow_lane_of_one_rank_changes_no_bit(lane, late, tmp_path):
+    slow = partial(train, steps=STEPS[:2], slow=(late, lane))
+    found = run_ranks(2, slow, tmp_path)
+    _, _, arrays = train(World(), STEPS[:2])
+    ours = joined([arrays for *_, arrays in found])
+    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+
+
+NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({"settings": Settings(groups=2)}, "sums that wait in host RAM"),
+    "frozen": ({"freeze": ("model.embed_tokens.*",)}, "frozen tensors"),
+    "muon": ({"optimizer": Muon()}, "use AdamW or Lion"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_YET)
+def test_what_ranks_cannot_do_is_refused(what):
+    options, words = NOT_YET[what]
+    with pytest.raises(ConfigError, match=f"2 ranks: .*{words}.* cannot be had yet"):
+        engine_of("llama", world=World(0, 2), **options)
+
+
+def read(world: World) -> Any:
+    with engine_of("llama-tied", world=world) as engine:
+        engine.train_step(STEPS[0][world.rank :: world.size])
+        weights = {name: tensor.clone() for name, tensor in engine.iter_weights()}
+        prompt = STEPS[0][0]["input_ids"]
+        return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
+
+
+def test_every_rank_reads_the_whole_model(tmp_path):
+    weights, logits, answer = read(World())
+    for theirs, their_logits, their_answer in run_ranks(2, read, tmp_path):
+        assert theirs.keys() == weights.keys()
+        assert all(distance(theirs[name], weights[name]) < 1e-5 for name in weights)
+        assert distance(their_logits, logits) < 1e-5
+        assert their_answer == answer
+
+
+def of_pairs(world: World, name: str) -> Any:
+    loss = LOSSES[name]
+    mine = [joined_rows(part) for part in cut(loss, examples(loss, 0), 1)]
+    with engine_of(model_for(loss), world=world, settings=Settings(**CHUNK)) as engine:
+        results = [engine.train_step(mine[world.rank :: world.size], loss) for _ in range(2)]
+        return results, {name: tensor.clone() for name, tensor in engine.iter_weights()}
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "reward"])
+def test_losses_over_answers_are_those_of_one_rank(name, tmp_path):
+    results, weights = of_pairs(World(), name)
+    for theirs, their_weights in run_ranks(2, partial(of_pairs, name=name), tmp_path):
+        for found, expected in zip(theirs, results, strict=True):
+            assert found.loss == pytest.approx(expected.loss, rel=2e-5)
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+            assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+        assert all(distance(their_weights[name], weights[name]) < 1e-4 for name in weights)
+
+
+def refused(world: World) -> str:
+    with engine_of("llama", world=world) as engine, pytest.raises(ConfigError) as told:
+        engine.train_step([joined_rows(examples(LOSSES["aot"], 0))], LOSSES["aot"])
+    return str(told.value)
+
+
+def test_a_loss_over_a_whole_step_is_refused(tmp_path):
+    words = "ranks: Dpo is computed over a whole step, so set 1, not 2"
+    assert run_ranks(2, refused, tmp_path) == [words, words]

@@ -1,0 +1,51 @@
+"""Two GPUs compute what one does, up to the order of sums, and the same bits in every run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.settings import ALL, Settings
+from megatrain.world import World
+from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+HOW: dict[str, dict[str, Any]] = {
+    "streamed": {"settings": Settings(**CHUNK)},
+    "retained, offloaded": {
+        "settings": Settings(**CHUNK, retained=1, offload_activations=True),
+    },
+    "half resident": {"settings": Settings(**CHUNK, resident=2)},
+    "groups": {"settings": Settings(**CHUNK, groups=2, sums_on_device=ALL)},
+    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
+}
+
+
+def on_its_gpu(world: World, **given: Any) -> Any:
+    told, held_out, arrays = train(world, device=f"cuda:{world.rank}", **given)
+    return told, held_out, {name: array.cpu() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_gpus_are_one(how, tmp_path):
+    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", **HOW[how]}
+    found = run_ranks(2, partial(on_its_gpu, **given), tmp_path, gpus=True)
+    assert_near(found, on_its_gpu(World(), **given))
+
+
+def test_two_runs_have_the_same_bits(tmp_path):
+    job = partial(on_its_gpu, steps=SEVERAL)
+    first, second = (run_ranks(2, job, tmp_path, gpus=True) for _ in range(2))
+    for (told, held_out, arrays), (again, held_out_again, arrays_again) in zip(
+        first, second, strict=True
+    ):
+        assert (told, held_out) == (again, held_out_again)
+        assert all(torch.equal(arrays[name], arrays_again[name]) for name in arrays)
