@@ -8,7 +8,14 @@ from typing import Any
 from megatrain.config import names as n
 from megatrain.config.importing import shared
 from megatrain.config.importing.sheet import Rules, Sheet, never, nothing, to
-from megatrain.config.importing.sources import KNOWN_ROLES, TURNS, Found, paths_of, put_sources, turns
+from megatrain.config.importing.sources import (
+    KNOWN_ROLES,
+    TURNS,
+    Found,
+    paths_of,
+    put_sources,
+    turns,
+)
 
 MARKS = (
     "base_model sequence_len micro_batch_size sample_packing datasets adapter rl lr_scheduler "
