@@ -22,10 +22,9 @@ MARKS = (
     "pretraining_dataset val_set_size dataset_prepared_path evals_per_epoch num_epochs"
 )
 METHODS = {"dpo": "dpo", "ipo": "dpo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
-TEMPLATES = {
-    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca")},
-    "phi_3": "phi3",
-    "tokenizer_default": None,
+# The same texts as ours; of alpaca, but for white space behind the last answer.
+TEMPLATES = {name: name for name in ("chatml", "llama3", "gemma", "alpaca")} | {
+    "tokenizer_default": None
 }
 SPECIAL = {"pad_token", "bos_token", "eos_token", "unk_token"}
 # The text's part of a vision-language model, as it is written there.

@@ -25,12 +25,8 @@ MARKS = (
 )
 METHODS = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 OF_LOSS = {"orpo": "orpo", "simpo": "simpo"}
-TEMPLATES: dict[str, str | None] = {
-    "chatml": "chatml",
-    "llama3": "llama3",
-    "alpaca": "alpaca",
-    "phi": "phi3",
-}
+TEMPLATES: dict[str, str | None] = {"chatml": "chatml", "llama3": "llama3"}
+OF_NO_MODEL = ("default", "empty", "fewshot", "alpaca")
 INFO = "dataset_info.json"
 OF_V1 = (
     *("model", "train_dataset", "model_class", "dist_config", "peft_config", "kernel_config"),
@@ -105,7 +101,10 @@ def _data(sheet: Sheet, method: str) -> None:
     if method == "reward":  # ours drops long rows unless it is told
         sheet.put("data.truncation_mode", "keep_start")
     if (name := sheet.get("template")) is not None and method != "pretrain":
-        shared.template(sheet, "template", name, TEMPLATES)
+        if name in OF_NO_MODEL:
+            sheet.refuse("template", "of no model; name a model's, or write one into a jinja file")
+        else:
+            shared.template(sheet, "template", name, TEMPLATES)
     size = sheet.get("val_size", 0)
     if sheet.get("eval_dataset") is None:
         share = int(size) if isinstance(size, float) and size >= 1 else size
