@@ -169,6 +169,25 @@ def verify(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; default: report.html of the only run."),
+    ] = None,
+) -> None:
+    """Write what became of a run, or of several side by side, as one HTML page.
+
+    A run writes its own while it goes on, and at its end.
+    """
+    for run in runs:
+        need_folder(run)
+    from megatrain.recipes.report import write_report
+
+    typer.echo(write_report(runs, output))
+
+
+@app.command()
 def export(
     run_dir: RunDir,
     out: Annotated[

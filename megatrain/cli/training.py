@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
@@ -96,6 +97,10 @@ def plan(
     pcie: Annotated[
         float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the plan as an HTML page, with a step's timeline."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a run fits this machine, or one that you do not have yet, and how.
@@ -122,6 +127,10 @@ def plan(
 
     with logging_on(console_on(stderr=True)):
         found = run.plan(settings, shape_alone, described)
+    if html is not None:
+        from megatrain.planner.picture import write_plan
+
+        write_plan(html, found, target)
     if as_json:
         print_json(found.to_dict())
         found.check()

@@ -267,9 +267,7 @@ def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
         )
 
 
-def check_world(
-    world: World, skeleton: Skeleton, optimizer: Optimizer, settings: Settings, *, balanced: bool
-) -> None:
+def check_world(world: World, skeleton: Skeleton, optimizer: Optimizer, settings: Settings) -> None:
     """Raise ConfigError for what is not built for several ranks."""
     if world.is_alone:
         return
@@ -277,10 +275,7 @@ def check_world(
     travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
     refused = {
         "sums that wait in host RAM (set sums_on_device: ALL)": travel,
-        "settings.nvme_blocks": settings.nvme_blocks,
-        "frozen tensors": skeleton.anatomy.frozen,
         f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
-        "balanced routers (set router_aux_loss_coef: 0)": balanced,
     }
     if found := [what for what, there in refused.items() if there]:
         raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")

@@ -87,7 +87,7 @@ class Engine(Reading, Constructors):
         self.updates = self.skipped = self._targets = 0
         check_settings(settings, max_grad_norm)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
-        check_world(world, skeleton, optimizer, settings, balanced=balancer is not None)
+        check_world(world, skeleton, optimizer, settings)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())

@@ -25,13 +25,14 @@ class Exchange:
     """Collectives of a world of several ranks, for jobs of `lane`.
 
     Args:
-        layouts: of all blocks' trained tensors.
+        layouts: of all blocks.
     """
 
     def __init__(self, world: World, layouts: Sequence[FlatLayout], compute: Compute) -> None:
         self.world, self.lane = world, Lane("exchange", compute.device)
         self.shares = [layout.share(world.size) for layout in layouts]
-        self.spans = [layout.span(world.rank, world.size) for layout in layouts]
+        spans = (layout.span(world.rank, world.size) for layout in layouts)
+        self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
         whole = world.size * max(self.shares)
         self._received = torch.empty(whole, dtype=torch.float32, device=compute.device)
         self._norms = torch.empty(whole // BLOCK_ALIGNMENT, device=compute.device)
@@ -40,9 +41,9 @@ class Exchange:
         """Elements of a block with whole shares for all ranks."""
         return self.world.size * self.shares[block]
 
-    def span(self, block: int) -> Span:
-        """What this rank owns of a block."""
-        return self.spans[block]
+    def trained_span(self, block: int) -> Span:
+        """What this rank owns of a block's trained tensors, which are the first ones."""
+        return self._trained[block]
 
     def gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Fill `whole` with every rank's `share`, one behind the other, of any dtype."""

@@ -242,7 +242,7 @@ class Gradients:
         """
         ready, lane, numel = self.compute.record(), exchange.lane, self.layouts[block].numel
         total, square = buffer.flat[: exchange.padded(block)], self._square_sums[block : block + 1]
-        staging, span = self._staging[block % GRADIENT_STAGES], exchange.span(block)
+        staging, span = self._staging[block % GRADIENT_STAGES], exchange.trained_span(block)
         mine, free = staging.flat[: span.numel], staging.free
 
         def job(_: Event) -> None:

@@ -131,9 +131,7 @@ class AppliedGradients(GradientSink):
         if user is not None:
             with blocked_by_updates(self.compute, self.store):
                 self.updater.wait_ready(user)  # wait: that update still reads this buffer
-        if self.store.world.is_alone:
-            return buffer[: self.store.layouts[block].trainable]
-        return buffer[: self.store.spans[block].numel]
+        return buffer[: self.store.trained_span(block).numel]
 
     def take(self, gradient: Gradient) -> None:
         assert self.apply is not None

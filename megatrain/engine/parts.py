@@ -84,7 +84,7 @@ def open_parts(
         resources.callback(lane.close)
     trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange = _exchange(world, trained, compute, resources)
+        exchange = _exchange(world, layouts, compute, resources)
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
         gradients = Gradients(
             trained,

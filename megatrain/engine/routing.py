@@ -25,6 +25,7 @@ from megatrain.models.routers import Routers, find_routers, tensors_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.settings import ROUTER_AUX_LOSS_COEF
+from megatrain.world import World
 
 KEY = "router_aux_loss_coef"
 MOST_ROWS = 1 << 40  # more than a router on the meta device ever sees
@@ -145,6 +146,7 @@ class Balancer:
         # what a row's probabilities are worth; read by graphs that were made before it is known
         self.worth = zeros(experts)
         self._micro_batch, self.real = zeros(0), zeros(0)
+        self._of_layers: list[Tensor] = []  # choices of each expert, in the layers so far
         self._counts, self._largest = zeros(experts, dtype=torch.float64), zeros()
         for _, module in self.routers.modules:
             resources.enter_context(module.register_forward_hook(self._see))
@@ -168,7 +170,8 @@ class Balancer:
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The forward sweep begins."""
-        for tensor in (self.in_layer, self.probabilities, self._counts, self._largest):
+        self._of_layers.clear()
+        for tensor in (self.in_layer, self.probabilities):
             tensor.zero_()
         self._rows = len(self.routers.modules) * sum(mb.real_tokens for mb in micro_batches)
         self.sweep = "forward"
@@ -181,14 +184,25 @@ class Balancer:
 
     def end_layer(self) -> None:
         """All micro-batches went forward through a layer."""
-        mean = self.in_layer.sum() / self.routers.experts
-        self._largest = torch.maximum(self._largest, self.in_layer.max() / mean.clamp(min=1e-9))
-        self._counts += self.in_layer
+        self._of_layers.append(self.in_layer.clone())
         self.in_layer.zero_()
 
-    def turn(self) -> None:
-        """The forward sweep has ended: all choices are counted, and backward begins."""
+    def turn(self, world: World) -> None:
+        """The forward sweep has ended: all choices are counted, of all ranks, and backward begins.
+
+        Waits for the device, unless a rank is alone.
+        """
         self.sweep = "backward"
+        of_layers = torch.stack(self._of_layers)
+        if not world.is_alone:
+            mine = self._rows, of_layers.cpu(), self.probabilities.cpu()
+            rows, chosen, probabilities = zip(*world.every(mine), strict=True)
+            self._rows = sum(rows)
+            of_layers = sum(chosen[1:], chosen[0]).to(of_layers.device)
+            self.probabilities.copy_(sum(probabilities[1:], probabilities[0]))
+        self._counts = of_layers.double().sum(0)
+        means = of_layers.mean(1).clamp(min=1e-9)
+        self._largest = (of_layers.amax(1) / means).max()
         worth = self._counts * (self.coefficient * self.routers.experts / self._square)
         self.worth.data.copy_(worth)  # not in place: graphs of retained layers have saved it
 

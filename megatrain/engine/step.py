@@ -104,7 +104,7 @@ class Passes(ForwardPasses):
                     balancer.begin(group)
                 self._forward(group, visits)
                 if balancer:
-                    balancer.turn()
+                    balancer.turn(self.world)
                 total.add(self._turn(group, objective, visits))
                 # not later: a gradient that is complete may be applied at once
                 if last and check_loss:

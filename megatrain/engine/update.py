@@ -116,8 +116,7 @@ class Updater:
         self.delay: Callable[[int], None] | None = None
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
-        world = store.world
-        self._spans = spans = [layout.span(world.rank, world.size) for layout in self.layouts]
+        self._spans = spans = [*map(store.trained_span, range(len(self.layouts)))]
         of_blocks = [*zip(self.layouts, spans, strict=True)]
         self._chunks = [chunks(layout, threads, span) for layout, span in of_blocks]
         # number in the model of the first element that is updated here, of each block

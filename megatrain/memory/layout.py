@@ -87,6 +87,10 @@ class Span(NamedTuple):
     def numel(self) -> int:
         return self.stop - self.start
 
+    def before(self, end: int) -> Span:
+        """What of it is before an element."""
+        return Span(min(self.start, end), min(self.stop, end))
+
 
 class Segment(NamedTuple):
     """Elements [start, stop) of a block's flat arrays that share all hyper-parameters."""

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from megatrain.errors import StorageError
-from megatrain.memory.layout import ArraySpec, FlatLayout, round_up
+from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.slab import Slab
 from megatrain.memory.swap_files import Done, SwapFiles
 from megatrain.schedule import PAGE, READERS, stages, stages_for_updates
@@ -98,7 +98,7 @@ class NvmeStore:
     """Owns arrays of some blocks on NVMe. New arrays are zero.
 
     Args:
-        layouts: one per block.
+        numel: elements of an array of a block.
         arrays: the arrays that a block may have.
         blocks: the blocks that have them here, by array name.
         folders: on one or several drives; each gets an equal share of the bytes.
@@ -112,7 +112,7 @@ class NvmeStore:
 
     def __init__(
         self,
-        layouts: Sequence[FlatLayout],
+        numel: Callable[[ArraySpec, int], int],
         arrays: Sequence[ArraySpec],
         blocks: Mapping[str, Sequence[int]],
         folders: Sequence[Path],
@@ -122,7 +122,7 @@ class NvmeStore:
     ) -> None:
         self._specs = {spec.name: spec for spec in arrays if blocks.get(spec.name)}
         self._numel = {
-            (name, block): layouts[block].of(spec).numel
+            (name, block): numel(spec, block)
             for name, spec in self._specs.items()
             for block in blocks[name]
         }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.layout import ArraySpec, FlatLayout, part, round_up
+from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.slab import Slab
@@ -69,7 +69,7 @@ class Store:
             # first: a folder that lacks the space is found before host RAM is taken
             if any(far.values()):
                 self.nvme = NvmeStore(
-                    layouts, arrays, far, nvme_folders, pinned=pinned, threads=threads
+                    self.numel, arrays, far, nvme_folders, pinned=pinned, threads=threads
                 )
                 opened.callback(self.nvme.close)
             self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
@@ -122,8 +122,12 @@ class Store:
         """Elements of an array of a block here."""
         if self.world.is_alone:
             return self.layouts[block].of(spec).numel
-        mine = part(spec.per, *self.spans[block])
+        mine = part(spec.per, *(self.spans[block] if spec.whole else self.trained_span(block)))
         return len(range(mine.start, mine.stop))
+
+    def trained_span(self, block: int) -> Span:
+        """What this rank owns of a block's trained tensors."""
+        return self.spans[block].before(self.layouts[block].trainable)
 
     def is_resident(self, block: int) -> bool:
         """True if the block is on the device."""

@@ -22,7 +22,7 @@ def render(plan: Plan, console: Console) -> None:
     """Print the verdict, what to change, what the run costs, and then why, as tables."""
     style = "bold green" if plan.fits else "bold red"
     console.print(Text(verdict(plan), style=style), soft_wrap=True)
-    for line in (*_changes(plan), *_economy(plan)):
+    for line in (*changes(plan), *(f"{name}: {words}" for name, words in economy(plan))):
         console.print(Text(line), soft_wrap=True)
     for table in (_choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
         console.print(table)
@@ -41,7 +41,8 @@ def verdict(plan: Plan) -> str:
     return f"fits: {speed}; {', '.join(used)}"
 
 
-def _changes(plan: Plan) -> Iterable[str]:
+def changes(plan: Plan) -> Iterable[str]:
+    """What to change, and what a user should know, as `what: why`."""
     if not plan.fits:
         yield f"to change: {plan.fix}"
     if plan.bound_by_update:
@@ -113,15 +114,14 @@ def _step(plan: Plan) -> Table:
     return table
 
 
-def _economy(plan: Plan) -> Iterable[str]:
+def economy(plan: Plan) -> Iterable[tuple[str, str]]:
     """Time and cost of the whole run, if its number of steps is known, and of a million tokens."""
     if plan.economy is None:
         return
     if plan.steps is not None:
         time = human_hours(plan.economy.seconds)
-        yield f"run: {plan.steps:,} steps, {plan.economy.tokens:,} tokens, {time} of steps"
-    for name, words in described(plan.economy, whole=plan.steps is not None):
-        yield f"{name}: {words}"
+        yield "run", f"{plan.steps:,} steps, {plan.economy.tokens:,} tokens, {time} of steps"
+    yield from described(plan.economy, whole=plan.steps is not None)
 
 
 def _arrays(plan: Plan) -> Table:

@@ -121,6 +121,7 @@ class Plan:
         del values["made_of"]  # a model and a machine, which is no JSON
         return values | {
             "reasons": {row.what: row.why for row in self.reasons},
+            "values": {row.what: row.value for row in self.reasons},
             "totals": totals,
             "fits": self.fits,
             "economy": None if self.economy is None else self.economy.to_dict(),

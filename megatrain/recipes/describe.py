@@ -16,6 +16,7 @@ from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
 from megatrain.recipes.loop import Run
 from megatrain.recipes.optimizers import decided_of_optimizer
+from megatrain.recipes.reported import ENVIRONMENT_FILE, PLAN_FILE
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, prices_of
 from megatrain.recipes.signals import StopRequest
@@ -32,7 +33,6 @@ from megatrain.storage.run_folder import write_text
 from megatrain.storage.saves import find_checkpoint
 
 logger = logging.getLogger("megatrain")
-ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
     "megatrain",

@@ -31,6 +31,7 @@ from megatrain.recipes.judging import (
     without_patience,
 )
 from megatrain.recipes.model import Model
+from megatrain.recipes.report import LiveReport
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.sweeps import evaluated
 from megatrain.reporting.advice import Facts, advise
@@ -71,6 +72,7 @@ class Run:
     held_out_references: ReferenceArray | None  # of a method with a reference model
     sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
     writer: MetricsWriter
+    report: LiveReport
     progress: Progress
     meter: GpuMeter
     energy: EnergyMeter
@@ -142,6 +144,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         found = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
+        run.report.write()
         saving = saving or better(run, found)
         enough = out_of_patience(run, found)
         if last or enough or request.came():
@@ -172,8 +175,7 @@ def finish(run: Run, stop: StopRequest) -> None:
     if (wanted := run.config.checkpoint.final) != "none":
         losses = held_out_losses(run.config.output)
         held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
-        card = model_card(run, held_out)
-        write_final(run.config.output, full=wanted == "full", card=card)
+        write_final(run.config.output, full=wanted == "full", card=model_card(run, held_out))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:

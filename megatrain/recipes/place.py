@@ -13,6 +13,7 @@ from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, StorageError
 from megatrain.recipes.describe import DESCRIPTION
 from megatrain.reporting.metrics import METRICS_FILE
+from megatrain.reporting.page import REPORT_FILE
 from megatrain.reporting.progress import LOG_FILE
 from megatrain.reporting.samples import SAMPLES_FILE
 from megatrain.reporting.trackers import ID_FILE
@@ -28,7 +29,7 @@ from megatrain.storage.run_folder import (
 )
 from megatrain.storage.system_calls import storage_error, system_errors
 
-FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE)
+FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
 FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")
 BATCHES = r"(bad-batch|spike)-\d+\.safetensors"
 # All names that a run writes, but for its lock.

@@ -54,6 +54,7 @@ from megatrain.recipes.reference import (
     refers,
     wanted_by,
 )
+from megatrain.recipes.report import LiveReport
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
@@ -320,6 +321,24 @@ def open_engine(
     return engine, compare_with_reference(ready, engine, of_model, wanted, anew, progress)
 
 
+def open_metrics(
+    config: Config, plan: Plan, state: dict[str, Any], stack: ExitStack
+) -> tuple[MetricsWriter, LiveReport]:
+    """The file of metrics, cut back to where the run goes on, whose lines trackers get, too, and
+    the report, which is written last however the run ends."""
+    # a run that begins with step 0 begins with an evaluation
+    step = state["step"] or -1
+    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
+    report = LiveReport(config.output)
+    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
+    writer.truncate_to(step, state.get("metrics"))
+    cut_samples(config.output, step)
+    report.begin()
+    stack.callback(report.write, last=True)
+    return writer, report
+
+
 def open_run(
     ready: Ready, lock: RunLock, progress: Progress, stack: ExitStack, resuming: Resumable | None
 ) -> Run:
@@ -344,12 +363,7 @@ def open_run(
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
-    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    also = stack.enter_context(tracking(config.track, config.output, step, about))
-    writer = stack.enter_context(MetricsWriter(config.output, also))
-    # a run that begins with step 0 begins with an evaluation
-    writer.truncate_to(step or -1, state.get("metrics"))
-    cut_samples(config.output, step or -1)
+    writer, report = open_metrics(config, plan, state, stack)
     tasks = ready.examination.tasks
     return Run(
         config=config,
@@ -361,6 +375,7 @@ def open_run(
         held_out_references=references.held_out if references else None,
         sweep_tokens=ready.sweep_tokens,
         writer=writer,
+        report=report,
         progress=progress,
         meter=meter,
         energy=EnergyMeter(meter),

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -150,11 +150,11 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | Path, also: Callable[[dict[str, Any]], object] = lambda row: None
+        self, run_dir: str | Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()
     ) -> None:
         """Open, keeping what is there. Raises StorageError when the file cannot be written.
 
-        also: is given every line, too.
+        also: each is given every line, too.
         """
         self._also = also
         self.path = Path(run_dir) / METRICS_FILE
@@ -241,7 +241,8 @@ class MetricsWriter:
             )
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._also(row)
+        for other in self._also:
+            other(row)
         waited = bool(self._waiting)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         self._length += len(line)
@@ -264,9 +265,14 @@ class MetricsWriter:
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
+    return list(each_metric(run_dir))
+
+
+def each_metric(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """`read_metrics`, one by one."""
     path = Path(run_dir) / METRICS_FILE
     try:
-        return [row for _, row, _ in _lines(path) if row is not None]
+        yield from (row for _, row, _ in _lines(path) if row is not None)
     except OSError as error:
         reason = f"{path}: cannot be read ({error.strerror})"
         raise StorageError(f"{reason}; look whether the run's folder is still there") from error

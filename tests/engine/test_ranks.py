@@ -34,6 +34,11 @@ HOW: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": Lion(lr=1e-4, weight_decay=0.1)},
     "retained": {"settings": Settings(**CHUNK, retained=2)},
     "offloaded": {"settings": Settings(**CHUNK, offload_activations=True)},
+    "frozen": {"freeze": ("model.embed_tokens.*", "*.layers.1.*proj*")},
+    "half a layer frozen, resident": {
+        "freeze": ("*.layers.*.mlp.*", "*.layers.0.*"),
+        "settings": Settings(**CHUNK, resident=3),
+    },
     "dropout": {"family": tiny_config("gpt2", resid_pdrop=0.4)},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"max_grad_norm": None},
@@ -74,7 +79,7 @@ def arrays_of(engine: Engine) -> dict[str, torch.Tensor]:
         engine.wait_ready(block)
         for name in engine.store.arrays:
             if name != "grad":
-                found[f"{name} {block}"] = engine.store.array(name, block).clone()
+                found[f"{name} {block}"] = engine.store.lasting(name, block).clone()
     return found
 
 
@@ -106,6 +111,20 @@ def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
+@pytest.mark.parametrize("level", ["state", "gradients", "all"])
+def test_shares_may_be_on_nvme(level, tmp_path):
+    """Each rank has files of its own in the same folder."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": level, "nvme_folders": (folder,)}
+    settings = Settings(**CHUNK, **far)
+    found = run_ranks(2, partial(train, steps=STEPS, settings=settings), tmp_path)
+    told, _, arrays = train(World(), STEPS)
+    assert [theirs for theirs, *_ in found] == [told, told]
+    ours = joined([arrays for *_, arrays in found])
+    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+
+
 @pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
 def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, tmp_path):
     given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
@@ -118,6 +137,16 @@ def test_groups_are_agreed_on(resident, tmp_path):
     settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL, resident=resident)
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
     assert_near(run_ranks(2, partial(train, **given), tmp_path), train(World(), **given))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_routers_are_balanced_over_all_ranks(ranks, tmp_path):
+    given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
+    given["router_aux_loss_coef"] = 0.1
+    found, expected = run_ranks(ranks, partial(train, **given), tmp_path), train(World(), **given)
+    assert_near(found, expected)
+    without = train(World(), **given | {"router_aux_loss_coef": 0.0})
+    assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
 
 
 def test_a_rank_without_micro_batches_takes_part(tmp_path):
@@ -143,7 +172,6 @@ def test_a_slow_lane_of_one_rank_changes_no_bit(lane, late, tmp_path):
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"settings": Settings(groups=2)}, "sums that wait in host RAM"),
-    "frozen": ({"freeze": ("model.embed_tokens.*",)}, "frozen tensors"),
     "muon": ({"optimizer": Muon()}, "use AdamW or Lion"),
 }
 

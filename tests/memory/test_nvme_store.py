@@ -33,12 +33,16 @@ ARRAYS = [
 BLOCKS = {"remainder": (0, 1, 2, 3, 4), "exp_avg": (1, 3, 4), "scales": (1, 2)}
 
 
+def numel(spec: ArraySpec, block: int) -> int:
+    return LAYOUTS[block].of(spec).numel
+
+
 @pytest.fixture(params=[1, 2], ids=["one folder", "two folders"])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(swap_files, "PIECE_BYTES", 16384)
     monkeypatch.setattr(schedule, "STATE_STAGES", 2)
     folders = [tmp_path / str(i) for i in range(request.param)]
-    made = NvmeStore(LAYOUTS, ARRAYS, BLOCKS, folders, threads=1)
+    made = NvmeStore(numel, ARRAYS, BLOCKS, folders, threads=1)
     yield made
     made.close()
 
@@ -144,7 +148,7 @@ def test_a_stopped_store_wakes_those_who_wait(store):
 
 def test_the_files_have_no_names_and_only_their_owner_may_look_into_the_folder(tmp_path):
     folder = tmp_path / "swap"
-    made = NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [folder], threads=1)
+    made = NvmeStore(numel, ARRAYS, BLOCKS, [folder], threads=1)
     assert list(folder.iterdir()) == []  # nothing is left, however the process ends
     assert folder.stat().st_mode & 0o777 == 0o700
     made.close()
@@ -233,7 +237,7 @@ def test_space_is_reserved_before_anything_is_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"cannot reserve .*No space left.*free space there"):
-        NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path], threads=1)
+        NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path], threads=1)
 
 
 def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(
@@ -244,7 +248,7 @@ def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    made = NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path], threads=1)
+    made = NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path], threads=1)
     write(made, "remainder", 1, 3)
     assert torch.all(read(made, "remainder", 1) == 3)
     made.close()
@@ -255,7 +259,7 @@ def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file/swap: cannot reserve"):
-        NvmeStore(LAYOUTS, ARRAYS, BLOCKS, [tmp_path / "file" / "swap"], threads=1)
+        NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path / "file" / "swap"], threads=1)
 
 
 # -- over the tiers -------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def make(tmp_path, monkeypatch) -> Iterator[Make]:
             monkeypatch.setattr(schedule, "STATE_STAGES", others)
             layouts = [FlatLayout.pack([("w", (100 + block,), True)]) for block in range(BLOCKS)]
             store = NvmeStore(
-                layouts,
+                lambda spec, block: layouts[block].of(spec).numel,
                 ARRAYS,
                 {spec.name: range(BLOCKS) for spec in ARRAYS},
                 [tmp_path],

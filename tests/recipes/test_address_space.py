@@ -78,7 +78,7 @@ def test_nothing_else_is(limit, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=repr)
-@pytest.mark.parametrize("place", ["recipes.loop.train_step", "recipes.run.read_rows"])
+@pytest.mark.parametrize("place", ["recipes.loop.train_step", "recipes.run.open_rows"])
 def test_a_command_ends_with_5(project, limit, monkeypatch, capfd, error, place):
     def fails(*_: Any, **__: Any) -> None:
         raise error

@@ -42,7 +42,7 @@ def test_a_folder_that_others_may_write_in_is_refused(megatrain, copied, mode, c
 
 
 OF_A_RUN = {".lock", "train.log", "metrics.jsonl", "config.yaml", "config.resolved.yaml"}
-OF_A_RUN |= {"env.json", "plan.json", "last", "best", "proven", "final"}
+OF_A_RUN |= {"env.json", "plan.json", "report.html", "last", "best", "proven", "final"}
 OF_A_RUN |= {"checkpoint-1", "checkpoint-2"}
 
 

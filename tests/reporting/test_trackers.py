@@ -51,7 +51,7 @@ def written(run_dir: Path, names: tuple[str, ...], first: int, last: int) -> Non
     """Steps first + 1 to last of a run, and an evaluation after the last."""
     with (
         tracking(names, run_dir, first, ABOUT) as also,
-        MetricsWriter(run_dir, also) as writer,
+        MetricsWriter(run_dir, [also]) as writer,
     ):
         for step in range(first + 1, last + 1):
             writer.write_step(replace(STEP, step=step, loss=5.0 / step))

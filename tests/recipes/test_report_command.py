@@ -1,0 +1,196 @@
+"""`report.html` of runs and `megatrain plan --html`: what they show, and when they are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.errors import StorageError
+from megatrain.recipes import loop, report
+from tests.commands import evaluations_of, steps_of, write_jsonl
+from tests.pages import block, browser, curve, data_of, looked_at
+
+NEEDS_BROWSER = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome on PATH")
+MARKUP = "<script>document.title = 'broken'</script> & <b>"
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    return data_of((run_dir / "report.html").read_text())
+
+
+def asked(folder: Path) -> None:
+    write_jsonl(folder / "asked.jsonl", [{"prompt": MARKUP}])
+
+
+@pytest.fixture
+def run_dir(trained_once: Any) -> Path:
+    """A run that answered a prompt with markup at its evaluations. Tests only read it."""
+    keys = ("eval.prompts=asked.jsonl", "eval.max_new_tokens=4", "economy.price_per_hour=2")
+    return Path(trained_once(*keys, begin=asked) / "run")
+
+
+def test_figures_are_those_of_the_metrics(run_dir):
+    data, steps = report_of(run_dir), steps_of(run_dir)
+    charts = {
+        ("loss", "loss"): "loss",
+        ("learning rate", "learning rate"): "lr",
+        ("gradient norm", "before clipping"): "grad_norm",
+        ("tokens/s", "tokens/s"): "tokens_per_s",
+        ("TFLOP/s", "TFLOP/s"): "tflops",
+        ("host memory", "peak"): "host_bytes",
+    }
+    for (title, label), name in charts.items():
+        expected = {row["step"]: pytest.approx(row[name], rel=1e-5) for row in steps}
+        assert curve(data, title, label) == expected, name
+    held_out = {row["step"]: row["eval_loss"] for row in evaluations_of(run_dir)}
+    assert sorted(held_out) == [0, 5, 10]
+    assert curve(data, "loss", "held-out loss") == pytest.approx(held_out, rel=1e-5)
+    shares = curve(data, "where the time of a step goes", "computing")
+    assert shares == {row["step"]: row["shares"]["compute"] for row in steps}
+
+
+def test_what_was_planned_sampled_and_spent_is_there(run_dir):
+    data, plan = report_of(run_dir), json.loads((run_dir / "plan.json").read_text())
+    (host, disk) = block(data, "memory, as planned")["bars"]
+    need = sum(size for _, size in host["parts"])
+    assert need == pytest.approx(plan["totals"]["host"]["need"], abs=2)
+    assert host["measured"] > 0 and disk["measured"] is None
+    decided = {row[0]: row[1:] for row in block(data, "what the planner decided")["rows"]}
+    assert decided["resident"] == ["4 blocks", plan["reasons"]["resident"]]
+    limit = curve(data, "host memory", "planned")
+    assert limit == dict.fromkeys((1, 10), pytest.approx(plan["totals"]["host"]["need"], rel=1e-5))
+    (sample,) = block(data, "samples")["prompts"]
+    assert sample["prompt"] == MARKUP
+    assert [when for when, _ in sample["answers"]] == ["step 10", "step 5", "step 0"]
+    glance = {card["name"]: card["values"][0] for card in data["blocks"][0]["cards"]}
+    assert glance["step"] == "10 of 10" and "USD" in glance["cost"]
+    assert ["python", json.loads((run_dir / "env.json").read_text())["python"]] in block(
+        data, "environment"
+    )["rows"]
+
+
+def test_it_is_written_anew_for_a_folder_that_lacks_some(megatrain, copied):
+    for name in ("report.html", "plan.json", "env.json"):
+        (copied / name).unlink()
+    (copied / "config.resolved.yaml").write_text("model: [")
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    assert megatrain("report run").out == "run/report.html\n"
+    assert max(curve(report_of(copied), "loss", "loss")) == 10
+    assert "no such folder" in megatrain("report none", code=2).err
+    (copied / "metrics.jsonl").unlink()
+    assert "cannot be read" in megatrain("report run", code=7).err
+
+
+def test_several_runs_are_side_by_side(megatrain, copied):
+    other = Path(shutil.copytree(copied, copied.parent / "other", symlinks=True))
+    resolved = (other / "config.resolved.yaml").read_text()
+    (other / "config.resolved.yaml").write_text(resolved.replace("seed: 0", "seed: 7"))
+    assert "--output FILE" in megatrain("report run other", code=2).err
+    assert megatrain("report run other --output both.html").out == "both.html\n"
+    data = data_of(Path("both.html").read_text())
+    assert data["runs"] == ["run", "other"]
+    for number in (0, 1):
+        assert len(curve(data, "loss", "loss", number)) == 10
+    assert ["train.seed", "0", "7"] in block(data, "what differs in the configs")["rows"]
+    assert all(len(card["values"]) == 2 for card in data["blocks"][0]["cards"])
+
+
+def test_a_resumed_run_shows_each_step_once(megatrain, killed, finished_project):
+    megatrain("resume run")
+    again, whole = report_of(killed), report_of(finished_project / "run")
+    assert curve(again, "loss", "loss") == curve(whole, "loss", "loss")
+    assert curve(again, "loss", "held-out loss") == curve(whole, "loss", "held-out loss")
+
+
+def test_it_is_there_while_the_run_goes_on(megatrain, project, monkeypatch):
+    seen, original = [], loop.train_step
+
+    def train_step(run: Any, *rest: Any) -> None:
+        path = project / "run" / "report.html"
+        if path.exists():
+            seen.append(max(curve(data_of(path.read_text()), "loss", "loss")))
+        original(run, *rest)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    megatrain("train cfg.yaml train.max_steps=4")
+    assert seen[0] == 1, "after the first step"
+    assert max(curve(report_of(project / "run"), "loss", "loss")) == 4
+
+
+def test_a_run_that_diverges_leaves_its_report(megatrain, project, monkeypatch):
+    original = loop.train_step
+
+    def train_step(run: Any, *rest: Any) -> None:
+        if run.step == 3:
+            raise RuntimeError
+        original(run, *rest)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    megatrain("train cfg.yaml", code=1)
+    assert sorted(curve(report_of(project / "run"), "loss", "loss")) == [1, 2, 3]
+
+
+def test_that_it_cannot_be_written_is_said_once(megatrain, project, monkeypatch):
+    def full(*_: object) -> None:
+        raise StorageError("no space")
+
+    monkeypatch.setattr(report, "write_page", full)
+    monkeypatch.setattr(report, "EVERY_S", 0.0)
+    monkeypatch.setattr(report, "PACE", 0)
+    said = megatrain("train cfg.yaml train.max_steps=3").err
+    assert said.count("no report is written, training goes on: no space") == 1
+    assert not (project / "run" / "report.html").exists()
+
+
+def test_a_plan_as_a_page(megatrain, project):
+    asked = ("train.seq_len=64", "train.tokens_per_step=256", "compile=false", "memory.resident=0")
+    plan = megatrain("plan tiny --gpu 'RTX 4090' --ram 32GiB --html p.html --json", *asked).json
+    data = data_of(Path("p.html").read_text())
+    timeline = block(data, "a step, as planned")
+    assert timeline["seconds"] == pytest.approx(plan["timing"]["seconds"])
+    lanes = {lane["name"]: lane["tasks"] for lane in timeline["lanes"]}
+    assert set(lanes) == {"compute", "upload", "download", "host update"}
+    assert lanes["compute"][-1][1] == pytest.approx(timeline["seconds"])
+    gpu, *_ = block(data, "memory, as planned")["bars"]
+    assert sum(size for _, size in gpu["parts"]) == plan["totals"]["gpu"]["need"]
+    (on_cpu,) = block(_page_of(megatrain, "plan cfg.yaml"), "a step, as planned")["lanes"]
+    assert on_cpu["name"] == "compute"
+
+
+def test_a_plan_that_does_not_fit_is_drawn_too(megatrain):
+    asked = ("train.seq_len=512", "train.tokens_per_step=8192", "memory.resident=0")
+    megatrain("plan qwen2.5-0.5b --gpu 'RTX 4090' --ram 9GiB --html p.html", *asked, code=4)
+    data = data_of(Path("p.html").read_text())
+    assert block(data, "what would change it")["rows"][0][0] == "to change"
+
+
+def _page_of(megatrain: Any, line: str) -> dict[str, Any]:
+    megatrain(f"{line} --html q.html")
+    return data_of(Path("q.html").read_text())
+
+
+@NEEDS_BROWSER
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_it_without_a_request(run_dir, tmp_path, scheme):
+    options = {"light": [], "dark": ["--blink-settings=preferredColorScheme=0"]}[scheme]
+    drawn, console = looked_at(run_dir / "report.html", tmp_path, *options)
+    assert ("rgb(96, 165, 250)" in drawn) == (scheme == "dark"), "the first colour of dark pages"
+    assert console == [], "also what the page's policy refuses would be named"
+    assert drawn.count("<canvas") == len(
+        [one for one in report_of(run_dir)["blocks"] if one["kind"] == "chart"]
+    )
+    assert "&lt;script&gt;document.title" in drawn and "<title>run</title>" in drawn
+
+
+@NEEDS_BROWSER
+def test_a_browser_says_what_the_policy_refuses(run_dir, tmp_path):
+    html = (run_dir / "report.html").read_text()
+    foreign = "<img src='http://127.0.0.1:9/a.png'><script>document.title = 'run'</script>"
+    (tmp_path / "page.html").write_text(html.replace("<main>", f"{foreign}<main>"))
+    _, console = looked_at(tmp_path / "page.html", tmp_path)
+    assert sum("Content Security Policy" in line for line in console) == 2
