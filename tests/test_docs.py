@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from benchmarks import (
     command_reference,
     config_reference,
     families,
+    import_examples,
     methods,
     what_fits,
     write_page,
@@ -130,6 +132,17 @@ def test_the_page_of_methods_has_every_loss_that_is_compared_with_trl():
     assert all(case["loss"] < 1e-6 and case["gradient"] < 1e-5 for case in found["cases"])
     page = methods.PAGE.read_text()
     assert page == write_page.filled(page, methods.measured(found))
+
+
+def test_the_page_of_imports_is_what_was_found_out():
+    found = json.loads(import_examples.FILE.read_text())
+    page, stale = import_examples.PAGE.read_text(), "run python -m benchmarks.import_examples"
+    assert page == write_page.filled(page, import_examples.measured(found)), stale
+    assert all(row["why"] for rows in found["results"].values() for row in rows if refused(row))
+
+
+def refused(row: dict[str, Any]) -> bool:
+    return "imported" not in (row["outcome"], row.get("as_full"))
 
 
 def test_what_is_broken_is_found(tmp_path):

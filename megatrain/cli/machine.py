@@ -1,4 +1,4 @@
-"""Commands about the machine and the config: doctor, init, schema."""
+"""Commands about the machine and the config: doctor, init, import, schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.app import AsJson, app, print_json, show
+from megatrain.cli.app import AsJson, Overrides, app, print_json, show
 from megatrain.errors import ConfigError
 
 
@@ -48,15 +48,71 @@ def init(
     if path is None:
         typer.echo(example_config(), nl=False)
         return
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(example_config())
-    except FileExistsError:
-        raise ConfigError(f"{path}: exists already; choose another name or add --force") from None
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    _write(path, example_config(), "or add --force", "w" if force else "x")
     then = f"name your model and data in it, then `megatrain plan {path}`"
     typer.echo(f"wrote {path}; {then}; `megatrain schema` lists every key", err=True)
+
+
+@app.command("import")
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON of another trainer.")],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: stdout.")
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--from", help="axolotl, llama-factory or trl; default: by its keys."),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Method, where the file does not say it, as TRL's.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs that it was made for, which multiply a step; default: 1."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write it without what is impossible or unknown.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a config of one of axolotl, LLaMA-Factory or TRL, and say what became of each key.
+
+    Writes nothing and exits 2 where a key is unknown, or asks for what would give another result.
+    """
+    from megatrain.config.importing import import_config as convert
+
+    found = convert(file, trainer, processes, method, overrides or (), output)
+    wanted = not found.missing and (force or found.faithful)
+    if wanted and output is not None:
+        _write(output, found.text, "or remove it")
+    for path, text in found.files.items() if wanted else ():
+        _write(Path(path), text, "or remove it")
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        typer.echo(found.report(), err=wanted and output is None)
+    if wanted and output is None and not as_json:
+        typer.echo(found.text, nl=False)
+    if not wanted:
+        lost = len(found.refused) + len(found.unknown)
+        ways = f"{lost} keys would be lost; --force writes a config without them"
+        raise ConfigError(
+            "nothing is written: " + ("what is missing is listed" if found.missing else ways)
+        )
+    if output is not None:
+        typer.echo(f"wrote {output}; `megatrain plan {output}` says whether it fits", err=True)
+
+
+def _write(path: Path, text: str, otherwise: str, mode: str = "x") -> None:
+    """Write a new file. Raises ConfigError."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; choose another name {otherwise}") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 @app.command()

@@ -62,7 +62,7 @@ Format = Annotated[
     ],
     Choice(),
 ]
-Prompts = Annotated[Literal["text", "chat"], Choice()]
+Prompts = Annotated[Literal["text", "chat", "alpaca"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
 Truncation = Annotated[Literal["keep_start", "keep_end", "drop"], Choice()]
@@ -79,8 +79,10 @@ Attention = Annotated[
 ]
 Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
 NvmeArrays = Annotated[Literal["auto", "state", "gradients", "all"], Choice()]
+_Tracker = Literal["wandb", "tensorboard", "trackio"]
+TRACKERS = get_args(_Tracker)
 Trackers = Annotated[
-    tuple[Literal["wandb", "tensorboard", "trackio"], ...],
+    tuple[_Tracker, ...],
     wanted("wandb, tensorboard, trackio or a list of them", as_texts),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Choice()]

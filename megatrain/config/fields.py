@@ -97,7 +97,8 @@ class DataOptions(Options):
     prompts: c.Prompts = key(
         "text",
         "Rows of two texts, prompt and completion: text trains them as they are, chat makes a "
-        "question and an answer of them.",
+        "question and an answer of them; alpaca is text, and has rows of instruction and output in "
+        "the Stanford Alpaca prompt, though the model has a chat template.",
     )
     packing: v.FlagOrAuto = key(
         "auto",

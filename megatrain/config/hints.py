@@ -36,7 +36,7 @@ def unknown(section: str, name: str, value: object) -> str:
     inside = {key: (f"{other}.{key}", (other, key), _as_it_is) for other, key in pairs}
     for names in (here, aliases if section in ALIAS_SECTIONS else {}, inside):
         near = nearest(name, names, MISSPELT)
-        if near is not None and _takes(*names[near][1:], value):
+        if near is not None and takes(*names[near][1:], value):
             return f"did you mean {names[near][0]}?"
     return f"unknown key; known here are {', '.join(SECTIONS[section])}"
 
@@ -45,7 +45,7 @@ def _as_it_is(value: object) -> object:
     return value
 
 
-def _takes(key: Key, convert: Callable[[object], object], value: object) -> bool:
+def takes(key: Key, convert: Callable[[object], object], value: object) -> bool:
     """Whether a key takes the value that `convert` makes of this one."""
     section, name = key if len(key) == 2 else (TOP, key[0])
     field = _MODELS[section].model_fields.get(name)

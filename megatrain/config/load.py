@@ -27,6 +27,8 @@ from megatrain.config.sources import check_sources
 from megatrain.config.values import shown
 from megatrain.errors import ConfigError
 
+MANY_FOREIGN = 3  # names of other trainers that make a config one of theirs
+IMPORT = "if it is of axolotl, LLaMA-Factory or TRL: `megatrain import {} --output my.yaml`"
 MOST_PROBLEMS = 10  # that are shown at once
 BETAS: Key = ("optimizer", "betas")
 _HINTS = {
@@ -91,9 +93,14 @@ def load_config(
             collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
     else:
         for override in overrides:
-            collector.mapping(_parse_override(override))
+            collector.mapping(parse_override(override))
     leaves = _overlay(in_file, collector.taken())
-    return _validate(leaves, name, collector.problems)
+    try:
+        return _validate(leaves, name, collector.problems)
+    except ConfigError as error:
+        if collector.foreign < MANY_FOREIGN:
+            raise
+        raise ConfigError(f"{error}\n{name}: {IMPORT.format(name)}") from None
 
 
 def load_run(
@@ -114,7 +121,7 @@ def _nested(names: Sequence[str], tree: Located) -> dict[str, Located]:
     return tree.value
 
 
-def _parse_override(override: str) -> dict[str, Located]:
+def parse_override(override: str) -> dict[str, Located]:
     """`train.seq_len=512` as the mapping {train: {seq_len: 512}}."""
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
@@ -137,6 +144,7 @@ class _Collector:
     def __init__(self) -> None:
         self.leaves: Leaves = {}
         self.problems: list[str] = []
+        self.foreign = 0  # names of other trainers among them
 
     def taken(self) -> Leaves:
         """The leaves gathered so far; starts anew, but for the problems."""
@@ -158,6 +166,7 @@ class _Collector:
             elif refusal := n.refusal_of(name):
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))
+                    self.foreign += 1
             else:
                 told = len(self.problems) < MOST_PROBLEMS  # a hint takes milliseconds
                 reason = unknown(section, name, leaf.value) if told else "unknown"

@@ -38,10 +38,15 @@ class Alias:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A name that cannot be honoured. Its `harmless` values ask for what is done anyway."""
+    """A name that cannot be honoured. Its `harmless` values ask for what is done anyway.
+
+    Attributes:
+        teaches: what the name asks for would make other weights: an import without it is no import.
+    """
 
     reason: str
     harmless: tuple[object, ...] = (False, None)
+    teaches: bool = False
 
 
 def _same(one: object, other: object) -> bool:
@@ -121,7 +126,7 @@ def _template(value: object) -> object:
     return None if value == "tokenizer_default" else value
 
 
-def _all(names: str, meaning: T) -> dict[str, T]:
+def of_each(names: str, meaning: T) -> dict[str, T]:
     """Rows of a table for several names that mean the same."""
     return dict.fromkeys(names.split(), meaning)
 
@@ -132,20 +137,20 @@ _PROCESSES = "dataset_num_proc dataset_processes preprocessing_num_workers"
 _SEQ_LEN = "max_length max_seq_length max_seq_len sequence_len cutoff_len block_size"
 
 ALIASES: dict[str, Alias] = {
-    **_all("model_name_or_path base_model", Alias(("model", "path"))),
-    **_all("model_revision revision", Alias(("model", "revision"))),
+    **of_each("model_name_or_path base_model", Alias(("model", "path"))),
+    **of_each("model_revision revision", Alias(("model", "revision"))),
     "trust_remote_code": Alias(("model", "trust_remote_code")),
-    **_all("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
+    **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
     "gradient_accumulation_steps": Alias(ACCUMULATION, _count),
-    **_all("num_train_epochs num_epochs", Alias(("train", "epochs"))),
+    **of_each("num_train_epochs num_epochs", Alias(("train", "epochs"))),
     "max_steps": Alias(("train", "max_steps"), lambda value: None if _same(value, -1) else value),
-    **_all(_SEQ_LEN, Alias(("train", "seq_len"))),
-    **_all("learning_rate lr", Alias(("train", "learning_rate"))),
-    **_all("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
+    **of_each(_SEQ_LEN, Alias(("train", "seq_len"))),
+    **of_each("learning_rate lr", Alias(("train", "learning_rate"))),
+    **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
     "warmup_ratio": Alias(("train", "warmup"), _share),
     "warmup_steps": Alias(("train", "warmup")),
     "max_grad_norm": Alias(("train", "max_grad_norm")),
-    **_all("router_aux_loss_coef moe_aux_loss_coef", Alias(("train", "router_aux_loss_coef"))),
+    **of_each("router_aux_loss_coef moe_aux_loss_coef", Alias(("train", "router_aux_loss_coef"))),
     "freeze": Alias(("train", "freeze")),
     "seed": Alias(("train", "seed")),
     "full_determinism": Alias(("train", "deterministic")),
@@ -167,21 +172,21 @@ ALIASES: dict[str, Alias] = {
     "adam_epsilon": Alias(("optimizer", "eps")),
     "bf16": Alias(("precision",), _one_of((True, "bfloat16"), (False, "float32"), auto="auto")),
     "fp8": Alias(("precision",), _one_of((True, "fp8"), (False, "auto"))),
-    **_all("dtype torch_dtype", Alias(("precision",), _dtype)),
+    **of_each("dtype torch_dtype", Alias(("precision",), _dtype)),
     "attn_implementation": Alias(("attention",)),
-    **_all("train_file dataset_name dataset", Alias(("data", "train"))),
-    **_all("validation_file eval_file val_set_size", Alias(("data", "eval"))),
+    **of_each("train_file dataset_name dataset", Alias(("data", "train"))),
+    **of_each("validation_file eval_file val_set_size", Alias(("data", "eval"))),
     "dataset_train_split": Alias(("data", "split")),
     "dataset_text_field": Alias(("data", "text_field")),
-    **_all(_PROCESSES, Alias(("data", "processes"), lambda n: "auto" if n is None else n)),
-    **_all("assistant_only_loss completion_only_loss", _only_answers),
+    **of_each(_PROCESSES, Alias(("data", "processes"), lambda n: "auto" if n is None else n)),
+    **of_each("assistant_only_loss completion_only_loss", _only_answers),
     **dict.fromkeys(STRATEGIES, Alias(("data", "eval"), _evaluation)),
     "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
     "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
-    **_all("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),
+    **of_each("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),
     "torch_compile": Alias(("compile",)),
-    **_all("packing sample_packing", Alias(("data", "packing"))),
-    **_all("use_cpu no_cuda", _on_cpu),
+    **of_each("packing sample_packing", Alias(("data", "packing"))),
+    **of_each("use_cpu no_cuda", _on_cpu),
     "report_to": Alias(("track",), lambda value: [] if value in ("none", ["none"]) else value),
 }
 
@@ -193,16 +198,19 @@ RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
 )
 
 
-def _drop(what: str, *harmless: object) -> Refusal:
+def _drop(what: str, *harmless: object, teaches: bool = False) -> Refusal:
     """The refusal of a key that can only be removed."""
-    return Refusal(f"{what}; remove it", harmless or (False, None))
+    return Refusal(f"{what}; remove it", harmless or (False, None), teaches)
 
 
 _OFF = (False, None)
-_ADAPTER = _drop("MegaTrain trains every parameter and has no adapters", *_OFF, "")
+_NO_ADAPTERS = "MegaTrain trains every parameter and has no adapters"
+_ADAPTER = _drop(_NO_ADAPTERS, *_OFF, "", teaches=True)
+_OF_ADAPTERS = _drop(_NO_ADAPTERS, *_OFF, "")  # alone it asks for none
 _ADAPTERS = "use_peft peft peft_config adapter lora qlora"
-_QUANTISED = _drop("full-parameter training starts from unquantised weights")
-_QUANTISATION = "load_in_4bit load_in_8bit quantization_config use_bnb_nested_quant"
+_UNQUANTISED = "full-parameter training starts from unquantised weights"
+_QUANTISED = _drop(_UNQUANTISED, teaches=True)
+_QUANTISATION = "load_in_4bit load_in_8bit quantization_config"
 _SHARDING = _drop("MegaTrain streams the model itself and takes no sharding library", *_OFF, "", [])
 _MIXTURE = Refusal(
     "training in float16 needs loss scaling and is not offered; use precision: bfloat16 or float32"
@@ -221,13 +229,18 @@ _ADAFACTOR_KEY = Refusal(
 _PACKING = _drop("`data.packing` packs examples, and steps are cut by real tokens")
 
 REFUSED: dict[str, Refusal] = {
-    **_all("fp16 half", _MIXTURE),
+    **of_each("fp16 half", _MIXTURE),
     "tf32": _drop("precision: float32 computes in true fp32"),
-    **_all(_ADAPTERS, _ADAPTER),
-    "finetuning_type": _drop("MegaTrain trains every parameter but train.freeze's", "full"),
-    "unfrozen_parameters": _drop("name what is not trained instead (train.freeze)", None),
-    **_all(_QUANTISATION, _QUANTISED),
-    **_all("deepspeed fsdp", _SHARDING),
+    **of_each(_ADAPTERS, _ADAPTER),
+    "finetuning_type": _drop(
+        "MegaTrain trains every parameter but train.freeze's", "full", teaches=True
+    ),
+    "unfrozen_parameters": _drop(
+        "name what is not trained instead (train.freeze)", None, teaches=True
+    ),
+    **of_each(_QUANTISATION, _QUANTISED),
+    "use_bnb_nested_quant": _drop(_UNQUANTISED),
+    **of_each("deepspeed fsdp", _SHARDING),
     "gradient_checkpointing": Refusal(_PLANNED, (True, None)),
     "gradient_checkpointing_kwargs": Refusal(_PLANNED, (None,)),
     "auto_find_batch_size": _drop(
@@ -237,10 +250,12 @@ REFUSED: dict[str, Refusal] = {
         "evaluation is cut as training is (train.micro_batch_tokens)", None
     ),
     "eval_accumulation_steps": _drop("evaluation keeps no outputs", None),
-    "label_smoothing_factor": _drop("label smoothing is not built yet", 0, 0.0, None),
-    "neftune_noise_alpha": _drop("noise on embeddings is not built yet", 0, 0.0, None),
+    "label_smoothing_factor": _drop("label smoothing is not built yet", 0, 0.0, None, teaches=True),
+    "neftune_noise_alpha": _drop(
+        "noise on embeddings is not built yet", 0, 0.0, None, teaches=True
+    ),
     "group_by_length": _drop("rows are already sorted by length inside a step"),
-    **_all("padding_free pad_to_sequence_len", _PACKING),
+    **of_each("padding_free pad_to_sequence_len", _PACKING),
     "save_strategy": Refusal(
         f"{_BY_STEPS} (checkpoint.every: 200, or null for the end alone)", ("steps", None)
     ),
@@ -251,12 +266,16 @@ REFUSED: dict[str, Refusal] = {
     "load_best_model_at_end": Refusal(
         "`best` in the run folder points at the best checkpoint; export it with --checkpoint best"
     ),
-    "lr_scheduler_kwargs": Refusal("use train.min_lr_ratio, train.decay, train.warmup", (None, {})),
-    "optim_args": Refusal("use the keys of the optimizer section", (None, "")),
-    **_all("beta2_decay clip_threshold", _ADAFACTOR_KEY),
+    "lr_scheduler_kwargs": Refusal(
+        "use train.min_lr_ratio, train.decay, train.warmup", (None, {}), teaches=True
+    ),
+    "optim_args": Refusal("use the keys of the optimizer section", (None, ""), teaches=True),
+    **of_each("beta2_decay clip_threshold", _ADAFACTOR_KEY),
     "push_to_hub": _HUB,
     "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
-    "resume_from_checkpoint": Refusal("continue a run with `megatrain resume RUN_DIR`"),
+    "resume_from_checkpoint": Refusal(
+        "continue a run with `megatrain resume RUN_DIR`", teaches=True
+    ),
     "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
     "strict": _drop("unknown keys are always refused", True, False, None),
     "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
@@ -266,7 +285,9 @@ REFUSED: dict[str, Refusal] = {
     "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
     "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
     "max_samples": Refusal(
-        "all rows of data.train are used; name a smaller file, or set train.max_steps", (None,)
+        "all rows of data.train are used; name a smaller file, or set train.max_steps",
+        (None,),
+        teaches=True,
     ),
     "evals_per_epoch": Refusal(f"{_BY_STEPS}: set train.eval_every", (None,)),
     "saves_per_epoch": Refusal(f"{_BY_STEPS}: set checkpoint.every", (None,)),
@@ -288,11 +309,11 @@ REFUSED: dict[str, Refusal] = {
 
 # Whole families of names, by how they begin.
 REFUSED_PREFIXES: dict[str, Refusal] = {
-    **_all("lora_ qlora_ peft_", _ADAPTER),
-    "bnb_": _QUANTISED,
-    **_all("deepspeed_ fsdp_", _SHARDING),
+    **of_each("lora_ qlora_ peft_", _OF_ADAPTERS),
+    "bnb_": _drop(_UNQUANTISED),
+    **of_each("deepspeed_ fsdp_", _SHARDING),
     "wandb_": _WANDB,
-    **_all("mlflow_ comet_", _TRACKER),
+    **of_each("mlflow_ comet_", _TRACKER),
     "hub_": _HUB,
     "torch_compile_": _COMPILE,
     "ddp_": _drop("one GPU is used; data-parallel training is not built yet"),

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "all")
-PROMPTS = ("text", "chat")
+PROMPTS = ("text", "chat", "alpaca")
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
 STANFORD = "by the Stanford Alpaca prompt, as there is no chat template"
+ASKED = "by the Stanford Alpaca prompt (data.prompts: alpaca)"
 
 
 class Encoder:
@@ -30,9 +31,10 @@ class Encoder:
     Conversations go through the chat template, with the loss on what the assistant wrote
     (`train_on="assistant"`) or on everything ("all"). Two texts, prompt and completion, become
     `prompt completion eos` with the loss on completion and eos, unless `prompts` is "chat", which
-    makes turns of them; so does an Alpaca row without a template, its prompt in the Stanford
-    words. Documents are `text eos` with the loss on all of it. The first token of a row is never a
-    target, since nothing predicts it. Templates that ask for the time are told `day`.
+    makes turns of them; so does an Alpaca row without a template, or with `prompts` "alpaca", its
+    prompt in the Stanford words. Documents are `text eos` with the loss on all of it. The first
+    token of a row is never a target, since nothing predicts it. Templates that ask for the time
+    are told `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
@@ -78,11 +80,17 @@ class Encoder:
                 eos=sample.ends,
                 keep=(start, start + len(sample.text)),
             )
-        if self.template is None or (sample.literal and self.prompts == "text"):
+        if self.template is None or self._as_text(sample):
             return self._plain(sample)
         if self.train_on == "all":
             return self.template.whole(sample)
         return self.template.mark(sample)
+
+    def _as_text(self, chat: Chat) -> bool:
+        """Whether rows of two texts stay such, though there is a template."""
+        if chat.literal:
+            return self.prompts != "chat"
+        return self.prompts == "alpaca" and chat.plain is not None
 
     def _has_bos(self, text: str) -> bool:
         return bool(self.bos) and text.startswith(str(self.bos))
@@ -101,7 +109,8 @@ class Encoder:
         prompt, completion = chat.plain
         text = prompt + completion
         spans = None if self.train_on == "all" else ((len(prompt), len(text)),)
-        wrapping = AS_THEY_ARE if chat.literal else STANFORD
+        wrapping = ASKED if self.template else STANFORD
+        wrapping = AS_THEY_ARE if chat.literal else wrapping
         add_special = not self._has_bos(text)
         return Marked(text, spans, add_special=add_special, eos=True, wrapping=wrapping)
 

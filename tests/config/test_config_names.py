@@ -240,6 +240,14 @@ def test_a_hint_is_true_or_there_is_none(load, text, told):
     assert str(caught.value).startswith(f"cfg.yaml:3: {dotted}: {told}")
 
 
+def test_a_config_of_another_trainer_is_told_of_the_import(load):
+    few = "adapter: lora\nload_in_4bit: true\n"
+    for text, told in ((few, False), (few + "deepspeed: a.json\n", True)):
+        with pytest.raises(ConfigError) as caught:
+            load(text)
+        assert ("`megatrain import cfg.yaml --output my.yaml`" in str(caught.value)) is told
+
+
 def test_patience_is_a_key_of_ours(load):
     assert load("early_stopping_patience: 3").checkpoint.patience == 3
 

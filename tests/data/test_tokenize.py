@@ -58,6 +58,18 @@ def test_an_alpaca_row_goes_through_the_template_if_there_is_one(make_tokenizer)
         assert way in Encoder(tokenizer).marks(row)[0].wrapping
 
 
+def test_an_alpaca_row_keeps_its_own_prompt_if_the_user_says_so(make_tokenizer):
+    row = convert_row(FORMATS["alpaca"], {"instruction": "a", "input": "i", "output": "b"})
+    tokens, mask = encoded(make_tokenizer(), row, prompts="alpaca")
+    assert (tokens, mask) == encoded(make_tokenizer(None), row)  # as without a template
+    text = "".join(tokens)
+    assert text.startswith("Below is an instruction") and "### Input:\ni\n\n### Response:" in text
+    assert "".join(compress(tokens, mask)) == "b<|endoftext|>"
+    assert encoded(make_tokenizer(), PAIR, prompts="alpaca") == encoded(make_tokenizer(), PAIR)
+    chat = Chat((Message("user", "a"), Message("assistant", "b")))
+    assert encoded(make_tokenizer(), chat, prompts="alpaca") == encoded(make_tokenizer(), chat)
+
+
 @pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
 def test_nothing_else_has_a_place_beside_two_texts(make_tokenizer, column):
     value: Any = {"system": "be", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}}

@@ -1,0 +1,382 @@
+"""Configs of other trainers: what each key becomes, and that none is lost without a word."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.config.document import write_yaml
+from megatrain.config.importing import import_config
+from megatrain.config.importing.axolotl import ENTRY
+from megatrain.config.importing.convert import TRAINERS
+from megatrain.errors import ConfigError
+from tests.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_sets()
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_a_plain_config_is_whole_and_loads(trainer):
+    found = imported(trainer)
+    assert found.faithful and not found.missing, found.report()
+    Path("ours.yaml").write_text(found.text)
+    config = load_config("ours.yaml")
+    assert (config.model.source, config.method, str(config.output)) == ("org/base", "sft", "out")
+    assert config == load_config(dict(found.config))
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_the_trainer_is_known_by_its_keys(trainer):
+    Path("theirs.yaml").write_text(json.dumps(BASES[trainer]))  # JSON is YAML
+    assert import_config("theirs.yaml").trainer == trainer
+
+
+def test_what_is_no_ones_config_says_so():
+    Path("theirs.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_machines: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"theirs\.yaml: cannot tell whose config it is; say --from"
+    ):
+        import_config("theirs.yaml")
+    with pytest.raises(ConfigError, match="--from: torchtune is none of axolotl"):
+        import_config("theirs.yaml", "torchtune")
+
+
+# trainer, keys over its base, our key, our value
+MEANINGS: list[tuple[str, Given, str, object]] = [
+    ("axolotl", {}, "train.rows_per_step", 8),
+    ("axolotl", {"batch_size": 6, "gradient_accumulation_steps": None}, "train.rows_per_step", 6),
+    ("axolotl", {"sample_packing": True}, "train.tokens_per_step", 2 * 4 * 2048),
+    ("axolotl", {"sample_packing": True}, "data.packing", True),
+    ("axolotl", {}, "train.warmup", 0.03),
+    ("axolotl", {"warmup_ratio": 0.1}, "train.warmup", 0.1),
+    ("axolotl", {"warmup_ratio": 0.1, "warmup_steps": 9}, "train.warmup", 9),
+    ("axolotl", {"warmup_steps": 0}, "train.warmup", 0),
+    ("axolotl", {}, "train.schedule", "cosine"),
+    ("axolotl", {"cosine_min_lr_ratio": 0.1}, "train.min_lr_ratio", 0.1),
+    ("axolotl", {"max_steps": 7}, "train.max_steps", 7),
+    ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer.moments", "int8"),
+    ("axolotl", {"optimizer": "paged_adamw_32bit"}, "optimizer.name", "adamw"),
+    ("axolotl", {"optimizer": "lion_32bit"}, "optimizer.betas", [0.9, 0.999]),
+    ("axolotl", {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+    ("axolotl", {}, "data.eval", None),
+    ("axolotl", {"val_set_size": 0.05}, "data.eval", 0.05),
+    ("axolotl", {"val_set_size": 100.0}, "data.eval", 100),
+    ("axolotl", {}, "data.train_on", "assistant"),
+    ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
+    ("axolotl", {}, "data.truncation_mode", "drop"),
+    ("axolotl", {"excess_length_strategy": "truncate"}, "data.truncation_mode", "keep_start"),
+    ("axolotl", {"wandb_project": "p"}, "track", ["wandb"]),
+    ("axolotl", {"chat_template": "llama3"}, "data.chat_template", "llama3"),
+    ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
+    ("axolotl", {"optimizer": "adamw_torch_4bit"}, "optimizer.moments", "int8"),
+    ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", None),
+    ("axolotl", {"bf16": "auto"}, "precision", "auto"),
+    ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
+    ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
+    ("axolotl", {"evals_per_epoch": 0}, "train.eval_every", None),
+    ("llama-factory", {}, "train.rows_per_step", 8),
+    ("llama-factory", {}, "train.learning_rate", 5e-5),
+    ("llama-factory", {}, "train.epochs", 3.0),
+    ("llama-factory", {}, "train.schedule", "linear"),
+    ("llama-factory", {"packing": True}, "train.tokens_per_step", 8 * 512),
+    ("llama-factory", {"neat_packing": True}, "data.packing", True),
+    ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
+    ("llama-factory", {"val_size": 0.1}, "data.eval", 0.1),
+    ("llama-factory", {"eval_dataset": "ours"}, "data.eval", None),
+    ("llama-factory", {"stage": "pt", "dataset": "texts"}, "data.text_field", "body"),
+    ("llama-factory", {"stage": "pt", "dataset": "texts"}, "train.tokens_per_step", 8 * 512),
+    ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "method", "reward"),
+    ("llama-factory", {"max_samples": 3}, "data.train", None),
+    ("llama-factory", {"train_from_scratch": True}, "model.init", "random"),
+    ("llama-factory", {"pure_bf16": True, "bf16": False}, "precision", "bfloat16"),
+    ("llama-factory", {}, "precision", "float32"),
+    ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "data.truncation_mode", "keep_start"),
+    ("trl", {"max_grad_norm": 0}, "train.max_grad_norm", None),
+    ("trl", {"model_revision": "v1"}, "model.revision", "v1"),
+    ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo"}, "simpo.beta", 0.1),
+    ("llama-factory", {"fp8": True, "bf16": True}, "precision", "fp8"),
+    ("llama-factory", {"report_to": ["wandb", "mlflow"]}, "track", ["wandb"]),
+    ("trl", {}, "train.rows_per_step", 2),
+    ("trl", {"learning_rate": None}, "train.learning_rate", 2e-5),
+    ("trl", {"packing": True}, "train.tokens_per_step", 2 * 512),
+    ("trl", {}, "data.train_on", "all"),
+    ("trl", {"assistant_only_loss": True}, "data.train_on", "assistant"),
+    ("trl", {"completion_only_loss": True}, "data.train_on", "assistant"),
+    ("trl", {"eval_strategy": "steps"}, "data.eval", {"path": "org/rows", "split": "test"}),
+    ("trl", {"dataset_config": "en"}, "data.train", "org/rows:en:train"),
+    ("trl", {"dataset_train_split": "s[:9]"}, "data.train", {"path": "org/rows", "split": "s[:9]"}),
+    ("trl", {"lr_scheduler_type": "constant", "warmup_steps": 9}, "train.warmup", 0.0),
+    ("trl", {"warmup_steps": 0.1}, "train.warmup", 0.1),
+    ("trl", {"desirable_weight": 2.0}, "kto.desirable_weight", 2.0),
+    ("trl", {"loss_type": "apo_zero", "beta": 0.2}, "dpo.beta", 0.2),
+    ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo", "beta": 2.0}, "method", "simpo"),
+    ("trl", {"cpo_alpha": 0.5}, "cpo.cpo_alpha", 0.5),
+    ("trl", {"center_rewards_coefficient": 0.01}, "method", "reward"),
+    ("trl", {"save_steps": 0.5, "logging_steps": 3}, "train.log_every", 3),
+]
+
+
+@pytest.mark.parametrize(("trainer", "keys", "key", "ours"), MEANINGS)
+def test_a_key_means_ours(trainer, keys, key, ours):
+    found = imported(trainer, **keys)
+    assert found.faithful and not found.missing, found.report()
+    given = {"path": "sets/ours.json", "format": "alpaca"}
+    expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
+    assert value(found, key) == expected, found.report()
+    load_config(dict(found.config))
+
+
+def test_processes_multiply_a_step_and_one_is_assumed_aloud():
+    assert value(imported("axolotl", processes=4), "train.rows_per_step") == 32
+    packed = imported("trl", processes=8, packing=True, gradient_accumulation_steps=3)
+    assert value(packed, "train.tokens_per_step") == 2 * 3 * 8 * 512
+    assert "(2 x 3 accumulated x 8 processes x 512 tokens)" in packed.report()
+    alone = import_config("theirs.yaml", "trl")
+    assert "one process trained it; for N GPUs: --processes N" in alone.assumed[0]
+
+
+LAST = {"min_lr_rate": 0.1}
+
+
+def test_a_cosine_that_ends_above_nothing():
+    found = imported("trl", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=LAST)
+    assert (value(found, "train.schedule"), value(found, "train.min_lr_ratio")) == ("cosine", 0.1)
+    keys: Given = {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5}
+    found = imported("trl", lr_scheduler_type="cosine_with_min_lr", **keys)
+    assert value(found, "train.min_lr_ratio") == pytest.approx(0.1)
+    assert [line.name for line in imported("trl", lr_scheduler_kwargs=LAST).refused] == [
+        "lr_scheduler_kwargs"
+    ]
+
+
+# trainer, keys, the key that is refused, words of the reason
+REFUSED: list[tuple[str, Given, str, str]] = [
+    ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
+    ("axolotl", {"load_in_4bit": True}, "load_in_4bit", "unquantised"),
+    ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
+    ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
+    ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
+    ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
+    ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
+    ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat", "changes what is learnt"),
+    ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
+    ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
+    ("axolotl", {"tokens": ["<a>"]}, "tokens", "stay as they are"),
+    ("axolotl", {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type", "own"),
+    (
+        "axolotl",
+        {"datasets": [{"path": "a", "type": "alpaca", "train_on_eos": "last"}]},
+        "datasets[0].train_on_eos",
+        "with its end",
+    ),
+    (
+        "axolotl",
+        {"datasets": [{"path": "a", "type": "chat_template", "field_thinking": "thoughts"}]},
+        "datasets[0].field_thinking",
+        "another name",
+    ),
+    (
+        "axolotl",
+        {"datasets": [{"path": "sets/ours.json", "type": "alpaca", "split": "train[:2]"}]},
+        "datasets[0].split",
+        "a file has no splits",
+    ),
+    ("axolotl", {"neftune_noise_alpha": 5}, "neftune_noise_alpha", "not built"),
+    ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
+    ("llama-factory", {"finetuning_type": None}, "finetuning_type", "lora: adapters"),
+    ("llama-factory", {"finetuning_type": "freeze"}, "finetuning_type", "freeze: parts"),
+    ("llama-factory", {"max_samples": 2}, "max_samples", "rows of ours are 3"),
+    ("llama-factory", {"dataset": "more", "max_samples": 2}, "max_samples", "are not known"),
+    ("llama-factory", {"dataset": "none"}, "dataset", "none is not in dataset_info.json"),
+    ("llama-factory", {"dataset": "seen"}, "dataset", "only text"),
+    ("llama-factory", {"dataset": "odd"}, "dataset", "roles or turns"),
+    ("llama-factory", {"dataset": "script"}, "dataset", "script"),
+    ("llama-factory", {"template": "default"}, "template", "of no model"),
+    ("llama-factory", {"stage": "ppo"}, "stage", "ppo is not built"),
+    ("llama-factory", {"use_galore": True}, "use_galore", "not built"),
+    ("llama-factory", {"mask_history": True}, "mask_history", "weight 0"),
+    (
+        "llama-factory",
+        {"freeze_language_model": True},
+        "freeze_language_model",
+        "is what is trained",
+    ),
+    ("trl", {"chat_template_path": "org/other"}, "chat_template_path", "save it as a file"),
+    ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy", "as wholes"),
+    (
+        "trl",
+        {"dataset_name": "sets/ours.json", "dataset_train_split": "train[:2]"},
+        "dataset_train_split",
+        "a file has no splits",
+    ),
+    ("trl", {"num_generations": 8}, "num_generations", "grpo"),
+    ("trl", {"use_peft": True}, "use_peft", "no adapters"),
+    ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
+    ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
+    ("trl", {"label_smoothing_factor": 0.1}, "label_smoothing_factor", "not built"),
+    ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "keys", "name", "words"), REFUSED)
+def test_what_would_give_another_result_is_refused(trainer, keys, name, words):
+    found = imported(trainer, **keys)
+    refused = {line.name: line for line in found.refused}
+    assert not found.faithful and name in refused, found.report()
+    assert words in refused[name].said[0]
+    assert f"# NOT HONOURED: {name}: " in found.text
+    assert "  theirs.yaml:" in found.report() or refused[name].value is None
+
+
+# What asks for nothing that is lost, for all trainers.
+HARMLESS: Given = {
+    "gradient_checkpointing": True,
+    "deepspeed": "zero3.json",
+    "fsdp": ["full_shard"],
+    "fsdp_config": {"offload_params": True},
+    "attn_implementation": "flash_attention_2",
+    "tf32": True,
+    "fp16": False,
+    "dataloader_num_workers": 4,
+    "ddp_timeout": 1800,
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "push_to_hub": True,
+    "hub_model_id": "me/mine",
+    "resume_from_checkpoint": None,
+    "neftune_noise_alpha": None,
+    "label_smoothing_factor": 0.0,
+    "use_liger_kernel": True,
+    "load_in_8bit": False,
+    "save_total_limit": 0,
+    "revision": "main",
+}
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_what_has_no_effect_is_said(trainer):
+    given = BASES[trainer] | HARMLESS
+    Path("theirs.yaml").write_text(write_yaml(given))
+    found = import_config("theirs.yaml", trainer)
+    assert found.faithful, found.report()
+    assert HARMLESS.keys() <= {line.name for line in found.dropped}
+    assert all(line.said[0] for line in found.dropped)
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_every_key_is_in_one_list(trainer):
+    cases = [keys for of, keys, *_ in [*MEANINGS, *REFUSED] if of == trainer]
+    for keys in [*cases, HARMLESS, {"some_new_key": 5, "another": None}]:
+        found = imported(trainer, **keys)
+        lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+        names = Counter(line.name.partition("[")[0] for line in lines)
+        given = {k: v for k, v in (BASES[trainer] | keys).items() if v is not None}
+        assert given.keys() <= names.keys()
+        assert max(Counter(line.name for line in lines).values()) == 1
+
+
+def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
+    found = imported("axolotl", special_tokens={"eos_token": "</s>", "pad_token": "</s>"})
+    assert found.faithful
+    assert found.assumed == [
+        "special_tokens: {'eos_token': '</s>'} are the tokenizer's own; its eos_token ends texts"
+    ]
+    assert imported("axolotl", special_tokens={"pad_token": "</s>"}).assumed == []
+    assert imported("trl", eos_token="</s>").assumed[-1].startswith("eos_token: </s>: rows are")
+
+
+def test_text_alone_of_a_vision_model_is_what_trains_anyway():
+    text = ["model.language_model.*", "lm_head"]
+    assert imported("axolotl", unfrozen_parameters=text).faithful
+    assert not imported("axolotl", unfrozen_parameters=["lm_head"]).faithful
+
+
+def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():
+    found = imported("trl", lerning_rate=5)
+    assert [(line.name, line.value) for line in found.unknown] == [("lerning_rate", 5)]
+    assert not found.faithful
+    assert "unknown (1)\n  theirs.yaml:" in found.report()
+
+
+def test_a_template_that_is_text_becomes_a_file():
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    cases: dict[str, Given] = {
+        "trl": {"chat_template": text},
+        "axolotl": {"chat_template": "jinja", "chat_template_jinja": text},
+    }
+    for trainer, keys in cases.items():
+        found = imported(trainer, **keys)
+        assert found.files == {"imported.chat_template.jinja": text}
+        assert value(found, "data.chat_template") == "imported.chat_template.jinja"
+
+
+def test_a_dump_without_model_and_data_takes_them_from_the_command_line():
+    keys: Given = {"model_name_or_path": None, "dataset_name": None}
+    found = imported("trl", **keys)
+    assert "model: missing" in found.missing and "data.train: missing" in found.missing
+    ours = ["model=m", "data.train=[a.jsonl, b.jsonl]", "train.tokens_per_step=64"]
+    found = import_config("theirs.yaml", "trl", overrides=ours)
+    assert not found.missing
+    assert found.config["model"] == "m"
+    assert "tokens_per_step: 64  # command line" in found.text
+    assert "rows_per_step" not in found.config["train"]
+
+
+def test_words_of_yaml_1_1_are_flags():
+    Path("theirs.yaml").write_text(write_yaml(AXOLOTL) + "sample_packing: yes\nadapter: off\n")
+    assert value(import_config("theirs.yaml"), "data.packing") is True
+
+
+def test_marks_are_of_one_trainer_for_the_most_part():
+    marks = {trainer: {*words.split()} for trainer, (words, _) in TRAINERS.items()}
+    assert all(
+        len(one & other) < 3 for a, one in marks.items() for b, other in marks.items() if a != b
+    )
+
+
+ODD = [5, "x", [1, {}], {"a": {"b": [1]}}, True]
+
+
+@pytest.mark.parametrize("trainer", BASES)
+def test_values_of_any_type_end_in_a_list(trainer):
+    for name in {*TRAINERS[trainer][0].split(), *BASES[trainer], "plugins", "interleave_probs"}:
+        for odd in ODD:
+            keys: Given = {name: odd}
+            found = imported(trainer, **keys)
+            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+            assert name in {line.name.partition("[")[0] for line in lines}, (name, odd)
+            assert found.report() and found.text
+
+
+@pytest.mark.parametrize("key", [*ENTRY, "roles", "roles_to_train", "train_on_eos"])
+def test_values_of_any_type_in_an_entry_end_in_a_list(key):
+    for odd in ODD:
+        for keys in ({"type": "chat_template"}, {"type": "chat_template.default", "rl": "dpo"}):
+            rl = keys.pop("rl", None)
+            found = imported("axolotl", rl=rl, datasets=[{"path": "o/r", **keys, key: odd}])
+            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+            assert f"datasets[0].{key}" in {line.name for line in lines}, (key, odd)
+
+
+def test_what_a_file_holds_stays_inside_comments():
+    evil = "x\nmodel: other\n\x1b[2J"
+    for keys in ({"chat_template": evil}, {"a\nmodel: other": 1}, {"adapter": evil}):
+        found = imported("axolotl", **keys)
+        text = "\n".join(line for line in found.text.splitlines() if not line.startswith("# NOT"))
+        Path("ours.yaml").write_text(text)
+        assert load_config("ours.yaml").model.source == "org/base"
+        assert "\x1b" not in found.report() + found.text
+
+
+def test_broken_json_of_data_sets_is_an_error():
+    Path("sets/dataset_info.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"dataset_info\.json: cannot be read as JSON"):
+        imported("llama-factory")
