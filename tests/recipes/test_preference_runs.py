@@ -167,7 +167,8 @@ def forwards(said: str) -> list[int]:
 def test_only_rows_that_the_run_takes_have_a_reference(megatrain, project, of_method):
     options = [*of_method("dpo"), "train.epochs=null", "train.eval_rows=3", "train.rows_per_step=4"]
     options.append("train.tokens_per_step=null")
-    whole = megatrain("train cfg.yaml", *of_method("dpo"), "train.max_steps=1000", "output=all")
+    epoch = "train.max_steps=null", "train.epochs=1"
+    whole = megatrain("train cfg.yaml", *of_method("dpo"), *epoch, "output=all")
     shutil.rmtree(default_cache() / "reference")
     short, held_out = forwards(
         megatrain("train cfg.yaml", *options, "train.max_steps=2", "output=a").err
