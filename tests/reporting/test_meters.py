@@ -23,8 +23,8 @@ def test_the_peak_of_the_host_remembers_what_was_freed():
     during = peak_host_bytes()
     del block
     # The test process may have had a higher peak before this test: then nothing grows, and nothing
-    # may shrink either.
-    assert before <= during <= peak_host_bytes() + MIB
+    # may shrink either, but for the pages of a child that an earlier test left.
+    assert before - MIB <= during <= peak_host_bytes() + MIB
 
 
 @pytest.mark.parametrize(
