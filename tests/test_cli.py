@@ -235,22 +235,6 @@ def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
     assert recipes.calls == []
 
 
-@pytest.mark.parametrize(
-    ("world", "code"), [("2", 2), ("16", 2), ("1", 0), ("", 0), ("many", 0), (None, 0)]
-)
-@pytest.mark.parametrize("line", ["train cfg.yaml", "resume run"])
-def test_one_of_several_processes_is_refused(recipes, monkeypatch, capsys, world, code, line):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    assert cli.main(line.split()) == code
-    assert len(recipes.calls) == (code == 0)
-    if code:
-        (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith(f"error: WORLD_SIZE={world} in the environment: ")
-        assert said.endswith("several GPUs are not built yet; start megatrain by itself, once")
-
-
 ERRORS = [
     (errors.MegaTrainError, 1),
     (errors.ConfigError, 2),

@@ -25,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
 )
 
+GIVEN: list[str] = []  # the command line, for those that are started like it
+
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")
 ]
@@ -77,13 +79,12 @@ def options(
 
 
 def one_process() -> None:
-    """Raise ConfigError if a launcher started several processes: each would train on its own."""
+    """Raise ConfigError if a launcher started several processes: each would do it on its own."""
     world = os.environ.get("WORLD_SIZE", "1")
     if world.isdecimal() and int(world) > 1:
         raise ConfigError(
             f"WORLD_SIZE={world} in the environment: this is one of {world} processes of a "
-            "launcher such as torchrun, and several GPUs are not built yet; start megatrain by "
-            "itself, once"
+            "launcher such as torchrun, which this command does not use; start it by itself, once"
         )
 
 

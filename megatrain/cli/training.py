@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatrain.cli.app import (
+    GIVEN,
     AsJson,
     Checkpoint,
     ConfigFile,
@@ -32,6 +33,9 @@ from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.streams import console_on
 
+if TYPE_CHECKING:
+    from megatrain.config import Config
+
 
 @app.command()
 def train(
@@ -41,11 +45,11 @@ def train(
     profile: Timeline = None,
     no_verify: NoVerify = False,
 ) -> None:
-    """Train a model as a config file says."""
-    one_process()
+    """Train a model as a config file says, on the host's GPUs."""
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    on_several(settings)
     with stop_requests():
         with watchdog(settings.hang_timeout):
             find_model(settings.model.source, settings.model.revision)
@@ -66,8 +70,11 @@ def resume(
     no_verify: NoVerify = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
-    one_process()
     need_folder(run_dir)
+    from megatrain.config.resuming import CONFIG_FILE, asked_again
+
+    if (run_dir / CONFIG_FILE).is_file():
+        on_several(asked_again(run_dir, overrides or []))
     with stop_requests():
         from megatrain.recipes import run
         from megatrain.storage.manifest import verifying
@@ -178,6 +185,15 @@ def bench(
         settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
     )
     show(found, as_json)
+
+
+def on_several(settings: Config) -> None:
+    """Start this command once for each GPU that the config takes, if it takes several, and leave
+    with their exit code."""
+    from megatrain.recipes.launch import ranks_for, run_ranks
+
+    if (size := ranks_for(settings)) > 1:
+        raise typer.Exit(run_ranks(GIVEN, size))
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

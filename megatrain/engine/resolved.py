@@ -29,6 +29,7 @@ from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
+from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
 
@@ -45,6 +46,7 @@ class Machine:
         compiles: a C compiler and Triton are at hand; None: look for them here.
         drives_assumed: folders for NVMe on drives that were not measured.
         here: False for a machine that is only described.
+        world: the ranks that compute, this one with the device.
     """
 
     device: torch.device
@@ -54,6 +56,7 @@ class Machine:
     compiles: bool | None = None
     drives_assumed: tuple[Path, ...] = ()
     here: bool = True
+    world: World = ALONE
 
 
 @dataclass(frozen=True)

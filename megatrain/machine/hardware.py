@@ -10,9 +10,10 @@ import ctypes
 import os
 import resource
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,27 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     )
 
 
+def shared_out(found: Sequence[Hardware], among: int) -> Hardware:
+    """What each of several processes has that share a machine, if none has more than another.
+
+    found: by each. among: how many share host RAM and NVMe.
+    """
+    resident = max(each.resident_bytes for each in found)
+    left = min(each.host_available_bytes - each.resident_bytes for each in found)
+    gpus = [each.gpu for each in found if each.gpu is not None]
+    memlock = [each.memlock_bytes for each in found if each.memlock_bytes is not None]
+    return replace(
+        found[0],
+        gpu=min(gpus, key=lambda gpu: gpu.free_bytes) if gpus else None,
+        host_total_bytes=found[0].host_total_bytes // among,
+        host_available_bytes=resident + left // among,
+        physical_cores=min(each.physical_cores for each in found),
+        disk_free_bytes=min(each.disk_free_bytes for each in found),
+        memlock_bytes=min(memlock) if memlock else None,
+        resident_bytes=resident,
+    )
+
+
 def without_tables(nbytes: int, *, pinned: bool) -> int:
     """The part of `nbytes` of RAM that is left beside the page tables for it. pinned: for a GPU."""
     return int(nbytes / (1 + PAGE_TABLE_SHARE + (PINNED_SHARE if pinned else 0)))
@@ -244,6 +266,17 @@ def visible_gpu() -> Gpu | None:
         except nvml.NVMLError:  # no such index or UUID: CUDA shows no device either
             return None
     return Gpu(name, memory.total, memory.free, (major, minor))
+
+
+def visible_gpus() -> int:
+    """How many GPUs CUDA would show this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with opened_nvml() as nvml:
+        there = 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
+    if visible is None or not there:
+        return there
+    # CUDA shows none behind the first that cannot be
+    return len([*takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))])
 
 
 @contextmanager

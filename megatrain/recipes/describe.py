@@ -62,6 +62,8 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
 
 def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
+    if not parts.machine.world.leads:
+        return
     folder, config = parts.config.output, with_absolute_paths(parts.config)
     environment = environment_of(parts.machine)
     # first: by it a folder is known as a run's
@@ -167,6 +169,9 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
+    if not run.engine.world.leads:  # nobody reads it
+        code = 0 if stop is None else stop.exit_code
+        return RunSummary(folder, run.step, run.tokens, seconds, exit_code=code)
     return RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,

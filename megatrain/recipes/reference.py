@@ -38,7 +38,7 @@ from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION
 
 if TYPE_CHECKING:
-    from megatrain.recipes.run import Ready
+    from megatrain.recipes.opening import Ready
 
 logger = logging.getLogger("megatrain")
 

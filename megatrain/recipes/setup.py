@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -35,7 +36,7 @@ from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
-from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware
+from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware, shared_out
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -51,6 +52,7 @@ from megatrain.reporting.energy import Economy, Prices, planned_economy, planned
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
 from megatrain.storage.run_folder import bytes_of_checkpoints
+from megatrain.world import ALONE, World
 
 if TYPE_CHECKING:
     pass
@@ -85,18 +87,19 @@ def prepare(
     machine: Machine | None = None,
     *,
     may_measure: bool = False,
+    world: World = ALONE,
 ) -> Parts:
     """Take the model apart for this machine. Raises ModelError and ConfigError.
 
     Args:
         model: another than the config's, which is read by default.
         machine: another than this one.
-        may_measure: measure a machine whose rates are not known, which takes seconds, instead of
-            guessing them.
+        may_measure: measure unknown rates of a machine, for seconds, instead of guessing them.
+        world: the ranks that share this machine.
     """
     keep_caches_small()
     model = suited(model or read_model(config), config)
-    machine = machine or find_machine(config, may_measure=may_measure)
+    machine = machine or find_machine(config, may_measure=may_measure, world=world)
     say_if_without_bfloat16(machine)
     train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
@@ -107,14 +110,7 @@ def prepare(
     )
     skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
-    packing = None if METHODS[config.method].whole_documents else config.data.packing
-    if packing is True and not skeleton.separates_documents(machine.device):
-        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
-        raise ConfigError(
-            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
-            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
-            "set data.packing: false"
-        )
+    packing = packing_of(config, skeleton, machine)
     name, groups = config.where("train.router_aux_loss_coef"), unless_auto(train.groups)
     coefficient = coefficient_of(skeleton, train.router_aux_loss_coef, name)
     check_groups(coefficient, groups, "train.", config.where("train.groups"))
@@ -141,6 +137,21 @@ def prepare(
     return Parts(config, model, resolved, day_of(config))
 
 
+def packing_of(
+    config: Config, skeleton: Skeleton, machine: Machine
+) -> bool | Literal["auto"] | None:
+    """Whether examples are packed; None: rows are whole documents. Raises ConfigError."""
+    packing = None if METHODS[config.method].whole_documents else config.data.packing
+    if packing is True and not skeleton.separates_documents(machine.device):
+        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
+        raise ConfigError(
+            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
+            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
+            "set data.packing: false"
+        )
+    return packing
+
+
 def make_loss(config: Config) -> AnyLoss:
     """The loss of the config's method. Raises ConfigError."""
     try:
@@ -161,20 +172,26 @@ def make_loss(config: Config) -> AnyLoss:
     return loss
 
 
-def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
+def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
     """This machine, with the config's device and precision. Raises ConfigError.
 
-    may_measure: as in `prepare`.
+    may_measure, world: as in `prepare`. All ranks find the same.
     """
     device = choose_device(config.device)
     hardware = read_hardware(config.output, device.type)
     # the run's own checkpoints make room for the next ones
     free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
     hardware = replace(hardware, disk_free_bytes=free)
-    profile = measured_or_typical(hardware, device, may_measure=may_measure)
-    profile, assumed = with_drives(profile, config, hardware, may_measure=may_measure)
+    measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
+    profile = world.first(measure)
+    drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
+    profile, assumed = world.first(drives)
     precision = choose_precision(config.precision, device)
-    return Machine(device, precision, hardware, profile, drives_assumed=assumed)
+    everywhere = world.every((hardware, profile, assumed))
+    if not world.is_alone:
+        hardware = shared_out([each for each, _, _ in everywhere], world.local_size)
+    _, profile, assumed = everywhere[0]
+    return Machine(device, precision, hardware, profile, drives_assumed=assumed, world=world)
 
 
 def say_if_without_bfloat16(machine: Machine) -> None:
@@ -304,6 +321,7 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
         device=machine.device,
         settings=plan.choices.settings(plan.job, resolved.nvme_folders),
         seed=resolved.seed,
+        world=machine.world,
     )
     try:
         if load:

@@ -132,6 +132,7 @@ attention: sdpa
 compile: false
 threads: 2
 track: [tensorboard]
+gpus: 2
 hang_timeout: 900
 device: cpu
 output: runs/full
