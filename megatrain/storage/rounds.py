@@ -51,7 +51,7 @@ def write_files(
     world: the first rank's, in `led`.
     """
     if not world.is_alone:
-        order = world.told(_Order(folder, tuple(plan), dict(metadata)))
+        order = world.told(_Order(folder.absolute(), tuple(plan), dict(metadata)))
         outcomes = _write(order, plan, world)
         world.raise_first([outcome.failure for outcome in outcomes])
         written = {file.name: file for outcome in outcomes for file in outcome.files}
