@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import beat, may_end_here
 
 T = TypeVar("T")
@@ -24,6 +26,11 @@ LOOKS_EVERY_S = 0.1
 # Ranks may wait long for each other, while one saves. One that has died is noticed otherwise
 # (recipes/others.py).
 PATIENCE = timedelta(days=30)
+
+
+# renamed in torch 2.13
+gather_whole: Any = getattr(distributed, "all_gather_single", None)
+gather_whole = gather_whole or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class World:
         return self.size == 1
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this rank speaks for all, and writes what is not shared out."""
         return self.rank == 0
 
@@ -78,7 +85,63 @@ class World:
         distributed.all_gather_object(found, mine, group=self.hosts)
         return found
 
-    def first(self, work: Callable[[], T]) -> T:
+    def told(self, found: T | None = None) -> T:
+        """What the first rank has given; what others give is not looked at. All call it at the
+        same place."""
+        told: list[Any] = [found]
+        if not self.is_alone:
+            distributed.broadcast_object_list(told, src=0, group=self.hosts)
+        return told[0]  # type: ignore[no-any-return]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, which alone calls it, or raises there."""
+        with self.together():
+            found = make() if self.is_first else None
+        return self.told(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Every rank raises what the block raises on one of them; of several, on the first.
+
+        The block itself lets no rank wait for another.
+        """
+        if self.is_alone:
+            yield
+            return
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised below
+            failure = error
+        self.raise_first(self.every(self.as_told(failure)), failure)
+
+    def raise_first(
+        self, told: Sequence[MegaTrainError | None], mine: Exception | None = None
+    ) -> None:
+        """Raise the first of what the ranks have told of themselves, if anything. mine: as it was
+        caught here."""
+        for rank, error in enumerate(told):
+            if error is not None:
+                raise mine if mine and rank == self.rank else error
+
+    def as_told(self, error: Exception | None) -> MegaTrainError | None:
+        """An error as other ranks raise it, or may understand it."""
+        if error is None or isinstance(error, MegaTrainError):
+            return error
+        return MegaTrainError(f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def whole(self, mine: torch.Tensor, share: int) -> torch.Tensor:
+        """Every rank's `mine`, flat on the CPU, one behind the other.
+
+        share: elements of the largest; behind those of a rank that has fewer are zeros.
+        """
+        padded = torch.nn.functional.pad(mine, (0, share - len(mine)))
+        whole = torch.empty(self.size * share, dtype=mine.dtype)
+        # as bytes: gloo does not know every dtype
+        gather_whole(whole.view(torch.uint8), padded.view(torch.uint8), group=self.hosts)
+        return whole
+
+    def in_turn(self, work: Callable[[], T]) -> T:
         """What `work` returns, which one rank of each host does before its others: they find what
         it left on the disk. All call it at the same place.
 
@@ -86,7 +149,7 @@ class World:
         """
         if self.is_alone:
             return work()
-        name = f"first/{next(self._turns)}/{self.rank - self.local_rank}"
+        name = f"turn/{next(self._turns)}/{self.rank - self.local_rank}"
         if self.local_rank == 0:
             found = work()
             self.store.set(name, "done")

@@ -56,6 +56,17 @@ class TensorRange:
         """Its elements in a flat array of its block, as a 1-D view."""
         return array.narrow(0, self.offset, self.numel)
 
+    def within(self, span: Span) -> Span:
+        """Which of its elements, counted from its first, are in `span` of its block's array."""
+        start, stop = (min(max(end - self.offset, 0), self.numel) for end in span)
+        return Span(start, stop)
+
+    def flat_within(self, array: torch.Tensor, span: Span) -> torch.Tensor:
+        """Those elements in `array`, which holds `span` alone, as a 1-D view."""
+        mine = self.within(span)
+        start = self.offset + mine.start - span.start if mine.numel else 0
+        return array.narrow(0, start, mine.numel)
+
     def view(self, array: torch.Tensor) -> torch.Tensor:
         """The tensor as a view into a flat array of its block."""
         return self.flat(array).view(self.shape)

@@ -62,7 +62,7 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
 
 def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
-    if not parts.machine.world.leads:
+    if not parts.machine.world.is_first:
         return
     folder, config = parts.config.output, with_absolute_paths(parts.config)
     environment = environment_of(parts.machine)
@@ -169,7 +169,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
-    if not run.engine.world.leads:  # nobody reads it
+    if not run.engine.world.is_first:  # nobody reads it
         code = 0 if stop is None else stop.exit_code
         return RunSummary(folder, run.step, run.tokens, seconds, exit_code=code)
     return RunSummary(

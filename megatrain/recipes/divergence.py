@@ -67,7 +67,7 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
         run.non_finite = 0
         if run.unproven is not None and math.isfinite(result.loss):
             try:
-                if run.engine.world.leads:
+                if run.engine.world.is_first:
                     prove(run.config.output, run.unproven, run.config.checkpoint.keep)
             except StorageError as error:  # the next save meets it, too
                 logger.warning(str(error))

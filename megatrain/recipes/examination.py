@@ -93,7 +93,7 @@ def examine(run: Run, stop: StopRequest) -> Figures | None:
         text = continuation(run.engine, run.model, ids, run.config.eval.max_new_tokens)
         asked: Any = turns if len(turns) > 1 else turns[0]["content"]
         answers.append({"step": run.step, "prompt": asked, "answer": text})
-    if run.engine.world.leads:
+    if run.engine.world.is_first:
         write_samples(run.config.output, answers)
     return found
 

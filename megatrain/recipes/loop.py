@@ -167,7 +167,7 @@ def finish(run: Run, stop: StopRequest) -> None:
         run.progress.evaluated(run.step, None, seconds)
         if figures:
             run.writer.write_eval(run.step, None, 0, seconds, figures)
-    if run.engine.world.leads and (wanted := run.config.checkpoint.final) != "none":
+    if run.engine.world.is_first and (wanted := run.config.checkpoint.final) != "none":
         losses = held_out_losses(run.config.output)
         held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
         write_final(run.config.output, full=wanted == "full", card=model_card(run, held_out))
@@ -266,7 +266,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
 def traced(run: Run) -> Iterator[None]:
     """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
     steady = min(run.first_step + TRACED_STEP, run.total_steps)
-    if run.trace is None or run.step + 1 != steady or not run.engine.world.leads:
+    if run.trace is None or run.step + 1 != steady or not run.engine.world.is_first:
         yield
         return
     with record_timeline(run.trace, run.engine.device) as trace:

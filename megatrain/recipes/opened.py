@@ -49,19 +49,19 @@ def in_run_folder(
     A folder that was made for a run which failed or was stopped before its first step is removed.
     Of several ranks the first one has the folder, and speaks.
     """
-    console, made = console_on(stderr=True), world.leads and not os.path.exists(path)
-    who = "" if world.leads else f"[rank {world.rank} {socket.gethostname()}] "
-    with stop_requests() as stop, run_lock(path) if world.leads else nullcontext() as lock:
+    console, made = console_on(stderr=True), world.is_first and not os.path.exists(path)
+    who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
+    with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:
         try:
             world.every(None)  # now there is a folder
             watched = watchdog(hang_timeout, path / LOG_FILE)
             with logging_to(path, console, who), address_space_errors(), watched as watch:
                 if lock is not None and lock.warning:
                     logger.warning(lock.warning)
-                if not verifies() and world.leads:
+                if not verifies() and world.is_first:
                     logger.warning(UNVERIFIED)
                 quiet_libraries()
-                shown = console if world.leads else Console(quiet=True)
+                shown = console if world.is_first else Console(quiet=True)
                 return _unless_stopped(path, work, Opened(lock, shown, stop, watch, world))
         except MegaTrainError:  # of any other the log has the traceback
             if made:

@@ -128,7 +128,7 @@ def open_metrics(
     # a run that begins with step 0 begins with an evaluation
     step = state["step"] or -1
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    if not world.leads:
+    if not world.is_first:
         world.every(None)  # now the file is cut back
         return NoMetrics(config.output), NoReport(config.output)
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))

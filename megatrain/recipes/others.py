@@ -88,7 +88,7 @@ class Others:
         self.ended.set()
         with suppress(RuntimeError):
             self._store.set(f"left/{self.world.rank}", str(exit_code))
-            if self.world.leads:
+            if self.world.is_first:
                 names = [f"left/{rank}" for rank in range(self.world.size)]
                 self._store.wait(names, STORE_TIMEOUT)
 
@@ -187,7 +187,7 @@ def end_of(error: BaseException, others: Others) -> BaseException:
         return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
     others.say(found)
     time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
-    return error if world.leads else SystemExit(code)
+    return error if world.is_first else SystemExit(code)
 
 
 def _lives(process: int) -> bool:

@@ -92,7 +92,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
 
 
 def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
-    if profile is not None and world.leads:
+    if profile is not None and world.is_first:
         claim(profile)
     check_installed(config.track, config.where("track"))
     check_place(config)
@@ -181,11 +181,11 @@ def get_ready(
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
-    world.first(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
+    world.in_turn(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
     may_end_here()
     examination = open_examination(config, parts.model)
     reading = partial(open_rows, config, parts.model, parts.day, expected)
-    rows, held_out, windows = world.first(reading)
+    rows, held_out, windows = world.in_turn(reading)
     may_end_here()
     say_rows(rows, held_out)
     if about_stops := parts.model.about_stops:

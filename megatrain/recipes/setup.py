@@ -183,9 +183,9 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
     free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
     hardware = replace(hardware, disk_free_bytes=free)
     measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
-    profile = world.first(measure)
+    profile = world.in_turn(measure)
     drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
-    profile, assumed = world.first(drives)
+    profile, assumed = world.in_turn(drives)
     precision = choose_precision(config.precision, device)
     everywhere = world.every((hardware, profile, assumed))
     if not world.is_alone:

@@ -35,9 +35,10 @@ from megatrain.storage.carried import (
 )
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import MANIFEST, stray_files, verify_checkpoint
+from megatrain.storage.rounds import led, write_model
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
+from megatrain.storage.safetensors_writer import TensorSource, plan_shards
 from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
 from megatrain.storage.system_calls import sync_tree
 
@@ -81,7 +82,14 @@ def array_sources(
         engine.wait_ready(block)  # wait: when its turn to be written comes, not before
         yield from store.pieces(array, block, tensor.offset, tensor.numel)
 
-    return [TensorSource(t.name, dtype, t.shape, partial(pieces, t)) for t in tensors]
+    ranks = range(store.world.size if not store.world.is_alone else 0)
+    spans = [store.span(array, block, rank) for rank in ranks]
+    return [
+        TensorSource(
+            t.name, dtype, t.shape, partial(pieces, t), tuple(t.within(s).numel for s in spans)
+        )
+        for t in tensors
+    ]
 
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
@@ -132,18 +140,25 @@ def save_pretrained(
 ) -> Path:
     """Write the engine's weights, configuration and tokenizer as a Hugging Face folder.
 
+    All ranks call it at the same place.
+
     Raises:
         ConfigError: the folder exists and is not empty.
         ModelError: the model's passengers are nowhere.
         StorageError: the disk is full or fails; nothing is left behind.
     """
-    plan = weight_plan(engine)
-    with _model_folder(Path(folder)) as partial_folder:
-        write_model(partial_folder, plan, {"format": "pt"})
-        added = write_description(partial_folder, engine, tokenizer, generation_config)
-    if added:
-        logger.info(about_added(added))
-    return Path(folder)
+    world = engine.store.world
+
+    def lead() -> Path:
+        plan = weight_plan(engine)
+        with _model_folder(Path(folder)) as partial_folder:
+            write_model(partial_folder, plan, {"format": "pt"}, world=world)
+            added = write_description(partial_folder, engine, tokenizer, generation_config)
+        if added:
+            logger.info(about_added(added))
+        return Path(folder)
+
+    return led(world, lead, partial(weight_plan, engine))
 
 
 def describe_source(
