@@ -89,8 +89,12 @@ def one_process() -> None:
 
 
 def finish(summary: Any, as_json: bool) -> None:
-    """Print a run's summary and leave with its exit code."""
-    show(summary, as_json)
+    """Print a run's summary, on one rank, and leave with its exit code."""
+    from megatrain.recipes.launch import place_of
+
+    place = place_of(os.environ)
+    if place is None or place.rank == 0:
+        show(summary, as_json)
     raise typer.Exit(summary.exit_code)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,15 @@ def finish(run: Run, stop: StopRequest) -> None:
         run.progress.evaluated(run.step, None, seconds)
         if figures:
             run.writer.write_eval(run.step, None, 0, seconds, figures)
-    if run.engine.world.is_first and (wanted := run.config.checkpoint.final) != "none":
-        losses = held_out_losses(run.config.output)
-        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
-        write_final(run.config.output, full=wanted == "full", card=model_card(run, held_out))
+    if run.config.checkpoint.final != "none":
+        run.engine.world.first(partial(write_final_of, run))
+
+
+def write_final_of(run: Run) -> None:
+    losses, folder = held_out_losses(run.config.output), run.config.output
+    held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
+    full = run.config.checkpoint.final == "full"
+    write_final(folder, full=full, card=model_card(run, held_out))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:

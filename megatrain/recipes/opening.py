@@ -96,7 +96,8 @@ def load(
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
     check_references(ready.loader, source)
-    reopen(config.output, source)  # only now: before this nothing in the folder has changed
+    # only now: before this nothing in the folder has changed
+    engine.world.first(partial(reopen, config.output, source))
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
     if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ import psutil
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
 from megatrain.recipes.signals import STDERR
+from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
 
 BEATS_EVERY_S = 1.0
@@ -43,11 +45,15 @@ class OtherFailed(MegaTrainError):
 
 @dataclass(frozen=True)
 class LastWords:
-    """What a rank has said when it failed, or what is said of one that could not."""
+    """What a rank has said when it failed, or what another says of one that could not.
+
+    by: which rank says it.
+    """
 
     rank: int
     host: str
     sentence: str
+    by: int
     exit_code: int = UNEXPECTED
 
     def __str__(self) -> str:
@@ -92,11 +98,12 @@ class Others:
                 names = [f"left/{rank}" for rank in range(self.world.size)]
                 self._store.wait(names, STORE_TIMEOUT)
 
-    def say(self, words: LastWords) -> None:
-        """Leave last words, for the others to find. Those of the first rank to fail stay."""
+    def say(self, words: LastWords) -> LastWords:
+        """Leave last words, for the others to find, if they are the first; returns those."""
         with suppress(RuntimeError):
-            text = json.dumps([words.rank, words.host, words.sentence, words.exit_code])
-            self._store.compare_set("failed", "", text)
+            said = self._store.compare_set("failed", "", json.dumps(astuple(words)))
+            return LastWords(*json.loads(said))
+        return words
 
     def failed(self) -> LastWords | None:
         """The last words of the first rank that failed, or what can be said of one that died."""
@@ -104,7 +111,7 @@ class Others:
             if self._store.check(["failed"]):
                 return LastWords(*json.loads(self._store.get("failed")))
             return self._silent()
-        return LastWords(0, "the first host", "is gone")
+        return LastWords(0, "the first host", "is gone", by=1)
 
     def _silent(self) -> LastWords | None:
         """A rank whose process is gone, or of which nothing was heard for too long."""
@@ -123,14 +130,15 @@ class Others:
             if self._store.check([f"left/{rank}"]):
                 code = int(self._store.get(f"left/{rank}"))
                 if code and silent:  # it was asked to stop, and this one was not
-                    return LastWords(rank, host, "was stopped", code)
+                    return LastWords(rank, host, "was stopped", world.rank, code)
             elif here and not _lives(int(process)):
-                return LastWords(rank, host, f"(process {process}) has died")
+                return LastWords(rank, host, f"(process {process}) has died", world.rank)
             elif silent:
                 if here:  # stopped by a signal, perhaps: a launcher would wait for it
                     with suppress(OSError):
                         os.kill(int(process), signal.SIGKILL)
-                return LastWords(rank, host, f"has said nothing for {SILENT_S:.0f} s")
+                silence = f"has said nothing for {SILENT_S:.0f} s"
+                return LastWords(rank, host, silence, world.rank)
         return None
 
     def _look(self) -> None:
@@ -146,7 +154,7 @@ class Others:
 
     def _end(self, found: LastWords) -> None:
         """Say what happened, if that is on this rank, and leave at once."""
-        self.say(found)
+        found = self.say(found)
         if speaks(self.world, found):
             with suppress(Exception):
                 os.write(STDERR, f"error: {printable(str(found))}\n".encode())
@@ -156,14 +164,16 @@ class Others:
 
 def log_last(found: LastWords) -> None:
     """Into train.log, past a lock that another thread may hold for good."""
-    thread = threading.Thread(target=logger.error, args=(str(found),), daemon=True)
+    say = partial(logger.error, str(found), extra={IN_FILE: True})
+    thread = threading.Thread(target=say, daemon=True)
     thread.start()
     thread.join(1.0)
 
 
 def speaks(world: World, found: LastWords) -> bool:
-    """Whether this rank says on the terminal what happened to another: the first that lives."""
-    return world.rank == (1 if found.rank == 0 else 0)
+    """Whether this rank shows what happened to another: who found out, or the first one."""
+    by_itself = found.by == found.rank
+    return world.rank == (0 if by_itself else found.by) and found.rank != world.rank
 
 
 def end_of(error: BaseException, others: Others) -> BaseException:
@@ -177,15 +187,16 @@ def end_of(error: BaseException, others: Others) -> BaseException:
     if isinstance(error, SystemExit) or not isinstance(error, Exception):
         return error
     code, sentence = exit_code_of(error)
-    found = LastWords(world.rank, others.host, f"stopped: {sentence}", code)
+    found = LastWords(world.rank, others.host, f"stopped: {sentence}", world.rank, code)
     if isinstance(error, RuntimeError):  # of torch.distributed, perhaps
         until = time.monotonic() + SILENT_S + 2 * BEATS_EVERY_S
         while (seen := others.failed()) is None and time.monotonic() < until:
             time.sleep(BEATS_EVERY_S / 4)
         found = seen or found
-    if found.rank != world.rank:
+    found = others.say(found)
+    if isinstance(error, RuntimeError) and found.rank != world.rank:
+        code = found.exit_code
         return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
-    others.say(found)
     time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
     return error if world.is_first else SystemExit(code)
 
