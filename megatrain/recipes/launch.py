@@ -28,6 +28,7 @@ from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
+COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
@@ -61,13 +62,10 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
 
 
 def ranks_for(config: Config) -> int:
-    """How many processes a command is to start; 1: none but itself. Raises ConfigError.
-
-    A GPU that the config names is used alone.
-    """
+    """How many processes a command is to start; 1: none but itself. Raises ConfigError."""
     if place_of(os.environ) is not None:
         return 1  # a launcher has
-    if config.device == "cpu" or ":" in config.device:
+    if config.device == "cpu":
         if config.gpus not in ("auto", 1):
             where, device = config.where("gpus"), config.device
             raise ConfigError(f"{where}: {config.gpus}, but device: {device}; remove one of them")
@@ -126,7 +124,7 @@ def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subproc
     environ = os.environ | {name: str(value) for name, value in about.items()}
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
-        [sys.executable, "-m", "megatrain", *arguments],
+        [*COMMAND, *arguments],
         env=environ,
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -115,7 +115,8 @@ def open_engine(
     weights = plan.parameters + plan.frozen_parameters if read else None
     of_model = known_reference(ready, resuming)
     wanted = wanted_by(ready, resuming) if refers(ready) else ()
-    anew = resuming is None or (of_model is not None and not are_kept(of_model, wanted))
+    here = of_model is None or are_kept(of_model, wanted)
+    anew = resuming is None or not parts.machine.world.told(here)  # the first rank's cache counts
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(setup.make_engine(parts, plan, load=anew))
     return engine, compare_with_reference(ready, engine, of_model, wanted, anew, progress)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatrain.recipes import loop, others
-from tests.commands import evaluations_of, steps_of, wait_for
+from tests.commands import evaluations_of, steps_of, wait_for, write_jsonl
 from tests.ranks import Started
 from tests.recipes.same_run import same_run
+from tests.recipes.test_preference_runs import pairs
 
 KEYS = {
     "precision": "float32",
@@ -52,6 +53,24 @@ def trained_to(step: int) -> bool:
     )
 
 
+def test_pairs_and_their_reference_are_shared_out(project, megatrain, monkeypatch):
+    write_jsonl(project / "rows.jsonl", pairs())
+    line = train("method=dpo", "train.max_steps=4", "train.learning_rate=1e-3")
+    for output, run in {
+        "run": lambda: Started(2, line).wait() == [0, 0],
+        "alone": lambda: megatrain(f"{line} output=alone"),
+    }.items():
+        monkeypatch.setenv("MEGATRAIN_CACHE", str(project / output / "cache"))
+        assert run()
+    assert_steps_agree(Path("run"), Path("alone"), "loss", "rewards/margins", "logps/chosen")
+
+
+def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
+    for name in names:
+        found, expected = ([row[name] for row in steps_of(each)] for each in (run, other))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
 def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     assert Started(2, train("train.max_steps=4", "train.schedule=constant")).wait() == [0, 0]
     assert (project / "rank-1.log").read_text() == ""  # the first one speaks
@@ -59,8 +78,7 @@ def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
     megatrain(f"resume {together} train.max_steps=6")
     megatrain(train("output=alone", "train.max_steps=6", "train.schedule=constant"))
-    found, expected = ([row["loss"] for row in steps_of(run)] for run in (together, Path("alone")))
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert_steps_agree(together, Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
     held_out = [evaluations_of(run)[-1]["eval_loss"] for run in (together, Path("alone"))]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     lines = (together / "train.log").read_text().splitlines()
