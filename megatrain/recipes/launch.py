@@ -134,15 +134,14 @@ def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subproc
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     failed: int | None = None
     until = float("inf")
-    while any(rank.poll() is None for rank in ranks):
-        for number, rank in enumerate(ranks):
-            if failed is None and rank.returncode not in (None, 0, STOPPED, INTERRUPTED):
+    while None in (codes := [rank.poll() for rank in ranks]):
+        for number, code in enumerate(codes):
+            if failed is None and code not in (None, 0, STOPPED, INTERRUPTED):
                 failed, until = number, time.monotonic() + ENDS_WITHIN_S
         if time.monotonic() > until:
             for rank in ranks:
                 rank.kill()
         time.sleep(LOOKS_EVERY_S)
-    codes = [rank.returncode for rank in ranks]
     if failed is None:
         failed = next((number for number, code in enumerate(codes) if code), 0)
     if (code := codes[failed]) < 0:

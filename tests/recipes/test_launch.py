@@ -117,7 +117,7 @@ def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys):
     data = {"train": "x", "streaming": True, "eval": None}
     assert ranks_for(config(data=data, train={"max_steps": 3})) == 1
     said = capsys.readouterr().err
-    assert said == "data.streaming: true is not built for several GPUs: one of 2 is used\n"
+    assert said == "keywords: data.streaming: true is not built for several GPUs: one of 2 is used\n"
 
 
 RANK = """
@@ -125,7 +125,7 @@ import os, signal, sys, time
 rank, code = os.environ["RANK"], {codes}
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}\\n".encode())  # at once
 if code[rank] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if code[rank] is not None:
