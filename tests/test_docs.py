@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import megatrain
 from benchmarks import (
     api_reference,
     command_reference,
+    comparison,
     config_reference,
     docs_site,
     families,
@@ -186,6 +188,32 @@ def test_every_environment_variable_that_is_read_is_described():
     read = {name for path in sources for name in reading.findall(path.read_text())}
     told = set(command_reference.ENVIRONMENT) | {"XDG_CACHE_HOME"}
     assert read - told - {"HF_DATASETS_DISABLE_PROGRESS_BARS"} == set()
+
+
+def test_the_comparison_claims_nothing_for_us_without_a_test_or_a_page():
+    found = tomllib.loads(comparison.FILE.read_text())
+    page, stale = comparison.PAGE.read_text(), "run python -m benchmarks.comparison"
+    assert page == write_page.filled(page, comparison.tables(found)), stale
+    known = {"group", "what", comparison.OURS, *found["systems"]}
+    for row in found["row"]:
+        mark, shown = comparison.cell(row[comparison.OURS])
+        assert mark and (ROOT / shown).is_file(), row
+        others = [comparison.claim(row[name]) for name in found["systems"] if name in row]
+        assert set(row) <= known and all(file and words for file, words in others), row
+
+
+def test_a_claim_about_another_trainer_is_looked_up_in_its_package(tmp_path):
+    row = {"what": "x", "a": "yes | a/code.py: def x", "b": "some | README: says `x`"}
+    systems = {"a": {"title": "A", "packages": ["p", "q"]}, "b": {"title": "B", "packages": ["r"]}}
+    found = {"systems": systems, "row": [row]}
+    assert len([*comparison.wrong_claims(found, tmp_path)]) == 2
+    (tmp_path / "q/a").mkdir(parents=True)
+    (tmp_path / "q/a/code.py").write_text("def x(): ...")
+    (tmp_path / "r/r-1.dist-info").mkdir(parents=True)
+    (tmp_path / "r/r-1.dist-info/METADATA").write_text("It says `x`.")
+    assert [*comparison.wrong_claims(found, tmp_path)] == []
+    (tmp_path / "q/a/code.py").write_text("def y(): ...")
+    assert [*comparison.wrong_claims(found, tmp_path)] == ["A, x: a/code.py does not say 'def x'"]
 
 
 # -- the site ------------------------------------------------------------------------------------
