@@ -3,8 +3,8 @@
     python -m benchmarks.comparison           # the page
     python -m benchmarks.comparison FOLDER    # looks every claim up in the packages unpacked there
 
-For the second: `pip download --no-deps` the versions of [systems], a wheel unzipped or a source package untarred
-into FOLDER/PACKAGE.
+For the second: `pip download --no-deps` the versions of [systems], and unpack each into
+FOLDER/PACKAGE, a wheel by unzip, a source package by tar.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import write_page
+from megatrain.version import VERSION
 
 HOME = Path(__file__).parent
 FILE, PAGE = HOME / "comparison.toml", HOME.parent / "docs" / "comparison.md"
@@ -44,8 +45,10 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
 
 def versions(found: dict[str, Any]) -> list[str]:
     systems = found["systems"].values()
-    named = ", ".join(f"{one['title']} {one['version']}" for one in systems)
-    return [f"Read on {found['read_on']}: {named}."]
+    titles = ["MegaTrain", *(one["title"] for one in systems)]
+    numbers = [VERSION, *(one["version"] for one in systems)]
+    rows = (f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), numbers))
+    return [f"Releases that were read on {found['read_on']}, the newest on PyPI:", "", *rows]
 
 
 def features(found: dict[str, Any]) -> Iterator[str]:
