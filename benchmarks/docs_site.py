@@ -26,6 +26,7 @@ ELSEWHERE = {
     "examples/adaptation.md": "examples/adaptation/README.md",
 }
 REFERENCE = "api.md"
+WIDE = ("comparison.md",)  # whose tables need the room of the menu
 LINK = re.compile(r"\[((?:[^\]\[`]|`[^`]*`)+)\]\((?!https?://|#)([^)\s#]+)(#[^)\s]*)?\)")
 BLOCK = re.compile(r"[-*] |\d+\. |\|")
 # What a browser fetches by itself when it opens a page.
@@ -46,6 +47,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page as the site wants it. Old entries of the log are not what a search should find."""
     if page.file.src_uri.startswith("log/"):
         page.meta["search"] = {"exclude": True}
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     return with_room(linked(markdown, page.file.src_uri))
 
 

@@ -24,7 +24,7 @@ def mount_of(folder: Path, table: Path = MOUNTS) -> Mount | None:
     folder = folder.absolute()
     folder = next(path for path in (folder, *folder.parents) if path.exists()).resolve()
     try:
-        lines = table.read_text().splitlines()
+        lines = table.read_text(errors="surrogateescape").splitlines()  # as paths are decoded
     except OSError:  # as everywhere but on Linux
         return None
     found = None
