@@ -18,6 +18,7 @@ import typer
 from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
 from megatrain.machine.address_space import address_space_errors, keep_address_space_small
+from megatrain.machine.cgroups import keep_to_quota
 from megatrain.reporting.streams import lasting_streams, unwritable
 
 # In the order in which `megatrain --help` lists their commands.
@@ -59,6 +60,7 @@ def _code_of(words: list[str], debug: bool) -> int:
     try:
         with address_space_errors():
             keep_address_space_small()
+            keep_to_quota()
             done = app(args=words, prog_name="megatrain", standalone_mode=False)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 0

@@ -27,10 +27,12 @@ from megatrain.machine.address_space import (
 )
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.datasheets import FIRST_BFLOAT16
+from megatrain.machine.mounts import mount_of
 
 MIB = 2**20
 GIB = 2**30
 CPUINFO = Path("/proc/cpuinfo")
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 # What the driver counts beyond torch's reservation once a model's kernels are loaded: H200, torch
 # 2.11, CUDA 13. The same to the byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB
@@ -120,6 +122,8 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     most = held + memory.available - spare
     if left is not None:
         most = min(most, own.rss + left)
+    if limit is not None:  # code that other containers run, too, is in `rss` and may not be charged
+        most = min(most, limit)
     cores, space = physical_cores(), read_address_space()
     if space is not None and (by_space := own.rss + space.left_bytes(cores)) < most:
         most = by_space
@@ -168,12 +172,26 @@ def without_tables(nbytes: int, *, pinned: bool) -> int:
 
 def physical_cores() -> int:
     """Physical cores that this process may use, by its affinity mask and its container's quota."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # the mask, and a container's set of processors (--cpuset-cpus), may have both halves of a core
+    allowed = len({_siblings(number) for number in _processors()})
     quota = cgroup_cpus()
     if quota is not None:  # with more threads than that, all are stopped in the middle
         allowed = min(allowed, int(quota))
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def _processors() -> Iterable[int]:
+    """Logical processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity else range(os.cpu_count() or 1)
+
+
+def _siblings(processor: int) -> str:
+    """A name of the core that a logical processor is one of; its own where nothing is told."""
+    try:
+        return (TOPOLOGY / f"cpu{processor}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return f"processor {processor}"
 
 
 def update_threads(cores: int | None = None) -> int:
@@ -219,9 +237,16 @@ def one_of_each_drive(folders: Iterable[Path]) -> list[Path]:
 
 
 def drive_name(folder: Path) -> str:
-    """Device and mount point, such as "259:1 /mnt/fast": to know a drive again in another run."""
+    """Device and mount point, such as "259:1 /mnt/fast": to know a drive again in another run.
+
+    A file system without a device of its own (NFS, btrfs, a container's overlay) has another number
+    each time it is mounted, so it goes by its source: "server:/export /mnt/data".
+    """
     mount = _existing(folder).resolve()
     device = mount.stat().st_dev
+    found = mount_of(mount) if os.major(device) == 0 else None
+    if found is not None:
+        return f"{found.source} {found.point}"
     while not mount.is_mount():
         mount = mount.parent
     return f"{os.major(device)}:{os.minor(device)} {mount}"

@@ -16,7 +16,7 @@ from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
 from megatrain.machine.profile import DriveRates, MachineProfile, Rates
-from megatrain.measure.checks import Finding, check
+from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
 from megatrain.reporting.load import LoadMeter
@@ -82,6 +82,7 @@ def examine(
     guessed = [field for field, found, typical in pairs if found and found == typical]
     findings, saved = check(hardware, profile, load), profiles.save(profile)
     findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
+    findings += places(dict.fromkeys([output, *nvme]))
     for folder in one_of_each_drive(nvme):
         note(f"the drive of {folder}")
         profiles.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))
