@@ -6,6 +6,7 @@ which a save may outlast (torch 2.11), and reports a failure that the rank has t
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -132,20 +133,20 @@ def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subproc
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    failed: int | None = None
-    until = float("inf")
-    while None in (codes := [rank.poll() for rank in ranks]):
-        for number, code in enumerate(codes):
+    failed, until = None, math.inf
+    while None in (found := [rank.poll() for rank in ranks]):
+        for number, code in enumerate(found):
             if failed is None and code not in (None, 0, STOPPED, INTERRUPTED):
                 failed, until = number, time.monotonic() + ENDS_WITHIN_S
         if time.monotonic() > until:
             for rank in ranks:
                 rank.kill()
         time.sleep(LOOKS_EVERY_S)
+    codes = [rank.wait() for rank in ranks]
     if failed is None:
         failed = next((number for number, code in enumerate(codes) if code), 0)
-    if (code := codes[failed]) < 0:
-        name = signal.Signals(-code).name
-        typer.echo(f"error: rank {failed} was killed by {name}, so all have ended", err=True)
-        return next((other for other in codes if other > 0), UNEXPECTED)
-    return code
+    if codes[failed] >= 0:
+        return codes[failed]
+    name = signal.Signals(-codes[failed]).name
+    typer.echo(f"error: rank {failed} was killed by {name}, so all have ended", err=True)
+    return next((code for code in codes if code > 0), UNEXPECTED)
