@@ -23,9 +23,13 @@ from megatrain.cli.app import (
     print_json,
     reading,
     show,
+    type_out,
 )
-from megatrain.errors import ConfigError, DataError, VerificationError, printable
+from megatrain.errors import ConfigError, DataError, VerificationError
 from megatrain.reporting.streams import console_on
+
+ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
+EMPTY = "command line: PROMPT is empty; write something to answer"
 
 RunOrModel = Annotated[
     str,
@@ -218,7 +222,16 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="What to answer; default: read stdin.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Converse: each line is a turn, PROMPT the first one.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System prompt, for the chat template.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer in tokens; default: 128, with --chat 1024."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
     ] = 0.0,
@@ -235,27 +248,39 @@ def generate(
     no_verify: NoVerify = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Answer a prompt with a model; on a terminal word by word."""
+    """Answer a prompt with a model, or converse with it; on a terminal word by word.
+
+    With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns.
+    """
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    if system is not None and not system.strip():
+        raise ConfigError("--system: is empty; write something, or leave it out")
+    if prompt is not None and not prompt.strip():
+        raise ConfigError(EMPTY)
+    if chat:
+        find_model(model)
+        from megatrain.cli.chatting import converse
+
+        with reading(no_verify):
+            longest = max_new_tokens or CHAT_TOKENS
+            converse(model, prompt, longest, sampling, system, as_json, trust_remote_code)
+        return
     if prompt is None and sys.stdin.isatty():
-        missing = "PROMPT is missing; write it after the model, or pipe it in"
+        missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
         raise ConfigError(f"command line: {missing}")
     question = sys.stdin.read() if prompt is None else prompt
     if not question.strip():
-        raise ConfigError("command line: PROMPT is empty; write something to answer")
+        raise ConfigError(EMPTY)
     find_model(model)
     from megatrain.recipes import inspect
     from megatrain.reporting.progress import logging_on
 
-    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     live = sys.stdout.isatty() and not as_json
-    say = _say if live else None
+    about = (trust_remote_code, system)
     with logging_on(console_on(stderr=True)), reading(no_verify):
-        answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
+        longest, say = max_new_tokens or ANSWER_TOKENS, type_out if live else None
+        answer = inspect.generate(model, question, longest, sampling, say, *about)
     if as_json:
         print_json({"prompt": question, "answer": answer})
     else:
         typer.echo("" if live else answer)
-
-
-def _say(text: str) -> None:
-    typer.echo(printable(text), nl=False)
