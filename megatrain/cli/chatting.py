@@ -1,4 +1,4 @@
-"""`megatrain generate --chat`: lines in, answers out, on a terminal or through pipes."""
+"""`megatrain generate`: one answer, or a conversation, on a terminal or through pipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megatrain.cli.app import type_out
+from megatrain.cli.app import print_json, type_out
 from megatrain.errors import ConfigError, ModelError
 from megatrain.reporting.streams import Lasting, console_on
 from megatrain.reporting.words import human_seconds
@@ -24,6 +24,29 @@ NEW, EXIT = "/new", "/exit"
 PROMPT = "> "
 HELP = f"Ctrl-C ends an answer, {NEW} forgets all turns, {EXIT} or Ctrl-D ends the chat"
 ENDED = {"end": "", "length": ", cut (--max-new-tokens)", "stop": ", stopped"}
+
+
+def answer_once(
+    model: str,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    system: str | None,
+    as_json: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Print the answer to a prompt."""
+    from megatrain.recipes import inspect
+    from megatrain.reporting.progress import logging_on
+
+    live = sys.stdout.isatty() and not as_json
+    given = (max_new_tokens, sampling, type_out if live else None, trust_remote_code, system)
+    with logging_on(console_on(stderr=True)):
+        answer = inspect.generate(model, prompt, *given)
+    if as_json:
+        print_json({"prompt": prompt, "answer": answer})
+    else:
+        typer.echo("" if live else answer)
 
 
 def converse(

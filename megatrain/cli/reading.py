@@ -23,13 +23,11 @@ from megatrain.cli.app import (
     print_json,
     reading,
     show,
-    type_out,
 )
 from megatrain.errors import ConfigError, DataError, VerificationError
 from megatrain.reporting.streams import console_on
 
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
-EMPTY = "command line: PROMPT is empty; write something to answer"
 
 RunOrModel = Annotated[
     str,
@@ -255,32 +253,19 @@ def generate(
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if system is not None and not system.strip():
         raise ConfigError("--system: is empty; write something, or leave it out")
+    if prompt is None and not chat:
+        if sys.stdin.isatty():
+            missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
+            raise ConfigError(f"command line: {missing}")
+        prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
-        raise ConfigError(EMPTY)
-    if chat:
-        find_model(model)
-        from megatrain.cli.chatting import converse
-
-        with reading(no_verify):
-            longest = max_new_tokens or CHAT_TOKENS
-            converse(model, prompt, longest, sampling, system, as_json, trust_remote_code)
-        return
-    if prompt is None and sys.stdin.isatty():
-        missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
-        raise ConfigError(f"command line: {missing}")
-    question = sys.stdin.read() if prompt is None else prompt
-    if not question.strip():
-        raise ConfigError(EMPTY)
+        raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
-    from megatrain.recipes import inspect
-    from megatrain.reporting.progress import logging_on
+    from megatrain.cli.chatting import answer_once, converse
 
-    live = sys.stdout.isatty() and not as_json
-    about = (trust_remote_code, system)
-    with logging_on(console_on(stderr=True)), reading(no_verify):
-        longest, say = max_new_tokens or ANSWER_TOKENS, type_out if live else None
-        answer = inspect.generate(model, question, longest, sampling, say, *about)
-    if as_json:
-        print_json({"prompt": question, "answer": answer})
-    else:
-        typer.echo("" if live else answer)
+    longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
+    with reading(no_verify):
+        if chat:
+            converse(model, prompt, longest, sampling, system, as_json, trust_remote_code)
+        elif prompt is not None:
+            answer_once(model, prompt, longest, sampling, system, as_json, trust_remote_code)
