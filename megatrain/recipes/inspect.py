@@ -66,9 +66,7 @@ def show_data(
     return None
 
 
-def evaluate(
-    named: str | Path, data: str | None, trust_remote_code: bool = False
-) -> dict[str, Any]:
+def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -> dict[str, Any]:
     """Held-out loss of a run folder's model, of one checkpoint or of any other model.
 
     Args:
@@ -88,7 +86,7 @@ def evaluate(
     say_rows(rows)
     loss = make_loss(config)
     of_sequences = loss if isinstance(loss, SequenceLoss) else None
-    limit = None if data else config.train.eval_rows
+    limit = None if data is not None else config.train.eval_rows
 
     device = choose_device(config.device).type
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
