@@ -248,7 +248,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a model, or converse with it; on a terminal word by word.
 
-    With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns.
+    With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns. The oldest
+    are forgotten, which is said, where the model's positions do not suffice.
     """
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if system is not None and not system.strip():
