@@ -142,6 +142,10 @@ def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[i
         text = rendered(tokenizer, turns)
     elif len(turns) > 1:
         raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # halves of characters, which stand for bytes that are none
+        raise ConfigError(f"{what}: is no UTF-8 text; convert it") from None
     # a template writes the special tokens itself
     return list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.cli.app import type_out
 from tests.commands import CHATML, Answer
 
 Chat = Callable[..., Answer]
@@ -129,6 +130,18 @@ def test_a_line_that_cannot_be_asked_ends_a_pipe(chat):
     said = chat("model", "Count to 3.", long, "Count to 5.", options=GREEDY, code=2)
     assert "the model reads no more than 128, its answer included" in said.err
     assert len(answers(said)) == 1
+
+
+@pytest.mark.parametrize("options", [("--chat",), ()])
+def test_what_is_no_text_is_refused(megatrain, monkeypatch, options):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Count \udcff to 3.\n"))
+    said = megatrain("generate model", *options, code=2).err
+    assert "error: the prompt: is no UTF-8 text; convert it" in said
+
+
+def test_what_is_said_does_not_steer_a_terminal(capsys):
+    type_out("\x1b[2Jhello\r\n")
+    assert capsys.readouterr().out == "\\x1b[2Jhello\\r\n"
 
 
 def with_template(project: Path, template: str | None) -> None:
