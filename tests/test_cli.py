@@ -185,7 +185,9 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
     greedy = {"temperature": 0.0, "top_p": None, "seed": None}
-    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None, False)]
+    assert recipes.calls == [
+        ("generate", "run", "Capital of France?", 7, greedy, None, False, None)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatrain.errors import ConfigError, ModelError, if_forbidden
+from megatrain.errors import ConfigError, ModelError, if_forbidden, printable
 from megatrain.reporting.streams import console_on
 from megatrain.version import VERSION
 
@@ -107,6 +107,11 @@ def show(result: Any, as_json: bool) -> None:
 
 def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def type_out(text: str) -> None:
+    """Print a piece of what a model says on a terminal, which it must not steer."""
+    typer.echo(printable(text), nl=False)
 
 
 def need_folder(path: Path) -> None:

@@ -24,6 +24,7 @@ from megatrain.planner.search import Search
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
 from megatrain.planner.timing import StepCosts, Timing
 from megatrain.reporting.energy import Economy
+from megatrain.reporting.streams import as_printed
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
@@ -110,6 +111,12 @@ class Plan:
         """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
         if not self.fits:
             raise PlanError(f"the run does not fit: {self.lack}; {self.fix}")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook, what `megatrain plan` prints."""
+        from megatrain.planner.explain import render
+
+        printer.text(as_printed(lambda console: render(self, console)))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values, for plan.json and `plan --json`. Bytes throughout."""

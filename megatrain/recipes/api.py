@@ -64,6 +64,10 @@ def train(
 ) -> RunSummary:
     """Run a config from its first step; what was saved before an error stays.
 
+    `data.train` and `data.eval` also take rows: a `datasets.Dataset`, a list of dicts, or a dict of
+    columns; so does the `path` of one of several sources. The run's config has their number and
+    digest instead, and `resume` takes their tokens from the cache, or the rows once more.
+
     verify: compare the model's files with the hashes of its MANIFEST.json, if it has one.
     profile: file for the timeline of one steady step, which Perfetto opens.
     keys: keys of the config, as for `plan`.
@@ -83,7 +87,8 @@ def resume(
     """Continue a run from its newest intact checkpoint, bit for bit.
 
     verify: false takes a checkpoint for intact whose files have the right sizes.
-    keys: keys that may change (config/resuming.py). Raises MegaTrainError.
+    keys: keys that may change (config/resuming.py), and `data` with rows that were given to `train`
+        where the cache has lost them; others are refused. Raises MegaTrainError.
     checkpoint: another one: proven, best or checkpoint-N.
     """
     with verifying(verify):
@@ -92,7 +97,7 @@ def resume(
 
 def evaluate(
     folder: str | Path,
-    data: str | Path | None = None,
+    data: object = None,
     *,
     tasks: Sequence[str] | str = (),
     limit: float | None = None,
@@ -108,7 +113,7 @@ def evaluate(
 
     Args:
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
-        data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+        data: rows to evaluate on, as `data.train` for `train`; None: the run's held-out rows.
         tasks: of lm-eval (the extra `megatrain[eval]`), groups or tags, or YAML files.
         limit: rows of each task, at most; below 1 a share of them.
         num_fewshot: examples before each question; None: as the task says.
@@ -122,7 +127,7 @@ def evaluate(
     names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
     with verifying(verify):
         if not names:
-            rows = None if data is None else str(data)
+            rows = str(data) if isinstance(data, Path) else data
             return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
         if data is not None:
             raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
@@ -156,7 +161,7 @@ def config_of(config: ConfigLike, overrides: Mapping[str, Any] | Sequence[str] =
         return load_config(config, overrides)
     if not overrides:
         return config
-    return load_config(config.model_dump(mode="json"), overrides)
+    return load_config(config.model_dump(mode="json"), overrides).with_rows(config.rows)
 
 
 def _path_of(path: object) -> Path:
