@@ -1,4 +1,4 @@
-"""Commands that look at rows and models: data, eval, export, generate."""
+"""Commands that look at rows and models: data, eval, export, push, generate."""
 
 from __future__ import annotations
 
@@ -210,6 +210,35 @@ def export(
         print_json({"folder": str(folder)})
     else:
         typer.echo(folder)
+
+
+@app.command()
+def push(
+    run_dir: RunDir,
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="Repository of the hub: owner/name.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make it private; refused if it is there and public.")
+    ] = False,
+    as_json: AsJson = False,
+    no_verify: NoVerify = False,
+) -> None:
+    """Publish a finished run's final/ on the hub, with its model card, as one commit.
+
+    The token is HF_TOKEN or that of `hf auth login`. After an interruption the same command goes
+    on: what has arrived is not sent again. Exits 7 when the hub cannot be reached.
+    """
+    need_folder(run_dir)
+    from megatrain.reporting.progress import logging_on
+    from megatrain.storage.push import push as publish
+
+    with logging_on(console_on(stderr=True)), reading(no_verify):
+        done = publish(run_dir, repo_id, private)
+    if as_json:
+        print_json(done.to_dict())
+    else:
+        typer.echo(done.url)
 
 
 @app.command()
