@@ -38,13 +38,7 @@ from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import (
-    MetricsWriter,
-    SteadyTime,
-    StepMetrics,
-    StepTime,
-    held_out_losses,
-)
+from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepMetrics, StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -173,9 +167,7 @@ def finish(run: Run, stop: StopRequest) -> None:
         if figures:
             run.writer.write_eval(run.step, None, 0, seconds, figures)
     if (wanted := run.config.checkpoint.final) != "none":
-        losses = held_out_losses(run.config.output)
-        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
-        write_final(run.config.output, full=wanted == "full", card=model_card(run, held_out))
+        write_final(run.config.output, full=wanted == "full", card=model_card(run))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
