@@ -194,18 +194,22 @@ def export(
         Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
+        str | None,
+        typer.Option(help="bfloat16, float32 or, of GGUF, float16; default: the checkpoint's own."),
     ] = None,
     checkpoint: Checkpoint = None,
+    format: Annotated[
+        str, typer.Option(help="safetensors, or gguf: a folder with a GGUF file for llama.cpp.")
+    ] = "safetensors",
     as_json: AsJson = False,
     no_verify: NoVerify = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
+    """Write a run's model as a Hugging Face folder, or as a GGUF file."""
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
     with reading(no_verify):
-        folder = export_model(run_dir, out, dtype, checkpoint)
+        folder = export_model(run_dir, out, dtype, checkpoint, format)
     if as_json:
         print_json({"folder": str(folder)})
     else:

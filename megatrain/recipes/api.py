@@ -139,16 +139,18 @@ def export(
     *,
     dtype: str | None = None,
     checkpoint: str | None = None,
+    format: str = exporting.FOLDER,
     verify: bool = True,
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 
-    dtype: "bfloat16" or "float32"; None: the checkpoint's own.
+    dtype: "bfloat16", "float32" or, for GGUF, "float16"; None: the checkpoint's own.
+    format: "safetensors", or "gguf" for a folder with one GGUF file.
     checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     verify: as for `train`.
     """
     with verifying(verify):
-        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
+        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint, format)
 
 
 def push(
