@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # GGUF's types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"  # how sentencepiece writes one
+BYTES = re.compile("<0x[0-9A-F]{2}>")  # and those that are in no token
 
 # How readers split text, by the name that GGUF has for it: the tokenizer's own patterns, and
 # whether a word that is a token is taken whole, whatever the merges say.
@@ -80,7 +82,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
     if of_sentencepiece:
         split, space = "default", _adds_space(said)
         scores = _scores(tokens, merges)
-        types = [_type_in_sentencepiece(*one, model) for one in zip(tokens, types, strict=True)]
+        for token, text in enumerate(tokens):
+            if text in (model.get("unk_token"), tokenizer.unk_token):
+                types[token] = UNKNOWN
+            elif BYTES.fullmatch(text):
+                types[token] = BYTE
     else:
         split, space, scores = _split_of(said), False, None
     bos, eos = _adds(tokenizer)
@@ -114,12 +120,6 @@ def _tokens(known: dict[str, int], said: dict[str, Any], rows: int) -> tuple[lis
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     return tokens, types
-
-
-def _type_in_sentencepiece(text: str, kind: int, model: dict[str, Any]) -> int:
-    if text == model.get("unk_token"):
-        return UNKNOWN
-    return BYTE if text.startswith("<0x") and text.endswith(">") and len(text) == 6 else kind
 
 
 def _split_of(said: dict[str, Any]) -> str:

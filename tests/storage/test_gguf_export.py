@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,12 @@ SIZES: Any = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": ROWS}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.2}
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+SCALED: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 CONFIGS: dict[str, Any] = {
     "llama": lambda **more: transformers.LlamaConfig(**SIZES, **{"rope_parameters": ROPE, **more}),
@@ -89,7 +94,7 @@ Export = Callable[..., Path]
 
 
 @pytest.fixture
-def exported(tmp_path: Path) -> Iterator[Export]:
+def exported(tmp_path: Path) -> Export:
     """exported(config, tokenizer, dtype="float16"): the GGUF file of a run with that model."""
 
     def make(
@@ -185,7 +190,8 @@ def test_the_tokenizer_comes_back(exported, tmp_path, split):
     tokenizer = byte_level(split)
     path = exported(CONFIGS["llama"](), tokenizer)
     found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    for text in TEXTS:
+    digits = () if split == "smollm" else ("13579 and 24",)  # transformers reads no such split
+    for text in (*TEXTS, *digits):
         assert found(text)["input_ids"] == tokenizer(text)["input_ids"], text
     said = read(path)
     assert said["tokenizer.ggml.pre"] == split
@@ -224,7 +230,7 @@ def test_a_window_is_the_context(exported, caplog):
     assert "the context is told as 32 tokens" in caplog.text
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "gpt_neox": (
         transformers.GPTNeoXConfig,
         "type gpt_neox cannot",
