@@ -289,6 +289,8 @@ def export(
     if dtype is not None and dtype not in FORMATS[format]:
         raise ConfigError(f"dtype must be {' or '.join(FORMATS[format])}, not {dtype!r}")
     out, run_dir = Path(out), Path(run_dir)
+    if format == GGUF and out.suffix == f".{GGUF}":
+        raise ConfigError(f"{out}: is to be a folder, which will hold {FILE}; name it {out.stem}")
     for _ in range(TRIES):
         source = find_checkpoint(run_dir, checkpoint)
         if dtype in ("float32", "float16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from megatrain.storage.manifest import (
     check_model_files,
     describe_files,
     manifest_of_model,
+    read_bytes,
     stray_files,
     would_be_read,
 )
@@ -37,6 +39,8 @@ REASONS = {
     409: "the repository was changed meanwhile ({said}); {AGAIN}",
     412: "the repository was changed meanwhile ({said}); {AGAIN}",
 }
+REFUSED = "the hub refuses it ({said}); see {endpoint}/{repo_id}"
+PASSING = (408, 425, 429)  # of those below 500, what may go away
 QUERY = re.compile(r"\?[^\s'\"<>]+")  # of a URL: that of an upload has its signature there
 
 logger = logging.getLogger("megatrain")
@@ -165,9 +169,21 @@ def published_files(folder: Path) -> list[str]:
             names.append(CARD)
             if manifest.files.get(CARD) != describe_files(folder, [CARD])[0]:
                 logger.info(f"{folder / CARD}: was edited; it is uploaded as it is")
+        elif CARD in manifest.files:
+            logger.warning(f"{folder / CARD}: is gone; the model is uploaded without a card")
+    if CARD in names:
+        _check_card(folder / CARD)
     for name in dict.fromkeys(_top(name) for name in there if name not in names):
         logger.info(f"{folder / name}: is no part of the model; it is not uploaded")
     return sorted(names)
+
+
+def _check_card(path: Path) -> None:
+    """Raise ConfigError for a card that the hub's library cannot read."""
+    try:
+        read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no UTF-8 text ({error.reason}); save it as such") from error
 
 
 def _top(name: str) -> str:
@@ -227,26 +243,33 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _explained(error: Exception, repo_id: str) -> MegaTrainError:
-    """The error of ours for one of the hub's library; without the token or a signature."""
-    from huggingface_hub import constants, get_token
+    """The error of ours for one of the hub's library."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, HfHubHTTPError):
         cause = cause.__cause__
-    first = cause or error.__cause__ or error
-    lines = [line for line in str(first).splitlines() if line.strip() and "Request ID" not in line]
-    said = getattr(first, "server_message", None) or (lines or [type(first).__name__])[0]
-    said = QUERY.sub("", " ".join(str(said).split()).rstrip(".:"))
-    if token := get_token():
-        said = said.replace(token, "(the token)")
-    status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-    if status in REASONS:
-        why = REASONS[status].format(
-            said=said, endpoint=constants.ENDPOINT, LOG_IN=LOG_IN, AGAIN=AGAIN
-        )
-        return ConfigError(f"{repo_id}: {why}")
-    if isinstance(error, ValueError) and CARD in str(error):
-        told = " ".join(str(error).split())
-        return ConfigError(f"{repo_id}: the hub refuses the head of {CARD}: {told}; correct it")
-    return StorageError(f"{repo_id}: the upload failed ({said}); {AGAIN}")
+    status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
+    said, reason = _said(cause or error.__cause__ or error), REASONS.get(status)
+    if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+        said, reason = (
+            _said(error, whole=True),
+            REFUSED,
+        )  # of its checks, such as of the card's head
+    elif 400 <= status < 500 and status not in PASSING:
+        reason = reason or REFUSED
+    if reason is None:
+        return StorageError(f"{repo_id}: the upload failed ({said}); {AGAIN}")
+    words = {"endpoint": constants.ENDPOINT, "repo_id": repo_id, "LOG_IN": LOG_IN, "AGAIN": AGAIN}
+    return ConfigError(f"{repo_id}: {reason.format(said=said, **words)}")
+
+
+def _said(error: BaseException, whole: bool = False) -> str:
+    """What an error says, without the token or a signature; unless `whole` its first line."""
+    from huggingface_hub import get_token
+
+    lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
+    first = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
+    said = " ".join((" ".join(lines) if whole else str(first)).split()).rstrip(".:")
+    return QUERY.sub("", said).replace(get_token() or "\0", "(the token)")

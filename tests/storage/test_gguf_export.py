@@ -307,6 +307,8 @@ def test_damage_full_disks_and_wrong_words_leave_nothing(exported, tmp_path):
         export(tmp_path / "run", tmp_path / "x", "q4", format="gguf")
     with pytest.raises(ConfigError, match="format must be safetensors or gguf, not 'onnx'"):
         export(tmp_path / "run", tmp_path / "x", format="onnx")
+    with pytest.raises(ConfigError, match=r"x.gguf: is to be a folder, which will hold model.gguf"):
+        export(tmp_path / "run", tmp_path / "x.gguf", format="gguf")
     flip(tmp_path / "run" / "checkpoint-1" / "model.safetensors")
     with pytest.raises(StorageError, match="does not match its checksum"):
         export(tmp_path / "run", tmp_path / "x", format="gguf")
