@@ -125,7 +125,7 @@ def _check_start(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         said = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{repo_id}: cannot be a name on the hub: {said}") from error
+        raise ConfigError(f"{repo_id!r}: cannot be a name on the hub: {said}") from error
     token = huggingface_hub.get_token()
     if token is None:
         raise ConfigError(f"{repo_id}: nothing is uploaded without a token; {LOG_IN}")
@@ -143,8 +143,9 @@ def _final_of(run_dir: Path) -> Path:
         if (folder / CONFIG).is_file():
             return folder
     raise ConfigError(
-        f"{run_dir}: has no {FINAL}/ with a model, which a run writes at its end (but for "
-        f"checkpoint.final: none); `megatrain resume {run_dir}` finishes one that was stopped"
+        f"{run_dir}: has no {FINAL}/ with a model, which a run writes at its end unless "
+        f"checkpoint.final is none; name a run's folder; `megatrain resume {run_dir}` finishes one "
+        "that was stopped"
     )
 
 

@@ -266,10 +266,10 @@ def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypa
     assert hub.asked == []
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "my model", "me/model.git", "-x/y"])
+@pytest.mark.parametrize("name", ["", "a/b/c", "my model", "me/model.git", "-x/y"])
 def test_a_name_that_can_be_none_is_refused(megatrain, finished, hub, name):
-    said = megatrain("push run", "--", name, code=2).err
-    assert f"{name}: cannot be a name on the hub" in said
+    said = megatrain("push", "run", "--", name, code=2).err
+    assert f"{name!r}: cannot be a name on the hub" in said
     assert hub.asked == []
 
 
