@@ -174,9 +174,10 @@ def test_eval_prints_the_loss(recipes, capsys, tmp_path, monkeypatch):
 
 
 def test_export_prints_the_folder(recipes, capsys):
-    assert cli.main(["export", "run", "out", "--dtype", "float32", "--checkpoint", "best"]) == 0
+    options = ["--dtype", "float32", "--checkpoint", "best", "--format", "gguf"]
+    assert cli.main(["export", "run", "out", *options]) == 0
     assert capsys.readouterr().out == "out\n"
-    assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best")]
+    assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best", "gguf")]
     assert cli.main(["export", "run", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": "out"}
 

@@ -1,4 +1,4 @@
-"""Commands that look at rows and models: data, eval, export, generate."""
+"""Commands that look at rows and models: data, eval, export, push, generate."""
 
 from __future__ import annotations
 
@@ -196,22 +196,55 @@ def export(
         Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
+        str | None,
+        typer.Option(help="bfloat16, float32 or, of GGUF, float16; default: the checkpoint's own."),
     ] = None,
     checkpoint: Checkpoint = None,
+    format: Annotated[
+        str, typer.Option(help="safetensors, or gguf: a folder with a GGUF file for llama.cpp.")
+    ] = "safetensors",
     as_json: AsJson = False,
     no_verify: NoVerify = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
+    """Write a run's model as a Hugging Face folder, or as a GGUF file."""
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
     with reading(no_verify):
-        folder = export_model(run_dir, out, dtype, checkpoint)
+        folder = export_model(run_dir, out, dtype, checkpoint, format)
     if as_json:
         print_json({"folder": str(folder)})
     else:
         typer.echo(folder)
+
+
+@app.command()
+def push(
+    run_dir: RunDir,
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="Repository of the hub: owner/name.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make it private; refused if it is there and public.")
+    ] = False,
+    as_json: AsJson = False,
+    no_verify: NoVerify = False,
+) -> None:
+    """Publish a finished run's final/ on the hub, with its model card, as one commit.
+
+    The token is HF_TOKEN or that of `hf auth login`. After an interruption the same command goes
+    on: what has arrived is not sent again. Exits 7 when the hub cannot be reached.
+    """
+    need_folder(run_dir)
+    from megatrain.reporting.progress import logging_on
+    from megatrain.storage.push import push as publish
+
+    with logging_on(console_on(stderr=True)), reading(no_verify):
+        done = publish(run_dir, repo_id, private)
+    if as_json:
+        print_json(done.to_dict())
+    else:
+        typer.echo(done.url)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from megatrain.recipes.shapes import bench_config
 from megatrain.recipes.tasks import TaskOptions
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
+from megatrain.storage import push as pushing
 from megatrain.storage.manifest import verifying
 
 ConfigLike = Config | Mapping[str, Any] | str | Path
@@ -143,16 +144,30 @@ def export(
     *,
     dtype: str | None = None,
     checkpoint: str | None = None,
+    format: str = exporting.FOLDER,
     verify: bool = True,
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 
-    dtype: "bfloat16" or "float32"; None: the checkpoint's own.
+    dtype: "bfloat16", "float32" or, for GGUF, "float16"; None: the checkpoint's own.
+    format: "safetensors", or "gguf" for a folder with one GGUF file.
     checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     verify: as for `train`.
     """
     with verifying(verify):
-        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
+        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint, format)
+
+
+def push(
+    run_dir: str | Path, repo_id: str, *, private: bool = False, verify: bool = True
+) -> pushing.Pushed:
+    """Upload `final/` of a run to a repository of the hub, as one commit.
+
+    private: make the repository private; refused if it is there and public.
+    verify: as for `train`.
+    """
+    with verifying(verify):
+        return pushing.push(_path_of(run_dir), repo_id, private)
 
 
 def config_of(config: ConfigLike, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:

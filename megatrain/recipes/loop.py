@@ -40,7 +40,7 @@ from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime, held_out_losses
+from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -173,10 +173,8 @@ def finish(run: Run, stop: StopRequest) -> None:
 
 
 def write_final_of(run: Run) -> None:
-    losses, folder = held_out_losses(run.config.output), run.config.output
-    held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
     full = run.config.checkpoint.final == "full"
-    write_final(folder, full=full, card=model_card(run, held_out))
+    write_final(run.config.output, full=full, card=model_card(run))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
