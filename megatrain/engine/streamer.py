@@ -15,7 +15,7 @@ from megatrain.engine.streams import Compute, Event, Lane, release_after
 from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.schedule import slot_sizes, slots_of_blocks, uploads
+from megatrain.schedule import SHARE_BUFFERS, slot_sizes, slots_of_blocks, uploads
 
 
 class Updates(Protocol):
@@ -92,7 +92,7 @@ class Streamer:
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
         # on their way into slots, in turn
         share, new = max(exchange.shares) if exchange is not None else 0, compute.device
-        self._shares = [Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(2)]
+        self._shares = [Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)]
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""

@@ -164,7 +164,7 @@ class Search:
             return [job.micro_batch_tokens]
         mixture = self.shape.idle_parameters > 0
         cap = most_micro_batch_tokens("cuda" if self.hardware.gpu else "cpu", mixture)
-        largest = min(cap, job.tokens_per_step)
+        largest = min(cap, job.rank_tokens)
         least = max(job.seq_len, job.least_tokens)
         return [n for n in self.shape.layer.sizes if least <= n <= largest] or [least]
 
