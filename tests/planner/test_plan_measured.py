@@ -27,6 +27,7 @@ from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
+from megatrain.world import ALONE, World
 from tests.once import engines_are_built_fast
 
 ROW = 64
@@ -77,7 +78,7 @@ class Case:
         )
         return as_classifier(config, pad_id=0) if self.scores else config
 
-    def plan(self, folder: Path) -> Plan:
+    def plan(self, folder: Path, ranks: int = 1) -> Plan:
         shape = shape_for(
             Case(
                 self.layers,
@@ -101,6 +102,7 @@ class Case:
             offload_activations=self.offload,
             second_backward=self.second_backward,
             activations=self.activations,
+            ranks=ranks,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
         plan = make_plan(job, shape, hardware, typical(hardware))
@@ -108,15 +110,15 @@ class Case:
         layout = Layout.of(choices, job, shape, hardware)
         return lay_out(layout, typical(hardware), plan.budget)
 
-    def measure(self, plan: Plan) -> tuple[int, int]:
+    def measure(self, plan: Plan, world: World = ALONE) -> tuple[int, int]:
         """(peak bytes where it computes, bytes of the host's arrays) of one training step under
-        `plan`."""
+        `plan`, of which a rank has its rows."""
         settings = plan.choices.settings(plan.job)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
         batches = [
             {"input_ids": rows, "labels": rows}
-            for rows in ids.split(self.micro_batch_tokens // ROW)
+            for rows in ids[world.rank :: world.size].split(self.micro_batch_tokens // ROW)
         ]
         gc.collect()
         with AllocatedBytes() as live:
@@ -130,7 +132,7 @@ class Case:
                 freeze=self.freeze,
                 weights=Weights(None),
             )
-            engine = Engine(**prepared.arguments())
+            engine = Engine(**prepared.arguments(), world=world)
             live.peak = live.live  # building the modules takes some, but before the buffers exist
             engine.train_step(batches, Reward() if self.scores else next_token)
         stored = engine.store.nbytes
