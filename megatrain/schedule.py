@@ -39,9 +39,7 @@ def padded(numels: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def owned(
-    numels: tuple[int, ...], before: tuple[int, ...], ranks: int
-) -> tuple[int, ...]:
+def owned(numels: tuple[int, ...], before: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Elements that the first of so many ranks owns of every block's first `before`: none owns
     more."""
     if ranks == 1:

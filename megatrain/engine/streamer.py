@@ -92,7 +92,9 @@ class Streamer:
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
         # on their way into slots, in turn
         share, new = max(exchange.shares) if exchange is not None else 0, compute.device
-        self._shares = [Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)]
+        self._shares = [
+            Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)
+        ]
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""

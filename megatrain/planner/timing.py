@@ -22,7 +22,7 @@ from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
-from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, StepTimeline
+from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, StepTimeline, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ class StepCosts:
 
     def predict(self) -> Timing:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
-        timeline = (simulation.overlapped if self.on_gpu else simulation.serial)(
-            self.blocks, self.options
-        )
+        timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
         trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
         tokens_per_s = trained / timeline.seconds
         return Timing(
@@ -113,7 +111,7 @@ class StepCosts:
         """Seconds that `predict` cannot fall below, found in a fraction of its time."""
         if self.on_gpu:
             return simulation.at_least(self.blocks, self.options)
-        return simulation.serial(self.blocks, self.options).seconds
+        return serial(self.blocks, self.options).seconds
 
     @cached_property
     def options(self) -> StepOptions:
