@@ -97,6 +97,16 @@ def plan(
     pcie: Annotated[
         float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs of each host that train together; compares 1, 2, 4 and 8."),
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Hosts like it; needs --network.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="Gbit/s of each host to the others, such as 400.")
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the plan as an HTML page, with a step's timeline."),
@@ -109,6 +119,7 @@ def plan(
     """
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
 
     target, given = _target_of(arguments, "plan")

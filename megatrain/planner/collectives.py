@@ -9,7 +9,40 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from megatrain.machine.profile import MachineProfile
+from megatrain.planner.activations import SUM_BYTES
+from megatrain.planner.job import Job
+from megatrain.planner.tasks import StepTimeline
+
 MOST_LOST = 0.95  # of computing: what is measured may exceed all of it, and then nothing would end
+
+
+def exchanged(
+    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float]:
+    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
+
+    numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
+    """
+    if job.ranks == 1:
+        return 0.0, 0.0
+    others = numel * (job.ranks - 1) / job.ranks
+    return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
+
+
+def cross_network(
+    timeline: StepTimeline,
+    numel: int,
+    job: Job,
+    machine: MachineProfile,
+    weight_bytes: int,
+    sum_bytes: int,
+) -> None:
+    """Let a step take at least what its bytes need between hosts: weights cross once, beside the
+    forward, and sums beside the backward."""
+    others = numel * (job.hosts - 1) / job.hosts / machine.network
+    timeline.at_least_in("forward", others * weight_bytes)
+    timeline.at_least_in("backward", others * sum_bytes)
 
 
 class Collective(NamedTuple):

@@ -67,6 +67,12 @@ class StepTimeline:
     def seconds(self) -> float:
         return sum(self.phases.values())
 
+    def at_least_in(self, phase: str, seconds: float) -> None:
+        """Let a phase take what the network takes beside it."""
+        wait = max(0.0, seconds - self.phases[phase])
+        self.phases[phase] += wait
+        self.waits[phase]["network"] += wait
+
     def add(self, other: StepTimeline, times: int) -> None:
         for phase in PHASES:
             self.phases[phase] += times * other.phases[phase]

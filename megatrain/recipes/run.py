@@ -59,6 +59,7 @@ from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
+from megatrain.recipes.together import beside_others
 from megatrain.recipes.verify import check_once
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
@@ -105,20 +106,20 @@ def plan(
 
     Args:
         shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
-        described: another machine than this one, in the keywords of `another_machine`, if any of
-            them is not None.
+        described: another machine than this one, or several of its GPUs, in the keywords of
+            `another_machine`, if any of them is not None.
     """
     given = {name: value for name, value in (described or {}).items() if value is not None}
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
-    if machine is None and not shape_alone:
+    if (machine is None or machine.here) and not shape_alone:
         check_place(config)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
-    return setup.make_run_plan(parts, steps=steps, suggest=True)
+    return beside_others(parts, setup.make_run_plan(parts, steps=steps, suggest=True))
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:

@@ -244,8 +244,14 @@ def make_run_plan(
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
     economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
-    assumed = tuple(map(str, machine.drives_assumed))
-    return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
+    return replace(
+        plan,
+        economy=economy,
+        steps=steps,
+        drives_assumed=tuple(map(str, machine.drives_assumed)),
+        ranks_assumed=machine.together_assumed,
+        made_of=resolved,
+    )
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
@@ -253,9 +259,10 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
     given, timing = config.economy, plan.timing
     gpu = (board_power_w(hardware.gpu.name), given.gpu_power_w) if hardware.gpu else (None, None)
     power = planned_power(timing.busy, *gpu, given.host_power_w)
+    power = power.of_all(plan.job.size, plan.job.hosts)
     seconds = (steps or 1) * timing.seconds
     tokens = round(seconds * timing.tokens_per_s)
-    return planned_economy(tokens, seconds, power, prices_of(config))
+    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
 
 
 def prices_of(config: Config) -> Prices:

@@ -87,7 +87,7 @@ def test_a_share_is_gathered_once_it_is_up():
     [
         (0.0, 0.5, 0.5),  # before the first
         (0.0, 2.0, 3.0),  # 1 alone, 1 at half speed
-        (2.0, 1.0, 2.0 - 0.5 + 0.5),  # half a second's work in what is left of it, then alone
+        (2.0, 1.0, 2.0),  # at half speed, beside both
         (0.0, 9.0, 9.0 + 1.0 + 0.5),
         (9.0, 1.0, 1.0),
     ],
