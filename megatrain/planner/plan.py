@@ -96,14 +96,12 @@ class Plan:
         of a host for all its ranks."""
         budget, ranks = self.budget, self.job.ranks
         rows = (
-            ("gpu", self.gpu_bytes, budget.gpu, 1),
-            ("host", self.host_bytes, budget.host, ranks),
-            ("nvme", sum(self.nvme.values()), budget.nvme, ranks),
-            ("disk", sum(self.disk.values()), budget.disk, 1),
+            ("gpu", 1, self.gpu_bytes, budget.gpu),
+            ("host", ranks, self.host_bytes, budget.host),
+            ("nvme", ranks, sum(self.nvme.values()), budget.nvme),
+            ("disk", 1, sum(self.disk.values()), budget.disk),
         )
-        return tuple(
-            (t, times * need, times * has) for t, need, has, times in rows if has is not None
-        )
+        return tuple((t, n * need, n * has) for t, n, need, has in rows if has is not None)
 
     @property
     def short(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from megatrain.measure.checks import Finding, check
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
 from megatrain.reporting.load import LoadMeter
+from megatrain.reporting.words import three_digits
 from megatrain.storage.export import left_overs
 
 if TYPE_CHECKING:
@@ -159,7 +160,3 @@ def of_drive(name: str, rates: DriveRates) -> Finding:
 def listed(rates: Rates, unit: float) -> str:
     """Each size with its rate."""
     return ", ".join(f"{size:,}: {three_digits(rate / unit)}" for size, rate in rates)
-
-
-def three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""A machine whose GPUs train together, each as a rank, and what other numbers of them would give."""
+"""A machine whose GPUs train together, each as a rank, and what other numbers would give."""
 
 from __future__ import annotations
 

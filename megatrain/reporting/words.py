@@ -31,6 +31,11 @@ def human_bytes(count: float | None, digits: int = 1) -> str:
     return f"{value:.{places}f} {unit}"
 
 
+def three_digits(value: float) -> str:
+    """`12,345`, `123`, `1.23`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def human_parameters(count: int, active: int) -> str:
     """`7,000 parameters`, and of a mixture how many act on a token."""
     return f"{count:,} parameters" + (f", {active:,} of them active" if active != count else "")
