@@ -37,6 +37,7 @@ class Slot:
     Attributes:
         holds: the block whose current weights are here or on their way.
         landed: completes with the upload of that block.
+        uploaded: of several ranks, the same of this one's share, before those of others arrive.
         free: completes when the computation has last read, or first zeroed, the slot.
     """
 
@@ -44,6 +45,7 @@ class Slot:
         self.flat, self.target = flat, flat.data
         self.holds = holds
         self.landed: Event | None = None
+        self.uploaded: Event | None = None
         self.free: Event | None = None
 
 
@@ -111,7 +113,8 @@ class Streamer:
             for wanted in coming:
                 self._fetch(wanted, self.slot_of[wanted])
             slot = self.slot_of[block]
-            self.compute.wait(slot.landed, "upload")
+            self.compute.wait(slot.uploaded, "upload")
+            self.compute.wait(slot.landed, "exchange" if self._exchange else "upload")
             try:
                 yield block
             finally:  # also when the sweep is abandoned
@@ -169,13 +172,12 @@ class Streamer:
         assert exchange is not None
         whole, mine = slot.target[: self._numels[block]], share.target[: exchange.shares[block]]
 
-        def job(landed: Event) -> None:
+        def job(_: Event) -> None:
             exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
-            landed.update_wait_s, landed.nvme_wait_s = uploaded.update_wait_s, uploaded.nvme_wait_s
             exchange.lane.wait(free)  # wait: the computation may still read what is in this slot
             exchange.gather(whole, mine)
 
-        share.free = exchange.lane.submit(job)
+        slot.uploaded, share.free = uploaded, exchange.lane.submit(job)
         return share.free
 
     def invalidate(self) -> None:

@@ -37,7 +37,7 @@ ONE_WAY_SHARE, BOTH_SHARE = 0.97, 0.69
 LOST_TO_LINKS = 0.5
 MOST_LINKS = 2  # that count in this: nobody measured more of them on one host
 LEAST_BUSY = 0.2  # share of the update that is left beside busy links
-GLOO_SHARE = 0.05  # of memory's rate, between processes without GPUs
+GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
 
 
 def part_of(hardware: Hardware, ranks: int) -> Hardware:
@@ -66,6 +66,8 @@ def known(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProfil
 
 def joined(base: MachineProfile, together: MachineProfile) -> MachineProfile:
     """The profile of one, with what ranks have measured together."""
+    if not base.upload:
+        base = shared_cores(base, together.ranks)
     return replace(base, **{name: getattr(together, name) for name in TOGETHER})
 
 

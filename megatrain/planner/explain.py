@@ -179,7 +179,7 @@ def _tiers(plan: Plan) -> Table:
 
 def _numbers(plan: Plan) -> Table:
     """What numbers of GPUs would give."""
-    priced = plan.economy is not None and plan.economy.cost is not None
+    priced = any(row.cost_per_million is not None for row in plan.on_gpus)
     title = f"numbers of {_ranks(plan)}" + (", priced in proportion" if priced else "")
     costs = [f"{plan.economy.prices.currency}/million tokens"] if priced and plan.economy else []
     table = Table(title=title)

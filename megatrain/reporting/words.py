@@ -11,6 +11,7 @@ BOUND_WORDS = {
     "wait_update": "waiting for the update",
     "wait_download": "waiting for gradients to leave",
     "wait_nvme": "waiting for NVMe",
+    "wait_exchange": "waiting for other GPUs",
     "data": "waiting for data",
 }
 

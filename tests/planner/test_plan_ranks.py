@@ -60,8 +60,8 @@ def test_collectives_hide_behind_the_computation_but_for_what_it_loses():
     assert free.seconds == pytest.approx(alone.seconds + 1.0)
     assert free.waits["forward"]["exchange"] == pytest.approx(0.5)
     assert free.waits["backward"]["exchange"] == pytest.approx(0.5)
-    loss = {"gather_loss": 0.3, "reduce_loss": 0.6}
-    dear = overlapped(with_tasks(gather=0.5, reduce=0.5), replace(TWO, **loss))
+    losing = replace(TWO, gather_loss=0.3, reduce_loss=0.6)
+    dear = overlapped(with_tasks(gather=0.5, reduce=0.5), losing)
     # gathers of all blocks but the first in forward, and of all but the last three in backward
     hidden = 0.3 * 0.5 * (LAYERS + 1 + LAYERS - 1) + 0.6 * 0.5 * (LAYERS + 1)
     assert dear.seconds == pytest.approx(free.seconds + hidden, rel=0.02)
