@@ -20,6 +20,7 @@ from megatrain.engine.resolved import Weights, scores_on_meta
 from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import typical
+from megatrain.machine.together import assumed
 from megatrain.models.classifiers import as_classifier
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes
@@ -105,10 +106,11 @@ class Case:
             ranks=ranks,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
-        plan = make_plan(job, shape, hardware, typical(hardware))
+        machine = assumed(typical(hardware), hardware, ranks)
+        plan = make_plan(job, shape, hardware, machine)
         choices = replace(plan.choices, sums_on_device=self.sums)
         layout = Layout.of(choices, job, shape, hardware)
-        return lay_out(layout, typical(hardware), plan.budget)
+        return lay_out(layout, machine, plan.budget)
 
     def measure(self, plan: Plan, world: World = ALONE) -> tuple[int, int]:
         """(peak bytes where it computes, bytes of the host's arrays) of one training step under

@@ -5,18 +5,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
+from megatrain.engine.placement import open_store
+from megatrain.engine.resolved import state_bytes
+from megatrain.errors import ConfigError, PlanError
+from megatrain.machine.hardware import GIB
+from megatrain.machine.profile import typical
+from megatrain.machine.together import assumed, part_of
+from megatrain.models.anatomy import layouts_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.optim import AdamW
 from megatrain.planner.collectives import Collectives
-from megatrain.planner.memory import HEAD_COPIES
-from megatrain.planner.plan import Plan
+from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.job import Job, WholeUpdate
+from megatrain.planner.memory import HEAD_COPIES, Layout
+from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
+from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
+from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_7B, TINY_JOB
 from tests.planner.test_plan_measured import EMBEDDING, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
 from tests.ranks import run_ranks
+from tests.support import tiny_config
 
 CASES = {
     "tied, three": (3, Case(tied=True, tokens=1536)),
@@ -98,3 +114,105 @@ def test_computing_beside_collectives(begin, seconds, taken):
     assert lane.add(0.0, 1.0, 0.5) == 4.0  # behind the one before
     lane.add(4.0, 9.0, 0.0)
     assert lane.beside(begin, seconds) == pytest.approx(taken)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+HOST = replace(H200_LARGE_HOST, physical_cores=32)
+QUICK: dict[str, Any] = {"groups": 1, "retained": 0, "micro_batch_tokens": 16_384}  # to search
+LONG = replace(JOB_7B, tokens_per_step=131_072, offload_activations=False, **QUICK)
+
+
+def planned(ranks: int, job: Job = LONG, hosts: int = 1, **more: Any) -> Plan:
+    machine = replace(assumed(typical(HOST), HOST, ranks), network=50e9)
+    job = replace(job, ranks=ranks, hosts=hosts)
+    return make_plan(job, QWEN_7B, part_of(HOST, ranks), machine, **more)
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, True)])
+def test_a_rank_s_store_holds_the_shares_that_are_planned(ranks, tied):
+    """The first one's are the largest."""
+    config = tiny_config("llama-tied" if tied else "llama", vocab_size=1031)
+    skeleton = Skeleton(config, dtype=torch.bfloat16)
+    skeleton.freeze(["*.layers.1.mlp.*"])
+    layouts, shape = layouts_of(skeleton.anatomy), shape_of(skeleton, 16, [16])
+    optimizer = AdamW(moments="int8")
+    job = replace(TINY_JOB, ranks=ranks, state_bytes=state_bytes(optimizer, skeleton))
+    table = Layout.of(replace(ALL_STREAMED, resident=2), job, shape, LAPTOP)
+    settings, device = Settings(resident=2), torch.device("cpu")
+    given = layouts, optimizer, "bfloat16", settings
+    held = []
+    for rank in range(ranks):
+        world = World(rank, ranks)
+        with open_store(*given, gradients=True, device=device, world=world) as store:
+            arrays = store._arrays.items()
+            on_device = sum(array.nbytes for (_, block), array in arrays if block < 2)
+            held.append((on_device, sum(array.nbytes for _, array in arrays) - on_device))
+    elements = table._elements(range(2, len(layouts)), sum)
+    in_ram = sum(elements(name) * each for name, each in table.array_bytes.items())
+    assert held[0] == pytest.approx((table.device["resident state"], in_ram), rel=1e-3)
+    assert max(held) == held[0]
+
+
+def test_more_ranks_hold_less_of_the_state_each():
+    state = ("weight", "remainder", "exp_avg", "exp_avg_sq", "grad")
+    asked = replace(LONG, resident=0)
+    plans = [planned(ranks, asked) for ranks in (1, 2, 4, 8)]
+    each = [sum(plan.host[name] for name in state) for plan in plans]
+    assert each == pytest.approx([each[0] / n for n in (1, 2, 4, 8)], rel=0.01)
+    assert all(plan.gpu_bytes > 0 and plan.fits for plan in plans)
+    seconds = [plan.timing.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    # each has a process of its own
+    assert plans[1].host["libraries at work"] == pytest.approx(
+        plans[0].host["libraries at work"], rel=0.05
+    )
+    (tier,) = (row for row in plans[1].tiers if row[0] == "host")
+    assert tier[1] == 2 * plans[1].host_bytes
+    assert plans[1].to_dict()["ranks"]["host_bytes"] == plans[1].host_bytes
+
+
+def test_budgets_of_a_host_are_shared():
+    limited = planned(2, host_limit=80 * GIB)
+    assert limited.budget.host == 40 * GIB
+    assert {name: have for name, _, have in limited.tiers}["host"] == 80 * GIB
+    lacking = planned(2, replace(LONG, resident=0), host_limit=20 * GIB)
+    assert not lacking.fits and "where 20.00 GiB can be had" in lacking.lack
+
+
+def test_sums_of_ranks_never_wait_in_host_ram():
+    plan = planned(2, replace(LONG, groups=4))
+    assert plan.choices.sums_on_device == len(QWEN_7B.block_numel)
+    assert "gradient sums" not in plan.host
+
+
+def test_hosts_are_bound_by_their_network():
+    near = planned(2, hosts=2)
+    slow = replace(assumed(typical(HOST), HOST, 2), network=1e8)
+    job = replace(LONG, ranks=2, hosts=2)
+    far = make_plan(job, QWEN_7B, part_of(HOST, 2), slow)
+    # weights once, and fp32 sums once: 6 bytes a parameter, of which half is here already
+    assert far.timing.seconds > 6 * QWEN_7B.parameters / 2 / 1e8
+    assert far.timing.waits["network"] > 0.9 * far.timing.seconds
+    assert near.timing.waits["network"] < 0.1 * near.timing.seconds
+    assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
+    assert near.to_dict()["ranks"]["run_by"] is None
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "error"),
+    [
+        ({"tokens_per_step": 3 * 1024}, "at most 3 GPUs, not for 4: take at most 3", PlanError),
+        ({"rows_per_step": 1, "lengths_vary": True}, "a step of 1 row has work", PlanError),
+        ({"whole_step": True}, "a loss over a whole step is not built", ConfigError),
+        ({"whole_update": WholeUpdate((), (), 0, 0, 0, 0)}, "adamw or lion", ConfigError),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(job, words, error):
+    with pytest.raises(error, match=words):
+        planned(4, replace(JOB_7B, **job))
+
+
+def test_rows_of_many_lengths_are_not_counted():
+    job = replace(JOB_7B, lengths_vary=True, compiled=False, tokens_per_step=3 * 1024)
+    assert planned(4, job).fits
