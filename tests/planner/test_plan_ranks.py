@@ -36,7 +36,6 @@ from tests.support import tiny_config
 
 CASES = {
     "tied, three": (3, Case(tied=True, tokens=1536)),
-    "half resident, not clipped": (2, Case(resident=3, clipping=False, tokens=1024)),
     "in groups, half resident": (
         2,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
