@@ -46,15 +46,17 @@ def _tier(plan: Plan, name: str) -> str:
     return TIER_WORDS[name] + (" of each" if plan.job.ranks > 1 and name == "gpu" else "")
 
 
-def _ranks(plan: Plan) -> str:
-    return "GPUs" if plan.budget.gpu is not None else "processes"
+def _ranks(plan: Plan, number: int = 2) -> str:
+    """What ranks compute on, as a noun for so many."""
+    one, several = ("GPU", "GPUs") if plan.budget.gpu is not None else ("process", "processes")
+    return one if number == 1 else several
 
 
 def _on(plan: Plan) -> str:
     """Where it runs, if not on one GPU of one host."""
     job = plan.job
     hosts = "" if job.hosts == 1 else f" of each of {job.hosts} hosts"
-    return "" if job.size == 1 else f" on {job.ranks} {_ranks(plan)}{hosts}"
+    return "" if job.size == 1 else f" on {job.ranks} {_ranks(plan, job.ranks)}{hosts}"
 
 
 def changes(plan: Plan) -> Iterable[str]:

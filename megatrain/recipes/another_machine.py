@@ -68,9 +68,6 @@ def this_machine(config: Config, gpus: int | None) -> Machine:
             f"--gpus: {wanted}, but this machine shows {there}; describe another one with --gpu "
             "and --ram"
         )
-    if wanted > 1 and ":" in config.device:
-        where, device = config.where("device"), config.device
-        raise ConfigError(f"{where}: {device} is one GPU, and --gpus asks for {wanted}")
     return machine
 
 
