@@ -14,8 +14,14 @@ from megatrain.cli.app import (
     Checkpoint,
     ConfigFile,
     ConfigOrModel,
+    GpuMemory,
+    Gpus,
+    GpuTflops,
+    Hosts,
+    Network,
     NoVerify,
     Overrides,
+    Pcie,
     RunDir,
     Timeline,
     app,
@@ -95,15 +101,12 @@ def plan(
     cores: Annotated[
         int | None, typer.Option(min=1, help="Its physical cores; default: typical for the GPU.")
     ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
-    ] = None,
-    gpu_tflops: Annotated[
-        float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
-    ] = None,
-    pcie: Annotated[
-        float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
-    ] = None,
+    gpu_memory: GpuMemory = None,
+    gpu_tflops: GpuTflops = None,
+    pcie: Pcie = None,
+    gpus: Gpus = None,
+    hosts: Hosts = None,
+    network: Network = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the plan as an HTML page, with a step's timeline."),
@@ -116,6 +119,7 @@ def plan(
     """
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
 
     target, given = _target_of(arguments, "plan")

@@ -41,6 +41,9 @@ CUDA_CONTEXT_BYTES = 756 * MIB
 # cuBLAS and cuBLASLt (matmuls with a bias) share a workspace of 32 MiB inside torch's reservation
 # on Hopper, less on older chips: one for every thread and stream that multiplies.
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
+# What NCCL takes of a GPU's memory for each communicator, beside PyTorch's: two H200 with NVLink,
+# torch 2.11, NCCL 2.28.9, after its first gather and reduction (docs/decisions/0099-planned-ranks).
+COMMUNICATOR_BYTES = 486 * MIB
 # Resident memory that libraries take after planning, once they compute: the update kernel's
 # compiler and code, oneDNN's kernels or CUDA's host side. `benchmarks/plan_check.py` measures it:
 # the host's peak less all other rows of the plan.
@@ -158,7 +161,7 @@ def shared_out(found: Sequence[Hardware], among: int) -> Hardware:
         gpu=min(gpus, key=lambda gpu: gpu.free_bytes) if gpus else None,
         host_total_bytes=found[0].host_total_bytes // among,
         host_available_bytes=resident + left // among,
-        physical_cores=min(each.physical_cores for each in found),
+        physical_cores=max(1, min(each.physical_cores for each in found) // among),
         disk_free_bytes=min(each.disk_free_bytes for each in found),
         memlock_bytes=min(memlock) if memlock else None,
         resident_bytes=resident,

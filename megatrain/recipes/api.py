@@ -33,6 +33,9 @@ def plan(
     gpu_memory: str | None = None,
     gpu_tflops: float | None = None,
     pcie: float | None = None,
+    gpus: int | None = None,
+    hosts: int | None = None,
+    network: float | None = None,
     **keys: Any,
 ) -> Plan:
     """The plan of a run: the bytes in every memory, the time of a step, and whether it fits.
@@ -45,6 +48,8 @@ def plan(
         gpu, ram, cores: of another machine: a GPU's name, RAM such as "128GiB", physical cores.
         gpu_memory, gpu_tflops, pcie: of a GPU that is not known by name: "12GiB", dense bf16
             TFLOP/s and GB/s each way to host RAM.
+        gpus, hosts, network: GPUs of each host that train together, hosts like it, and Gbit/s of
+            each host to the others.
         keys: keys of the config, by section: `memory={"host": "64GiB"}`, `precision="fp8"`.
 
     Raises:
@@ -57,6 +62,7 @@ def plan(
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
     return run.plan(config, not is_config, described)
 
 

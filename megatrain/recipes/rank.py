@@ -31,8 +31,7 @@ PORT = "29400"  # under Slurm, where nobody names one
 def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
     """What `work` returns, alone or beside the other ranks that a launcher has started.
 
-    A rank gets a GPU and a share of the host's cores of its own, before anything is allocated. If
-    one fails, all end, and one of them says why.
+    A rank gets a GPU of its own. If one fails, all end, and one of them says why.
 
     device: as in the config.
 
@@ -44,7 +43,6 @@ def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
     if place is None or distributed.is_initialized():
         return work(ALONE)
     own = own_device(place, device)
-    os.sched_setaffinity(0, share_of_cores(place.local_rank, place.local_size))
     for name, default in (("MASTER_ADDR", _first_host()), ("MASTER_PORT", PORT)):
         os.environ.setdefault(name, default)
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
@@ -88,6 +86,13 @@ def own_device(place: Place, device: str) -> torch.device:
 
 def _first_host() -> str:
     return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+
+
+def bind(world: World) -> None:
+    """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
+    that they touch first."""
+    if not world.is_alone:
+        os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size))
 
 
 def check_ranks(config: Config, world: World) -> None:

@@ -35,16 +35,18 @@ from megatrain.recipes.describe import (
 )
 from megatrain.recipes.examination import open_examination
 from megatrain.recipes.going_on import final_is_whole, where_to_go_on
+from megatrain.recipes.launch import ranks_for
 from megatrain.recipes.loop import fit
 from megatrain.recipes.model import Model, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.opening import Ready, open_run
 from megatrain.recipes.place import check_links, check_place
-from megatrain.recipes.rank import as_rank, check_ranks, check_rows_of_a_step
+from megatrain.recipes.rank import as_rank, bind, check_ranks, check_rows_of_a_step
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
+from megatrain.recipes.together import beside_others
 from megatrain.recipes.verify import check_once
 from megatrain.reporting.metrics import (
     held_out_losses,
@@ -67,20 +69,22 @@ def plan(
 
     Args:
         shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
-        described: another machine than this one, in the keywords of `another_machine`, if any of
-            them is not None.
+        described: another machine than this one, or several of its GPUs, in the keywords of
+            `another_machine`, if any of them is not None.
     """
     given = {name: value for name, value in (described or {}).items() if value is not None}
+    if not given and not shape_alone and (gpus := ranks_for(config)) > 1:
+        given["gpus"] = gpus
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
-    if machine is None and not shape_alone:
+    if (machine is None or machine.here) and not shape_alone:
         check_place(config)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
     check_once(parts.resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
-    return setup.make_run_plan(parts, steps=steps, suggest=True)
+    return beside_others(parts, setup.make_run_plan(parts, steps=steps, suggest=True))
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
@@ -247,6 +251,7 @@ def _run(
     started, plan = time.perf_counter(), ready.plan
     config = ready.parts.config
     opened.watch.expect(plan.timing.seconds)
+    bind(opened.world)
     exact = deterministic(config.train.deterministic)
     with setup.memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
         log_every = config.train.log_every

@@ -44,7 +44,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.day import day_of
-from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
@@ -183,15 +183,25 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
     free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
     hardware = replace(hardware, disk_free_bytes=free)
     measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
-    profile = world.in_turn(measure)
-    drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
-    profile, assumed = world.in_turn(drives)
-    precision = choose_precision(config.precision, device)
-    everywhere = world.every((hardware, profile, assumed))
+    profile = world.told(world.in_turn(measure))
+    assumed_together = False
     if not world.is_alone:
-        hardware = shared_out([each for each, _, _ in everywhere], world.local_size)
-    _, profile, assumed = everywhere[0]
-    return Machine(device, precision, hardware, profile, drives_assumed=assumed, world=world)
+        one = profile, hardware, device, world
+        profile, assumed_together = measured_together(*one, may_measure=may_measure)
+        hardware = shared_out(world.every(hardware), world.local_size)
+    drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
+    profile, assumed = world.told(world.in_turn(drives))
+    return Machine(
+        device,
+        choose_precision(config.precision, device),
+        hardware,
+        profile,
+        drives_assumed=assumed,
+        ranks=world.local_size,
+        hosts=world.size // world.local_size,
+        together_assumed=assumed_together,
+        world=world,
+    )
 
 
 def say_if_without_bfloat16(machine: Machine) -> None:
@@ -261,8 +271,14 @@ def make_run_plan(
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
     economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
-    assumed = tuple(map(str, machine.drives_assumed))
-    return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
+    return replace(
+        plan,
+        economy=economy,
+        steps=steps,
+        drives_assumed=tuple(map(str, machine.drives_assumed)),
+        ranks_assumed=machine.together_assumed,
+        made_of=resolved,
+    )
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
@@ -270,9 +286,10 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
     given, timing = config.economy, plan.timing
     gpu = (board_power_w(hardware.gpu.name), given.gpu_power_w) if hardware.gpu else (None, None)
     power = planned_power(timing.busy, *gpu, given.host_power_w)
+    power = power.of_all(plan.job.size, plan.job.hosts)
     seconds = (steps or 1) * timing.seconds
     tokens = round(seconds * timing.tokens_per_s)
-    return planned_economy(tokens, seconds, power, prices_of(config))
+    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
 
 
 def prices_of(config: Config) -> Prices:

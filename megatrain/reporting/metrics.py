@@ -37,6 +37,7 @@ class StepTime:
     wait_update: float = 0.0  # an upload stood still for the optimizer on the host
     wait_download: float = 0.0  # compute stood still for a gradient staging buffer
     wait_nvme: float = 0.0  # compute, or the update that it waited for, stood still for NVMe
+    wait_exchange: float = 0.0  # compute stood still for other ranks' shares of weights or sums
     data: float = 0.0  # the loop stood still for its next rows
 
     @classmethod

@@ -20,6 +20,7 @@ from megatrain.engine.resolved import Weights, scores_on_meta
 from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import typical
+from megatrain.machine.together import assumed
 from megatrain.models.classifiers import as_classifier
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes
@@ -27,6 +28,7 @@ from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
+from megatrain.world import ALONE, World
 from tests.once import engines_are_built_fast
 
 ROW = 64
@@ -77,7 +79,7 @@ class Case:
         )
         return as_classifier(config, pad_id=0) if self.scores else config
 
-    def plan(self, folder: Path) -> Plan:
+    def plan(self, folder: Path, ranks: int = 1) -> Plan:
         shape = shape_for(
             Case(
                 self.layers,
@@ -101,22 +103,24 @@ class Case:
             offload_activations=self.offload,
             second_backward=self.second_backward,
             activations=self.activations,
+            ranks=ranks,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
-        plan = make_plan(job, shape, hardware, typical(hardware))
+        machine = assumed(typical(hardware), hardware, ranks)
+        plan = make_plan(job, shape, hardware, machine)
         choices = replace(plan.choices, sums_on_device=self.sums)
         layout = Layout.of(choices, job, shape, hardware)
-        return lay_out(layout, typical(hardware), plan.budget)
+        return lay_out(layout, machine, plan.budget)
 
-    def measure(self, plan: Plan) -> tuple[int, int]:
+    def measure(self, plan: Plan, world: World = ALONE) -> tuple[int, int]:
         """(peak bytes where it computes, bytes of the host's arrays) of one training step under
-        `plan`."""
+        `plan`, of which a rank has its rows."""
         settings = plan.choices.settings(plan.job)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab, (self.tokens // ROW, ROW), generator=generator)
         batches = [
             {"input_ids": rows, "labels": rows}
-            for rows in ids.split(self.micro_batch_tokens // ROW)
+            for rows in ids[world.rank :: world.size].split(self.micro_batch_tokens // ROW)
         ]
         gc.collect()
         with AllocatedBytes() as live:
@@ -130,7 +134,7 @@ class Case:
                 freeze=self.freeze,
                 weights=Weights(None),
             )
-            engine = Engine(**prepared.arguments())
+            engine = Engine(**prepared.arguments(), world=world)
             live.peak = live.live  # building the modules takes some, but before the buffers exist
             engine.train_step(batches, Reward() if self.scores else next_token)
         stored = engine.store.nbytes
