@@ -23,6 +23,7 @@ from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.setup import make_loss
 from megatrain.reporting.summary import RunSummary
+from megatrain.reporting.words import counted
 from megatrain.world import ALONE, PATIENCE, World
 
 PORT = "29400"  # under Slurm, where nobody names one
@@ -118,6 +119,7 @@ def check_rows_of_a_step(loader: Loader) -> None:
     ranks = loader.world.size
     if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
         raise PlanError(
-            f"a step has {rows} rows, so no more than {rows} of {ranks} ranks would have work; use "
-            "fewer GPUs, or a larger train.tokens_per_step"
+            f"steps have {counted(rows, 'row')} on average, work for at most "
+            f"{counted(rows, 'GPU')}, not for {ranks}: take at most {rows}, or raise "
+            "train.tokens_per_step"
         )
