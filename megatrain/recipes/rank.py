@@ -19,11 +19,11 @@ from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, PlanError
 from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
+from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.setup import make_loss
 from megatrain.reporting.summary import RunSummary
-from megatrain.reporting.words import counted
 from megatrain.world import ALONE, PATIENCE, World
 
 PORT = "29400"  # under Slurm, where nobody names one
