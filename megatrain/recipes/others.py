@@ -77,9 +77,10 @@ class Others:
     @contextmanager
     def watched(cls, world: World, host: str) -> Iterator[Others]:
         """With a thread that looks. All ranks call it."""
-        world.every(None)  # nobody is missing because it starts late
         others = cls(world, world.store.clone(), host)
         others._store.set_timeout(STORE_TIMEOUT)
+        others._beat()
+        world.every(None)  # from here on each has given a sign of life
         thread = threading.Thread(target=others._look, name="megatrain-others", daemon=True)
         thread.start()
         try:
@@ -113,10 +114,14 @@ class Others:
             return self._silent()
         return LastWords(0, "the first host", "is gone", by=1)
 
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._store.set(f"beat/{self.world.rank}", f"{now} {self.host} {os.getpid()}")
+
     def _silent(self) -> LastWords | None:
         """A rank whose process is gone, or of which nothing was heard for too long."""
         now, world = time.monotonic(), self.world
-        self._store.set(f"beat/{world.rank}", f"{now} {self.host} {os.getpid()}")
+        self._beat()
         for rank in range(world.size):
             if rank == world.rank or not self._store.check([f"beat/{rank}"]):
                 continue

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 
 import torch
 from torch import distributed
@@ -16,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader
-from megatrain.errors import ConfigError, PlanError
+from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
 from megatrain.planner.reasons import counted
@@ -24,8 +25,9 @@ from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.setup import make_loss
 from megatrain.reporting.summary import RunSummary
-from megatrain.world import ALONE, PATIENCE, World
+from megatrain.world import ALONE, World
 
+ALL_COME_WITHIN = timedelta(minutes=10)
 PORT = "29400"  # under Slurm, where nobody names one
 
 
@@ -48,22 +50,31 @@ def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
         os.environ.setdefault(name, default)
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
     with ExitStack() as stack:
-        store, rank, size = next(rendezvous("env://", timeout=PATIENCE))
-        group = PrefixStore("group", store)
-        backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-        distributed.init_process_group(
-            backend, store=group, rank=rank, world_size=size, timeout=PATIENCE
-        )
-        stack.callback(distributed.destroy_process_group)
-        words = PrefixStore("words", store)
-        world = World.joined(own, words, (place.local_rank, place.local_size))
-        others = stack.enter_context(Others.watched(world, socket.gethostname()))
         try:
-            summary = work(world)
+            others = _join(own, place, stack)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise MegaTrainError(f"not all {place.size} ranks have met: {reason}") from error
+        try:
+            summary = work(others.world)
         except BaseException as error:
             raise end_of(error, others) from error
         others.leave(summary.exit_code)
         return summary
+
+
+def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
+    """Meet the other ranks; they are looked after until `stack` is closed."""
+    store, rank, size = next(rendezvous("env://", timeout=ALL_COME_WITHIN))
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    met = PrefixStore("group", store)
+    distributed.init_process_group(
+        backend, store=met, rank=rank, world_size=size, timeout=ALL_COME_WITHIN
+    )
+    stack.callback(distributed.destroy_process_group)
+    words = PrefixStore("words", store)
+    world = World.joined(own, words, (place.local_rank, place.local_size))
+    return stack.enter_context(Others.watched(world, socket.gethostname()))
 
 
 def own_device(place: Place, device: str) -> torch.device:
