@@ -47,7 +47,7 @@ class KilledRanks(Trial):
             victim = draw.randrange(RANKS)
             if kills < KILLS:
                 # they have met: before that, a launcher ends all
-                wait_until(lambda: size_of(run / "train.log") > logged, ranks[0])
+                wait_until(partial(is_longer, run / "train.log", logged), ranks[0])
                 time.sleep(draw.uniform(0, 0.7) * self.whole_s)
                 ranks[victim].kill()
             began = time.monotonic()
@@ -79,6 +79,10 @@ class KilledRanks(Trial):
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def is_longer(path: Path, size: int) -> bool:
+    return size_of(path) > size
 
 
 def become(rank: int, port: int) -> None:
