@@ -178,7 +178,7 @@ CASES = {
         layers=8, activations="int4", retained=4, micro_batch_tokens=128
     ),
     "kept as int6, in groups": Case(
-        layers=16, activations="int6", groups=2, micro_batch_tokens=128, precision="float32"
+        layers=8, activations="int6", groups=2, micro_batch_tokens=128, precision="float32"
     ),
     "offloaded as int4": Case(layers=8, activations="int4", offload=True),
     "embedding frozen, large": Case(freeze=EMBEDDING, vocab=8192, micro_batch_tokens=512),
@@ -220,7 +220,7 @@ def test_device_peak_within_3_percent_and_host_within_2(name, tmp_path):
 
 def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path):
     rest = []
-    for layers in (4, 32):
+    for layers in (4, 12):
         case = Case(layers=layers, tokens=512)
         plan = case.plan(tmp_path)
         rest.append(case.measure(plan)[0] - plan.device["boundary activations"])

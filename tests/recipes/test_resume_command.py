@@ -31,7 +31,7 @@ def test_five_steps_and_five_more_are_ten(megatrain, finished_project, killed):
 
 
 def test_so_they_are_in_bfloat16_in_groups_and_clipped(megatrain, project, stop_after):
-    options = ["precision=bfloat16", "train.max_grad_norm=0.1", "train.max_steps=5"]
+    options = ["precision=bfloat16", "train.max_grad_norm=0.1"]
     options += ["train.groups=2", "optimizer.weight_decay=0.1"]
     megatrain("train cfg.yaml", *options, "output=whole")
     stop_after(3)

@@ -169,7 +169,6 @@ PRODUCTS, MEMORY = 700e12, 3.3e12  # FLOP/s and bytes/s that it sustains
 ATTENTION = {1024: 311e12, 8192: 540e12}  # FLOP/s by sequence length, measured at 1k, 4k and 16k
 MEASURED = [
     ("7B", 1024, "eager", 409, 542),
-    ("7B", 1024, "compiled", 483, 638),
     ("14B", 8192, "compiled", 403, 530),
     ("1.8B", 1024, "compiled", 423, 550),
 ]
