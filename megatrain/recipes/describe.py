@@ -11,7 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE, with_absolute_paths
+from megatrain.config.resuming import (
+    CONFIG_FILE,
+    KEPT_CHOICES,
+    NEW_ORDER,
+    RESOLVED_FILE,
+    with_absolute_paths,
+)
 from megatrain.engine.resolved import Machine
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
@@ -33,6 +39,7 @@ from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
 from megatrain.storage.saves import find_checkpoint
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
@@ -78,11 +85,13 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     logger.info(f"{parameters}; {choices_in_words(plan)}")
 
 
-def other_versions(run_dir: Path) -> list[str]:
-    """A warning if libraries are of other versions than those that the run has used."""
+def other_circumstances(run_dir: Path, world: World) -> list[str]:
+    """Warnings if libraries are of other versions than those that the run has used, or ranks of
+    another number."""
     path = run_dir / ENVIRONMENT_FILE
     try:
-        then = dict(environment(run_dir)["packages"])
+        found = environment(run_dir)
+        then, ranks = dict(found["packages"]), int(found.get("ranks", 1))
     except (OSError, ValueError, TypeError, KeyError):
         return [f"{path}: cannot be read, so other versions of libraries would not be noticed"]
     now = {name: installed_version(name) for name in PACKAGES}
@@ -91,9 +100,13 @@ def other_versions(run_dir: Path) -> list[str]:
         for name, version in now.items()
         if then.get(name) != version
     ]
-    if not changed:
-        return []
-    return [f"other versions than the run has used may round otherwise: {', '.join(changed)}"]
+    said = []
+    if ranks != world.size:
+        said.append(f"{ranks} rank(s) before and {world.size} now: {NEW_ORDER}")
+    if changed:
+        versions = ", ".join(changed)
+        said.append(f"other versions than the run has used may round otherwise: {versions}")
+    return said
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:
@@ -105,6 +118,7 @@ def environment_of(machine: Machine) -> dict[str, Any]:
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
         "launch": launch(),
+        "ranks": machine.world.size,
     }
 
 

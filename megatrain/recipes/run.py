@@ -30,7 +30,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
-    other_versions,
+    other_circumstances,
     started_again,
     summarize,
 )
@@ -154,7 +154,7 @@ def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened)
             return nothing_left(run_dir)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
         logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
-    for warning in (*going.warnings, *other_versions(run_dir)):
+    for warning in (*going.warnings, *other_circumstances(run_dir, opened.world)):
         logger.warning(warning)
     ready = get_ready(going.config, going.model(), going.rows, opened.world)
     return _run(ready, opened, going.found)

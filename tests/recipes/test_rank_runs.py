@@ -76,7 +76,8 @@ def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     assert (project / "rank-1.log").read_text() == ""  # the first one speaks
     together = Path("run")
     assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
-    megatrain(f"resume {together} train.max_steps=6")
+    said = megatrain(f"resume {together} train.max_steps=6").err
+    assert "2 rank(s) before and 1 now: sums are added in another order from here on" in said
     megatrain(train("output=alone", "train.max_steps=6", "train.schedule=constant"))
     assert_steps_agree(together, Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
     held_out = [evaluations_of(run)[-1]["eval_loss"] for run in (together, Path("alone"))]
